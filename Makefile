@@ -2,8 +2,9 @@
 # `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
-# `make test-tasks` plays tasks of published packages,
-# `make gpu-check` measures a GPU, `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
+# `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
+# `make test-browser` drives the dashboard in a headless Chromium, `make gpu-check` measures a GPU,
+# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
@@ -36,6 +37,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
 VERIFIERS := .venv-verifiers
+TRACKERS := .venv-trackers
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
@@ -43,10 +45,11 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
-.PHONY: gpu-check test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
+.PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp families fuzz check types
+.PHONY: types-of-benchmarks imports lock sbom clean
 
 help:
-	@sed -n '1,6p;8,16p' Makefile
+	@sed '/^$$/q' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -104,6 +107,28 @@ $(STAMPS)/mcp-servers/installed:
 	$(@D)/venv/bin/python -m pip install -q mcp-server-time==2026.10.19
 	touch $@
 
+# Each tracker's own package writes a run that its own reader reads back. MLflow and trackio ask for other
+# versions of packages than ours, so they are in an environment of their own, without torch.
+test-trackers: $(TRACKERS)/.installed
+	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -c tests/trackers/pytest.ini tests/trackers -rs $(PYTEST_ARGS)
+
+# The dashboard in a real headless Chromium, driven by Playwright: a live run, keys, axe-core, screenshots
+# (in build/screenshots). Takes some minutes. Needs Chromium, which root gets installed, and Node.js with npm.
+test-browser: $(STAMPS)/browser/installed $(STAMPS)/dev
+	@if command -v chromium; then exit 0; fi >/dev/null; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "Chromium is not installed here: apt install chromium" >&2; exit 1; \
+	fi; \
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium
+	COMPOSER_MESH_TEST_BROWSER=$(STAMPS)/browser $(BIN)/python -m pytest tests/browser -rs $(PYTEST_ARGS)
+
+$(STAMPS)/browser/installed: $(STAMPS)/dev
+	@command -v npm >/dev/null || { echo "npm is not installed here: apt install nodejs npm" >&2; exit 1; }
+	mkdir -p $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund axe-core@4.14.1
+	$(INSTALL) playwright==1.65.2
+	touch $@
+
 # Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
@@ -146,7 +171,7 @@ gpu-check:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TRACKERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
@@ -174,6 +199,14 @@ $(OPENENV)/.installed:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(OPENENV)
 	$(OPENENV)/bin/python -m pip --disable-pip-version-check install --no-compile openenv==0.10.0 'wsproto>=1.2,<2'
+	@touch $@
+
+$(TRACKERS)/.installed:
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip --disable-pip-version-check install --no-compile \
+		tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' trackio==0.43.0 \
+		prometheus-client==0.26.0 opentelemetry-sdk==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2 \
+		'pydantic>=2.10,<3' 'pytest>=8.4,<10' 'pytest-timeout>=2.4,<3'
 	@touch $@
 
 # Writes requirements/ anew, after a change of the dependencies in pyproject.toml.

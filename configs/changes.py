@@ -61,6 +61,7 @@ SAFE = (
     ("placement.*", PLACES),
     ("supervision.*", PATIENCE),
     ("eval.*", MEASURED),
+    ("tracking*", MEASURED),
 )
 """Patterns of safe keys; list indices are numbers."""
 

@@ -33,11 +33,13 @@ from composer_mesh.configs.sandbox import SandboxConfig
 from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.configs.tracking import TrackingConfig
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.configs.weights import WeightsConfig
 
 LARGEST_SEED = 2**31 - 1
 MOST_SERVERS = 32
+MOST_TRACKERS = 20
 
 
 class RunConfig(Section):
@@ -196,6 +198,11 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
 
+    tracking: Annotated[
+        tuple[TrackingConfig, ...], Field(strict=False, max_length=MOST_TRACKERS)
+    ] = ()
+    """Experiment trackers that get the run's figures: tables [[tracking]]."""
+
     @property
     def pairs_wait(self) -> bool:
         """Whether a step waits for the preference pairs of its own rollouts."""
@@ -213,6 +220,16 @@ class Config(Section):
         """Whether the run itself serves a teacher or the hint writer."""
         builtin_writer = self.sdpo.on and self.sdpo.hints.has_builtin_writer
         return builtin_writer or (self.replay.on and self.replay.has_builtin_teachers)
+
+    @model_validator(mode="after")
+    def _trackers_have_names_of_their_own(self) -> Self:
+        names = [one.title for one in self.tracking]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"two tables of tracking have the name {name!r}: give each its own name"
+                )
+        return self
 
     @model_validator(mode="after")
     def _rewards_are_known_when_groups_finish(self) -> Self:

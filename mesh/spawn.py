@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
 
+from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.connection_guard import guard_connections
@@ -59,6 +60,7 @@ class MeshHost:
     ) -> None:
         guard_connections()
         self.supervisor = supervisor
+        self.activity = ActivityLog()
         self._preload = tuple(preload)
         self.heartbeat = heartbeat
         self.room_s = 0.0
@@ -203,7 +205,9 @@ class MeshHost:
             ref.describe.call_one(), self._start_deadline_s, name, "describe"
         )
         pid: int = about["pid"]
-        return SpawnedActor(name, about["kind"], ref, pid, actor_class, procs, host, death)
+        return SpawnedActor(
+            name, about["kind"], ref, pid, actor_class, procs, host, death, activity=self.activity
+        )
 
     def _check(self, name: str, actor_class: type[MeshActor]) -> None:
         if name in self._spawned or name in self._starting:

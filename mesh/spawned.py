@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
 
+from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.heartbeat import LastWord
 from composer_mesh.mesh.hosts.host import Host
@@ -38,6 +39,7 @@ class SpawnedActor:
     host: Host = field(repr=False)
     death: asyncio.Future[ActorDied] | None = field(default=None, repr=False)
     last: LastWord = field(default_factory=LastWord, repr=False)
+    activity: ActivityLog = field(default_factory=ActivityLog, repr=False)
 
     @property
     def alive(self) -> bool:
@@ -49,7 +51,8 @@ class SpawnedActor:
     ) -> Any:
         """Call one endpoint. Waits for its answer, at most `deadline_s`."""
         reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
-        answer: Any = await call(reply, deadline_s, self.name, endpoint, self.death)
+        with self.activity.call(self.name, endpoint):
+            answer: Any = await call(reply, deadline_s, self.name, endpoint, self.death)
         self.last.heard()
         return answer
 

@@ -24,11 +24,16 @@ def tcp_peer_user(connection: socket.socket, owner: Owner | None = None) -> int 
         there, here = connection.getpeername(), connection.getsockname()
     except OSError:
         return NOBODY
+    return user_at(there, here, connection.family, owner)
+
+
+def user_at(there: Any, here: Any, family: int, owner: Owner | None = None) -> int | None:
+    """Return the user of a connection by its two addresses, as `tcp_peer_user` does."""
     find = owner or (diag_owner if diag_is_available() else table_owner)
     found = find(_end(there), _end(here))
     if found is not None:
         return found.user if found.is_open else NOBODY
-    return NOBODY if _is_of_this_machine(connection.family, there) else None
+    return NOBODY if _is_of_this_machine(family, there) else None
 
 
 def _end(address: Any) -> End:

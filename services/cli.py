@@ -49,6 +49,8 @@ COMMANDS = {
     "traces": inspection.traces,
     "events": inspection.events,
     "scale": inspection.scale,
+    "dashboard": inspection.dashboard,
+    "report": inspection.report,
     "tree": inspection.tree,
     "stacks": inspection.stacks,
     "query": inspection.query,

@@ -12,12 +12,14 @@ from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
+from composer_mesh.integrations.trackers.port import TrackerRefused
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
 from composer_mesh.planning.model_refusals import LoraMissing
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
 from composer_mesh.services.checks.task import check_task
+from composer_mesh.services.checks.trackers import check_run_trackers
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 from composer_mesh.tasks.loading import make_task, make_workflow
 
@@ -58,7 +60,8 @@ def accept(config: Config) -> ProcessPlacements:
     check_vllm_fits(config)
     try:
         check_custom_functions(config)
-    except ValueError as error:
+        check_run_trackers(config)
+    except (TrackerRefused, ValueError) as error:
         raise UsageError(str(error)) from error
     placements = ProcessPlacements.of(config)
     check_policy_template(config, task.tools)

@@ -2,6 +2,8 @@
 
 import argparse
 
+from pydantic import ValidationError
+
 from composer_mesh.rollouts.money import LARGEST_USD
 
 
@@ -13,6 +15,38 @@ def add_set(parser: argparse.ArgumentParser) -> None:
         metavar="A.B=V",
         help="override one key; V is a TOML value or bare text; may be given many times",
     )
+
+
+def add_listen(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add where a server listens, who may reach it, and the token for those."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
+    )
+    parser.add_argument(
+        "--port", type=int, default=port, metavar="N", help=f"{port} by default; 0 is a free one"
+    )
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable with the token that clients send; needed beyond loopback",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host that requests may name beside --host; may be given many times",
+    )
+    parser.add_argument(
+        "--any-address", action="store_true", help="listen on public addresses too, with a token"
+    )
+
+
+def first_refused_option(error: ValidationError) -> str:
+    """Return what is wrong with the first refused option of a server."""
+    first = error.errors()[0]
+    name = str(first["loc"][0]).removesuffix("_s").replace("_", "-")
+    return f"--{name} is {first['input']!r}: {first['msg']}"
 
 
 def seconds(text: str) -> float:

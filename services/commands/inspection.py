@@ -4,8 +4,12 @@ Each imports its implementation when it runs.
 """
 
 import argparse
+import functools
+
+from pydantic import ValidationError
 
 from composer_mesh.services.checks.accepting import UsageError
+from composer_mesh.services.commands.arguments import first_refused_option
 from composer_mesh.services.offline.options import read_options
 from composer_mesh.services.replay.post_reward import post_rewards, read_posts
 from composer_mesh.services.schedule.signals import CommandSignals
@@ -16,6 +20,57 @@ def tree(arguments: argparse.Namespace) -> int:
     from composer_mesh.services.inspection.tree import tree_command
 
     return int(tree_command(arguments.run, arguments.json, arguments.watch))
+
+
+def dashboard(arguments: argparse.Namespace) -> int:
+    """Serve a page of the runs below a folder until Ctrl-C."""
+    from composer_mesh.services.dashboard.options import (
+        DashboardOptions,
+        check_dashboard_installed,
+    )
+    from composer_mesh.services.serve_env.options import ServeRefused
+
+    try:
+        options = DashboardOptions(
+            folder=arguments.runs,
+            host=arguments.host,
+            port=arguments.port,
+            allowed_hosts=tuple(arguments.allow_host),
+            any_address=arguments.any_address,
+            control=arguments.control,
+        )
+        check_dashboard_installed()
+        from composer_mesh.services.dashboard.command import dashboard_command
+
+        say = functools.partial(print, flush=True)
+        return dashboard_command(options, arguments.token_env, say)
+    except ValidationError as error:
+        raise UsageError(first_refused_option(error)) from None
+    except ServeRefused as refused:
+        raise UsageError(str(refused)) from refused
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write runs as one HTML file."""
+    from composer_mesh.services.dashboard.report import (
+        ReportOptions,
+        ReportRefused,
+        report_command,
+    )
+
+    try:
+        options = ReportOptions(
+            tuple(arguments.runs),
+            arguments.out,
+            arguments.x,
+            arguments.smooth,
+            tuple(arguments.rollout),
+            arguments.samples,
+            arguments.title,
+        )
+        return report_command(options, functools.partial(print, flush=True))
+    except ReportRefused as refused:
+        raise UsageError(str(refused)) from refused
 
 
 def events(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from composer_mesh.services.ablation.plan import CHANNELS_OF
-from composer_mesh.services.commands.arguments import add_set, seconds
+from composer_mesh.services.commands.arguments import add_listen, add_set, seconds
 from composer_mesh.services.commands.task_arguments import (
     add_eval,
     add_make_code_tasks,
@@ -14,7 +14,7 @@ from composer_mesh.services.commands.task_arguments import (
     add_play,
     add_serve_env,
 )
-from composer_mesh.services.directory.claim import output_path
+from composer_mesh.services.directory.claim import RUNS, output_path
 from composer_mesh.services.offline.options import add_options
 from composer_mesh.services.traces.options import add_options as add_traces_options
 
@@ -237,6 +237,45 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print each row as one object")
 
 
+def _add_dashboard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="?",
+        type=Path,
+        default=RUNS,
+        metavar="RUNS_DIR",
+        help="folder of run directories, or one of them; runs by default",
+    )
+    add_listen(parser, 8200)
+    parser.add_argument(
+        "--control", action="store_true", help="let visitors with the token stop and scale runs"
+    )
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs")
+    parser.add_argument(
+        "--out", type=output_path, default=Path("report.html"), metavar="FILE", help="report.html"
+    )
+    parser.add_argument(
+        "--rollout",
+        action="append",
+        default=[],
+        metavar="[RUN:]TRACE",
+        help="a rollout to show, by trace_id or GROUP/SAMPLE; may be given many times",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=2, metavar="N", help="rollouts of each run without --rollout"
+    )
+    parser.add_argument(
+        "--x", choices=("step", "tokens", "time", "usd"), default="step", help="axis of the curves"
+    )
+    parser.add_argument(
+        "--smooth", type=float, default=0.0, metavar="W", help="weight of the past, 0 to below 1"
+    )
+    parser.add_argument("--title", default="", metavar="TEXT", help="names of the runs by default")
+
+
 COMMANDS = {
     "check": (
         "print the resolved run and its mesh; plays a dry episode, starts nothing",
@@ -259,6 +298,8 @@ COMMANDS = {
     "reward": ("post a reward for a rollout of a run, also after training on it", _add_reward),
     "events": ("what happened in a run, or happens now", _add_events),
     "scale": ("more or fewer replicas in a run that goes on", _add_scale),
+    "dashboard": ("runs, rollouts and comparisons in a browser, live", _add_dashboard),
+    "report": ("runs as one HTML file to send to somebody", _add_report),
     "tree": ("show the live mesh of a run", _add_tree),
     "stacks": ("the Python stacks of every process of a live run", _add_stacks),
     "query": ("ask the telemetry of a live run in SQL", _add_query),

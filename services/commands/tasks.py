@@ -10,6 +10,7 @@ import sys
 from pydantic import ValidationError
 
 from composer_mesh.services.checks.accepting import UsageError
+from composer_mesh.services.commands.arguments import first_refused_option
 
 
 def new_task(arguments: argparse.Namespace) -> int:
@@ -85,8 +86,6 @@ def serve_env(arguments: argparse.Namespace) -> int:
         say = functools.partial(print, flush=True)
         return serve(arguments.task, arguments.set, options, arguments.token_env, say)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).removesuffix("_s").replace("_", "-")
-        raise UsageError(f"--{name} is {first['input']!r}: {first['msg']}") from None
+        raise UsageError(first_refused_option(error)) from None
     except serving.ServeRefused as refused:
         raise UsageError(str(refused)) from refused

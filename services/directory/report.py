@@ -26,6 +26,7 @@ STORE_FILE = "run.sqlite"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
+TIMELINE_FILE = "timeline.jsonl"
 
 LONGEST_FILE = 1 << 30
 """Size in bytes of the largest file of lines that is read as a whole."""
@@ -78,10 +79,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{path} cannot be read ({short_reason(error)}): take it from a copy, or let train "
-            "--resume make it again from run.sqlite"
-        ) from None
+        raise unreadable_copy(path, error) from None
+
+
+def unreadable_copy(path: Path, error: Exception) -> RunDirectoryError:
+    """Return the error for a file of lines that cannot be read, and is a copy of rows."""
+    return RunDirectoryError(
+        f"{path} cannot be read ({short_reason(error)}): take it from a copy, or let train "
+        "--resume make it again from run.sqlite"
+    )
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:

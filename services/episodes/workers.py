@@ -19,6 +19,7 @@ from typing import Any
 
 from composer_mesh.actors.rollout_workers.lockstep import Round
 from composer_mesh.actors.rollout_workers.peers import Neighbours
+from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
@@ -62,10 +63,12 @@ class RolloutWorkers:
         *,
         lockstep: bool,
         open_stream: OpenStream | None = None,
+        activity: ActivityLog | None = None,
     ) -> None:
         longest_wait_s = ROUNDS_WAIT_S if lockstep else LONGEST_WAIT_S
         ours = partial(_open_stream, longest_wait_s)
         self._pools, self._open_stream = pools, open_stream or ours
+        self._activity = activity or ActivityLog()
         self._calls: dict[str, Calls] = {}
         self._open: list[str] = []
         self._connected: set[str] = set()
@@ -101,7 +104,8 @@ class RolloutWorkers:
             worker = await self._worker_for(sample.group)
             self._playing[worker] += 1
             try:
-                played: Played = await self._calls[worker].call("play", sample, session)
+                with self._activity.call(worker, "play"):
+                    played: Played = await self._calls[worker].call("play", sample, session)
                 return played
             finally:
                 self._playing[worker] -= 1

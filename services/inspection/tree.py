@@ -89,7 +89,7 @@ def _mesh(status: RunStatus) -> MeshTree | None:
     try:
         return (
             read_mesh(status.admin_url, TlsFiles.told(status.admin_tls))
-            if status.admin_url
+            if status.admin_url and status.here
             else None
         )
     except AdminUnreachable:

@@ -40,16 +40,17 @@ from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.report import read_metrics, summary_table, write_summary
 from composer_mesh.services.directory.resume import whence
 from composer_mesh.services.inspection.actor_names import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.run.final_report import final_report
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.run.resume_loader import Past, load_resume_state
+from composer_mesh.services.run.tracking import RunTrackers, TrackedView
 from composer_mesh.services.run.unexpected_errors import unexpected
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.run.weight_transport import settled
@@ -97,7 +98,14 @@ def train_command(
         live = until_interrupted(run.live(), signals, run.stopping, grace_s(config))
         code = run.settled(asyncio.run(live))
     try:
-        _report(output, run, time.monotonic() - began)
+        final_report(
+            output,
+            config.run.name,
+            wall_s=time.monotonic() - began,
+            evaluations=run.evaluations,
+            restarts=run.restarts,
+            rest=run.rest,
+        )
     except OSError as error:
         run.failure = run.failure or str(disk_error(output, error))
         code = FAILED
@@ -106,23 +114,6 @@ def train_command(
     elif code:
         Console().print(Text(whence(output, config.run.steps)), soft_wrap=True)
     return code
-
-
-def _report(output: Path, run: "Run", wall_s: float) -> None:
-    """Write and print the summary of a run, and draw its curve; raises OSError."""
-    name, evaluations = run.config.run.name, run.evaluations
-    summary = write_summary(
-        output, wall_s=wall_s, evaluations=evaluations, restarts=run.restarts, rest=run.rest
-    )
-    # Imported late, since plotting is not needed before the end.
-    from composer_mesh.services.directory.curve import draw_reward_curve
-
-    curve = output / "reward.png"
-    metrics = read_metrics(output / "metrics.jsonl")
-    draw_reward_curve(metrics, curve, evaluations=evaluations, title=name)
-    console = Console()
-    console.print(summary_table(name, summary))
-    console.print(f"reward curve: {curve}", markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass
@@ -142,8 +133,10 @@ class Run:
     _trainer: FaultTolerantTrainer | None = None
     _past: Past = field(default_factory=Past)
     _watch: RunWatch = field(init=False)
+    _trackers: RunTrackers = field(init=False)
 
     def __post_init__(self) -> None:
+        self._trackers = RunTrackers(self.config, self.store.root, self.event)
         self._watch = RunWatch(
             self.store.root,
             self.config.run,
@@ -195,6 +188,7 @@ class Run:
         finally:
             self.event(f"run_{state}", "", self.failure.rpartition("\n")[2] or self._left(state))
             await self._watch.ended(state)
+            await self._trackers.close(state)
 
     def settled(self, code: int) -> int:
         """Wait until all is written; return the exit status, a failure where something is not."""
@@ -243,6 +237,7 @@ class Run:
         try:
             if self.resumed is not None:
                 await self._look_back(self.resumed)
+            await self._trackers.start(self.store.reading.metrics)
             async with self._directory_watched(supervisor):
                 await supervisor.guard(self._run_on(host, config, weights))
         finally:
@@ -326,7 +321,9 @@ class Run:
         )
         parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
         trainer = self._trainer = parts.trainer(resumed_from)
-        controller = self.controller = await parts.controller(trainer, self.view, past, heldout)
+        controller = self.controller = await parts.controller(
+            trainer, TrackedView(self.view, self._trackers), past, heldout
+        )
         controller.stopping = self.stopping
         self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
         await trainer.during(self._train(trainer, controller))

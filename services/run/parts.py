@@ -25,6 +25,7 @@ from composer_mesh.services.run.resume_loader import (
     resume_state_of,
     trained_steps,
 )
+from composer_mesh.services.run.timeline import TimelineView
 from composer_mesh.services.schedule.resume_state import ResumeState
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
@@ -100,7 +101,7 @@ class RunParts:
             trainer,
             trainer,
             self.store,
-            watch,
+            TimelineView(watch, self.mesh.host.activity.take, self.store.add_timeline),
             trainer.save,
             trainer.saved,
             self._hint_writing(),
@@ -131,7 +132,9 @@ class RunParts:
         closed = self.config.schedule.max_lag == 0
         retries = Retries(self.config.supervision, self.store.add_poisoned, self.event)
         retries.know(past.poisoned, past.sizes, self.config.schedule.group_size)
-        return Rollouts(RolloutWorkers(pools, self.event, lockstep=closed), retries)
+        activity = mesh.host.activity
+        workers = RolloutWorkers(pools, self.event, lockstep=closed, activity=activity)
+        return Rollouts(workers, retries)
 
     def _pair_stream(self) -> PairStream | None:
         mesh, waiting = self.mesh, self.store.reading.waiting_pairs

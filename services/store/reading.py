@@ -12,7 +12,7 @@ from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import STORE_FILE, Evaluation
 from composer_mesh.services.store.group_files import read_group
-from composer_mesh.services.store.index import index_query
+from composer_mesh.services.store.index import errors_query, index_query, totals_query
 from composer_mesh.services.store.row_values import (
     Values,
     damaged,
@@ -28,6 +28,7 @@ from composer_mesh.services.store.row_values import (
 from composer_mesh.services.store.rows import (
     GroupRow,
     GroupState,
+    IndexTotals,
     ItemState,
     LateReward,
     PairRow,
@@ -41,6 +42,7 @@ from composer_mesh.services.store.schema import COLUMNS, KIND, whole
 
 PAGE = 64
 IDS_OF_A_QUERY = 500
+LATEST = "place DESC LIMIT ? OFFSET ?"
 
 
 class RunReader:
@@ -92,13 +94,22 @@ class RunReader:
         sort: str = "group_id",
         descending: bool = False,
         limit: int | None = None,
+        offset: int = 0,
     ) -> Iterator[TraceRow]:
         """Yield the index of the rollouts, sorted by a field; equal ones in group order.
 
+        The first `offset` of them are left out.
+
         Raises ValueError if `sort` is not a field of a TraceRow.
         """
-        for row in self._all(*index_query(where or Where(), sort, descending, limit)):
+        for row in self._all(*index_query(where or Where(), sort, descending, limit, offset)):
             yield trace_row(_intact("traces", row))
+
+    def totals(self, where: Where | None = None) -> IndexTotals:
+        """Return the totals of matching rollouts, without a check of each row."""
+        ((count, reward, success),) = self._all(*totals_query(where or Where()))
+        errors = {str(kind): int(n) for kind, n in self._all(*errors_query(where or Where()))}
+        return IndexTotals(int(count), float(reward), float(success), errors)
 
     def stored(self, trace_ids: Iterable[str]) -> set[str]:
         """Return those trace_ids that are rollouts of the run."""
@@ -125,6 +136,37 @@ class RunReader:
                 (group_id,),
             )
             yield teacher_query_row((group_id, body), tuple(row[0] for row in ids))
+
+    def asked_of(self, group_id: int) -> bytes | None:
+        """Return the outcome of a group's teacher queries as JSON, or None without any."""
+        found = self._found("asked", "group_id = ?", (group_id,), "group_id")
+        return found[0][1] if found else None
+
+    def pairs_of(self, group_id: int) -> list[PairRow]:
+        """Return the pairs of a group's rollouts, and those of no group, in insertion order."""
+        found = self._found("pairs", "group_id = ? OR group_id IS NULL", (group_id,), "place")
+        return [pair_row(row) for row in found]
+
+    def newest_pairs(self, limit: int, offset: int = 0) -> list[PairRow]:
+        """Return so many pairs, the newest first; the first `offset` of them are left out."""
+        values = (limit, offset)
+        return [pair_row(row) for row in self._found("pairs", "TRUE", values, LATEST)]
+
+    def pair_states(self) -> dict[str, int]:
+        """Return the number of pairs in each state."""
+        return dict(self._all("SELECT state, COUNT(*) FROM pairs GROUP BY state"))
+
+    def errors_of_steps(self, first: int, last: int) -> dict[str, int]:
+        """Return the error sites, by kind, of rollouts that steps `first` to `last` have trained.
+
+        Steps count from 0; the key "" holds the number of those rollouts.
+        """
+        tests = "groups.trained BETWEEN ? + 1 AND ? + 1"
+        joined = f"FROM traces JOIN groups USING (group_id) WHERE {tests}"
+        sites = "SELECT value, COUNT(*) FROM traces JOIN groups USING (group_id), "
+        sites += f"json_each(error_kinds) WHERE {tests} GROUP BY value"
+        counts = self._all(f"SELECT '', COUNT(*) {joined}", (first, last))
+        return {str(kind): int(n) for kind, n in counts + self._all(sites, (first, last))}
 
     def steps(self, since: int = 0, superseded: bool = False) -> Iterator[StepRow]:
         """Yield the steps from `since` on, in planned order; superseded ones only if requested."""

@@ -102,6 +102,16 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexTotals:
+    """Totals of the rollouts of the index that match a filter; `errors` are sites by kind."""
+
+    count: int
+    mean_reward: float
+    success: float
+    errors: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class StepRow:
     """A step, numbered from 0: its manifest, and its metrics once it was trained."""
 

@@ -23,7 +23,12 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.directory.report import EVALUATIONS_FILE, METRICS_FILE, Evaluation
+from composer_mesh.services.directory.report import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    TIMELINE_FILE,
+    Evaluation,
+)
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.opening import Moved, move_file, repair_on_open
@@ -101,6 +106,10 @@ class RunStore:
         body = _json(dataclasses.asdict(evaluation))
         self._thread.tell(partial(self._records.add_evaluation, evaluation.step, body))
         self._thread.tell(partial(self._lines.add, EVALUATIONS_FILE, body))
+
+    def add_timeline(self, line: Mapping[str, Any]) -> None:
+        """Append what the actors did in a step; of no use to the run itself."""
+        self._thread.tell(partial(self._lines.add, TIMELINE_FILE, _json(line)))
 
     def add_poisoned(self, poisoned: PoisonedInput) -> None:
         """Store one episode that was quarantined because it failed repeatedly in the same way."""

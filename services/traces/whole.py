@@ -40,7 +40,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
         notes.append("config.toml cannot be read, so the hints are left out")
     elif config.sdpo.on:
         tokens = TokenCount(
-            config.sdpo.hints.max_tokens, partial(_own_tokenizer, run, config.policy.path)
+            config.sdpo.hints.max_tokens, partial(own_tokenizer, run, config.policy.path)
         )
         written = _written(reader, one.row.group_id)
         hints, without = hints_of(trace, group, config.sdpo.hints, answer, written, tokens)
@@ -64,7 +64,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
     )
 
 
-def _own_tokenizer(run: Path, policy: Path | None) -> Path | None:
+def own_tokenizer(run: Path, policy: Path | None) -> Path | None:
     """Return the folder of a tokenizer; None for a stranger's run, whose patterns may never end."""
     return tokenizer_folder(run, policy) if is_own(run / CONFIG_FILE) else None
 
@@ -81,15 +81,14 @@ def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:
 def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
     return [
         Paired(pair, str(row.state), None if row.step is None else row.step + 1)
-        for row in reader.pairs()
-        if row.group_id in (trace.group_id, None)
+        for row in reader.pairs_of(trace.group_id)
         if (pair := stored_pair(row)).trace_id == trace.trace_id
     ]
 
 
 def _asked(reader: RunReader, group_id: int) -> dict[str, Any]:
     """Return the stored outcome of a group's teacher queries, empty if there were none."""
-    body = next((row.body for row in reader.asked() if row.group_id == group_id), b"{}")
+    body = reader.asked_of(group_id) or b"{}"
     return object_row("asked", (group_id, body))
 
 

@@ -1,7 +1,8 @@
 """Composer Mesh: a training service for agentic language models on Monarch.
 
 The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md,
-docs/verifiers.md), losses and advantages (docs/losses.md), the trainer's backend (docs/trainer.md).
+docs/verifiers.md), losses and advantages (docs/losses.md), the trainer's backend (docs/trainer.md),
+trackers (docs/trackers.md).
 Each is imported when it is first used, so that reading a config never loads torch or Monarch.
 Everything else may change.
 """
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
+    from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
     from composer_mesh.integrations.verifiers.workflow import VerifiersEnvironment, VerifiersTask
     from composer_mesh.losses.custom_types import (
         AdvantageInputs,
@@ -73,6 +75,9 @@ _MODULES = {
     "TaskSettings": "tasks.task",
     "ToolError": "tasks.errors",
     "TorchBackend": "actors.models.backend",
+    "TrackedRun": "integrations.trackers.port",
+    "TrackedStep": "integrations.trackers.port",
+    "Tracker": "integrations.trackers.port",
     "TrainerBackend": "actors.models.backend",
     "Trajectory": "tasks.workflow",
     "Transcript": "tasks.reward",
@@ -121,6 +126,9 @@ __all__ = [
     "TaskSettings",
     "ToolError",
     "TorchBackend",
+    "TrackedRun",
+    "TrackedStep",
+    "Tracker",
     "TrainerBackend",
     "Trajectory",
     "Transcript",

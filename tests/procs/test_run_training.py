@@ -24,6 +24,10 @@ METRICS = {
     *("replay/usd", "lag/mean", "lag/max", "tokens/trained", "time/step_s"),
     *("time/wait_batch_s", "time/train_s", "time/weight_sync_s"),
 }
+BLOCKED = {
+    "tracking": '[{type = "custom", import_path = "blocking_tracker:BlockingTracker", '
+    "queue = 1, finish_s = 0.2}]"
+}
 SUMMARY = {"steps", "wall_s", "eval", "channels", "replay", "restarts"}
 
 
@@ -38,14 +42,15 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Iterator[Finished]:
     root = tmp_path_factory.mktemp("finished") / "run"
-    with launched(root, policy_cache, {}, as_installed=True) as run:
+    with launched(root, policy_cache, BLOCKED, as_installed=True) as run:
         yield Finished(run, run.wait())
 
 
 def test_the_shortened_quickstart_trains_in_a_live_mesh(finished: Finished) -> None:
     run = finished.run
     assert finished.status == 0, run.stderr
-    assert [event["event"] for event in run.objects("events.jsonl")[-2:]] == [
+    events = [event["event"] for event in run.objects("events.jsonl")]
+    assert [one for one in events if not one.startswith("tracker_")][-2:] == [
         "checkpoint",
         "run_finished",
     ]
@@ -63,6 +68,21 @@ def test_the_shortened_quickstart_trains_in_a_live_mesh(finished: Finished) -> N
     assert {channel["active_steps"] for channel in summary["channels"].values()} == {STEPS}
     assert summary["eval"].keys() == {"initial", "final"}
     assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tracker_that_never_returns_is_left_behind(finished: Finished) -> None:
+    told = [e["event"] for e in finished.run.objects("events.jsonl") if e["actor"] == "custom"]
+    assert (told[0], told[-1]) == ("tracker_started", "tracker_left_behind")
+
+
+def test_the_timeline_has_what_each_actor_did_in_each_step(finished: Finished) -> None:
+    lines = finished.run.objects("timeline.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        did = {(actor, endpoint) for actor, endpoint, *_ in line["busy"]}
+        assert {("trainer", "train"), ("rollouts-0", "play")} <= did
+        assert ("sdpo_teacher", "teacher_output") in did
+        assert any(actor.startswith("teacher_replay-") for actor, _ in did)
 
 
 def test_a_run_leaves_traces_and_pairs_that_read_back(finished: Finished) -> None:

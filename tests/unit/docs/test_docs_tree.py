@@ -38,6 +38,8 @@ def test_every_command_of_the_page_is_one() -> None:
         "eval",
         "check",
         "verify",
+        "dashboard",
+        "report",
         "train",
         "ablate",
         "replay",

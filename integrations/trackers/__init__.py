@@ -1,0 +1,1 @@
+"""Experiment trackers behind one port, each on a thread of its own."""

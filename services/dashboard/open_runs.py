@@ -1,0 +1,95 @@
+"""What the page keeps of the runs that were looked at last: columns, events, timeline, live mesh.
+
+Files are read on from where they were read last. Each part is bounded, and so is the number of
+runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.configs.regular_files import UnusableFile
+from composer_mesh.services.dashboard.series import Columns
+from composer_mesh.services.directory.live import EVENTS_FILE, RunUnavailable
+from composer_mesh.services.directory.report import TIMELINE_FILE
+from composer_mesh.services.inspection.events_command import Lines, event_of
+from composer_mesh.services.inspection.tree import Viewer
+
+RUNS_KEPT = 12
+EVENTS_KEPT = 5000
+STEPS_KEPT = 64
+LOOK_S = 1.5
+"""Shortest time between two questions to the admin server of a run."""
+
+
+class OpenRun:
+    """One run that is looked at; thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.columns = Columns(root)
+        self._events = _Tail(root / EVENTS_FILE, EVENTS_KEPT)
+        self._timeline = _Tail(root / TIMELINE_FILE, STEPS_KEPT)
+        self._viewer = Viewer(root)
+        self._lock = threading.Lock()
+        self._seen: dict[str, Any] | None = None
+        self._looked = 0.0
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events, newest first."""
+        return self._events.read()[::-1]
+
+    def timeline(self, steps: int) -> list[dict[str, Any]]:
+        """Return the lines of the last steps."""
+        return self._timeline.read()[-steps:]
+
+    def mesh(self) -> dict[str, Any] | None:
+        """Return the object of `tree --json`, at most LOOK_S old; None without a status."""
+        with self._lock:
+            if time.monotonic() - self._looked > LOOK_S:
+                try:
+                    self._seen = self._viewer.look()
+                except RunUnavailable:
+                    self._seen = None
+                self._looked = time.monotonic()
+            return self._seen
+
+
+class OpenRuns:
+    """The runs that were looked at last; thread-safe."""
+
+    def __init__(self, most: int = RUNS_KEPT) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._kept: OrderedDict[Path, OpenRun] = OrderedDict()
+
+    def of(self, root: Path) -> OpenRun:
+        """Return a run, its columns read up to the end of the file."""
+        with self._lock:
+            found = self._kept.pop(root, None) or OpenRun(root)
+            self._kept[root] = found
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        with suppress(UnusableFile):  # the table of runs says what is wrong with the file
+            found.columns.read_on()
+        return found
+
+
+class _Tail:
+    """The last objects of a file of JSON lines."""
+
+    def __init__(self, path: Path, most: int) -> None:
+        self._lines, self._kept = Lines(path), deque[dict[str, Any]](maxlen=most)
+        self._lock = threading.Lock()
+
+    def read(self) -> list[dict[str, Any]]:
+        with self._lock:
+            with suppress(UnusableFile):  # what was read before is shown; `verify` says why
+                for line in self._lines.new():
+                    if (found := event_of(line)) is not None:
+                        self._kept.append(found)
+            return list(self._kept)

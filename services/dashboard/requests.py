@@ -1,0 +1,128 @@
+"""What a request asks for, read from its query; anything else falls back to the usual."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from composer_mesh.services.dashboard.series import AXES, Axis
+from composer_mesh.services.dashboard.tokens import COLOURINGS, Colouring
+from composer_mesh.services.store.rows import GroupState, Where
+
+PAGE_SIZE = 50
+MOST_PAGES = 1_000_000
+LONGEST_DIGITS = 12
+SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
+SORTS = {
+    "group": ("group_id", False),
+    "newest": ("group_id", True),
+    "reward": ("reward", False),
+    "-reward": ("reward", True),
+    "turns": ("turns", True),
+    "tokens": ("tokens", True),
+    "errors": ("error_sites", True),
+}
+"""Orders of rollouts: the field of the index, and whether the largest come first."""
+LONGEST_TEXT = 200
+
+
+@dataclass(frozen=True)
+class ChartOptions:
+    """Axis and smoothing of charts."""
+
+    axis: Axis = "step"
+    smoothing: float = 0.0
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> ChartOptions:
+        axis: Axis = next((one for one in AXES if one == query.get("x")), "step")
+        smoothing = _float(query.get("smooth"))
+        fits = smoothing is not None and 0 <= smoothing < 1
+        return cls(axis, smoothing if fits and smoothing is not None else 0.0)
+
+
+@dataclass(frozen=True)
+class RolloutFilter:
+    """Which rollouts a page lists. `step` counts from 1, `page` from 0."""
+
+    outcome: str = ""
+    error: str = ""
+    split: str = ""
+    state: str = ""
+    group: int | None = None
+    step: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    sort: str = "newest"
+    page: int = 0
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> RolloutFilter:
+        def one_of(key: str, known: tuple[str, ...], usual: str = "") -> str:
+            return query.get(key, "") if query.get(key) in known else usual
+
+        return cls(
+            outcome=one_of("outcome", ("solved", "failed")),
+            error=_printable(query.get("error", "")),
+            split=one_of("split", ("train", "heldout")),
+            state=one_of("state", tuple(GroupState)),
+            group=_int(query.get("group")),
+            step=_int(query.get("step")),
+            min_reward=_float(query.get("min_reward")),
+            max_reward=_float(query.get("max_reward")),
+            sort=one_of("sort", tuple(SORTS), "newest"),
+            page=min(_int(query.get("page")) or 0, MOST_PAGES),
+        )
+
+    def where(self) -> Where:
+        """Return the filter of the store's index."""
+        return Where(
+            group_id=self.group,
+            step=None if self.step is None else self.step - 1,
+            split=self.split or None,
+            state=GroupState(self.state) if self.state else None,
+            min_reward=self.min_reward,
+            max_reward=self.max_reward,
+            success=None if not self.outcome else self.outcome == "solved",
+            error=self.error or None,
+        )
+
+    def query(self, **changes: object) -> str:
+        """Return the query of this filter with changes, without what is as usual."""
+        values = {**vars(self), **changes}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if value not in ("", None) and value != getattr(RolloutFilter(), key)
+        }
+        return urlencode(kept)
+
+
+def colouring_of(query: Mapping[str, str]) -> Colouring:
+    return next((one for one in COLOURINGS if one == query.get("colour")), "none")
+
+
+def page_of(query: Mapping[str, str]) -> int:
+    return min(_int(query.get("page")) or 0, MOST_PAGES)
+
+
+def _printable(text: str) -> str:
+    """Return a text that a page can repeat; others are left out, and fit everything."""
+    return text if text.isprintable() and len(text) <= LONGEST_TEXT else ""
+
+
+def _int(text: str | None) -> int | None:
+    text = (text or "").strip()
+    if not text.isascii() or not text.isdecimal() or len(text) > LONGEST_DIGITS:
+        return None
+    return int(text)
+
+
+def _float(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

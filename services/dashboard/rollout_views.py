@@ -1,0 +1,169 @@
+"""What the pages about rollouts show: a list, one rollout turn by turn, a group side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.dashboard.requests import PAGE_SIZE, SORTS, RolloutFilter
+from composer_mesh.services.dashboard.tokens import (
+    Colouring,
+    Token,
+    Tokenizers,
+    advantage_of,
+    tokens_of,
+)
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import TraceRow
+from composer_mesh.services.traces.columns import trained, versions
+from composer_mesh.services.traces.command import config_of, find
+from composer_mesh.services.traces.list_page import question
+from composer_mesh.services.traces.listing import Listed
+from composer_mesh.services.traces.rollout import Rollout
+from composer_mesh.services.traces.rollout_page import UNLIKELY, became
+from composer_mesh.services.traces.turns import Acted, acted
+from composer_mesh.services.traces.whole import own_tokenizer, whole_rollout
+
+Advantages = dict[str, float | Sequence[float]]
+
+
+def rollout_list(root: Path, wanted: RolloutFilter) -> dict[str, Any]:
+    """Return a page of the rollouts that fit, and the totals of all that do."""
+    sort, descending = SORTS[wanted.sort]
+    where = wanted.where()
+    with RunReader(root) as reader:
+        first = wanted.page * PAGE_SIZE
+        rows = list(reader.rows(where, sort, descending, PAGE_SIZE, first))
+        totals = reader.totals(where)
+        kinds = reader.totals().errors if wanted.error else totals.errors
+        listed = [_listed(reader, row) for row in rows]
+    return {
+        "rows": [{"one": one, **_row(one)} for one in listed],
+        "totals": totals,
+        "kinds": [kind for kind in kinds if kind.isprintable()],
+        "wanted": wanted,
+        "first": first,
+        "more": first + len(rows) < totals.count,
+    }
+
+
+def _listed(reader: RunReader, row: TraceRow) -> Listed:
+    group = reader.group(row.group_id)
+    return Listed(row, group.trained if group else None)
+
+
+def _row(one: Listed) -> dict[str, Any]:
+    row = one.row
+    counts = {kind: row.error_kinds.count(kind) for kind in dict.fromkeys(row.error_kinds)}
+    return {
+        "row": row,
+        "trained": trained(one),
+        "versions": versions(row.oldest_version, row.newest_version),
+        "errors": list(counts.items()),
+    }
+
+
+@dataclass(frozen=True)
+class RolloutReader:
+    """Reads rollouts of runs, with the tokenizers that show their tokens."""
+
+    tokenizers: Tokenizers
+
+    def one(self, root: Path, name: str, colouring: Colouring, full: bool) -> dict[str, Any]:
+        """Return one rollout turn by turn.
+
+        Raises RunUnavailable where there is none of this name, StoreMissing, or DamagedRecord.
+        """
+        config = config_of(root)
+        with RunReader(root) as reader:
+            row = find(reader, name)
+            rollout = whole_rollout(reader, root, _listed(reader, row), config)
+        notes = list(rollout.notes)
+        advantages: Advantages = {}
+        if colouring == "advantage":
+            advantages, why = _advantages(config, rollout.group)
+            notes += [why] if why else []
+        conversation = acted(rollout.trace)
+        tokenizer = self.tokenizers.of(
+            own_tokenizer(root, config.policy.path if config is not None else None)
+        )
+        newest = max(rollout.trace.versions(), default=0)
+
+        def tokens(turn: Acted) -> list[Token]:
+            advantage = advantage_of(rollout.trace, turn.number, advantages)
+            return tokens_of(turn.turn, colouring, tokenizer, newest, advantage)
+
+        return {
+            "rollout": rollout,
+            "trace": rollout.trace,
+            **_row(rollout.listed),
+            "siblings": rollout.group,
+            "opening": conversation.opening,
+            "turns": [
+                {**_turn(rollout, turn), "tokens": tokens(turn) if colouring != "none" else []}
+                for turn in conversation.turns
+            ],
+            "notes": notes,
+            "full": full,
+            "colouring": colouring,
+        }
+
+    def group(self, root: Path, group_id: int) -> dict[str, Any] | None:
+        """Return the rollouts of a group side by side; None where there is none stored."""
+        with RunReader(root) as reader:
+            traces = reader.traces(group_id)
+            stored = reader.group(group_id)
+        if not traces or stored is None:
+            return None
+        return {
+            "group_id": group_id,
+            "group": stored,
+            "question": question(traces[0]),
+            "answer": traces[0].answer,
+            "columns": [
+                {
+                    "trace": trace,
+                    "turns": acted(trace).turns,
+                    "failed": {site.turn: site.error_kind for site in trace.error_sites},
+                }
+                for trace in traces
+            ],
+        }
+
+
+def _turn(rollout: Rollout, turn: Acted) -> dict[str, Any]:
+    said = turn.turn
+    mean = sum(said.logprobs) / len(said.logprobs) if said.logprobs else None
+    pairs = [one for one in rollout.pairs if one.pair.turn == turn.number]
+    return {
+        "number": turn.number,
+        "message": turn.message,
+        "answers": turn.answers,
+        "context": len(said.context_ids),
+        "sampled": len(said.action_ids),
+        "versions": versions(min(said.versions, default=None), max(said.versions, default=None)),
+        "logprob": mean,
+        "unlikely": mean is not None and mean < UNLIKELY,
+        "cut": said.stop_reason == "length",
+        "sites": [site for site in rollout.trace.error_sites if site.turn == turn.number],
+        "hints": [hint for hint in rollout.hints if hint.turn == turn.number],
+        "pairs": [{"pair": one.pair, "became": became(one)} for one in pairs],
+    }
+
+
+def _advantages(config: Config | None, group: Sequence[Trace]) -> tuple[Advantages, str]:
+    """Return the advantages of a group's rollouts as configured, or why they are unknown."""
+    if config is None:
+        return {}, "config.toml cannot be read, so the advantages are unknown"
+    if isinstance(config.advantage, CustomFunction):
+        return {}, "advantages of a function of yours are not computed here"
+    # Imported late, since it takes seconds and 200 MB.
+    from composer_mesh.services.steps.advantages import make_advantages, trajectory_advantages
+
+    found: Mapping[str, Any] = trajectory_advantages(make_advantages(config.advantage), [group])
+    return dict(found), ""

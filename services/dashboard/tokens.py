@@ -1,0 +1,119 @@
+"""The sampled tokens of a turn as text, each with a colour by one of its figures.
+
+logprob     how unlikely the token was when it was sampled
+version     by which policy version, compared with the newest of the rollout
+advantage   of its rollout, or of its turn where turns have their own
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import Tokenizer
+
+from composer_mesh.rollouts.traces import Trace, Turn
+from composer_mesh.services.inspection.page import plain_text
+from composer_mesh.services.traces.hints import TOKENIZER_FILE
+
+Colouring = Literal["none", "logprob", "version", "advantage"]
+COLOURINGS: tuple[Colouring, ...] = ("none", "logprob", "version", "advantage")
+BINS = 8
+UNLIKELIEST = 6.0
+"""Nats at which the colour of an unlikely token is strongest."""
+LARGEST_ADVANTAGE = 2.0
+MOST_TOKENS = 4000
+TOKENIZERS_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token to show: its text, the class of its colour, and its figures in words."""
+
+    text: str
+    colour: str
+    told: str
+
+
+class Tokenizers:
+    """The tokenizers of the runs that were read last; thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Path, int], Tokenizer] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, folder: Path | None) -> Tokenizer | None:
+        """Return the tokenizer of a folder; None without one."""
+        if folder is None:
+            return None
+        file = folder / TOKENIZER_FILE
+        key = (file, file.stat().st_mtime_ns)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = Tokenizer.from_file(str(file))
+                while len(self._kept) > TOKENIZERS_KEPT:
+                    self._kept.popitem(last=False)
+            return self._kept[key]
+
+
+def tokens_of(
+    turn: Turn,
+    colouring: Colouring,
+    tokenizer: Tokenizer | None,
+    newest: int,
+    advantage: float | None,
+) -> list[Token]:
+    """Return the first MOST_TOKENS sampled tokens of a turn; without a tokenizer their ids."""
+    found = []
+    figures = zip(turn.action_ids, turn.logprobs, turn.versions, strict=True)
+    for token, logprob, version in list(figures)[:MOST_TOKENS]:
+        told = f"log-prob {logprob:.3f} · version {version} · id {token}"
+        if advantage is not None:
+            told += f" · advantage {advantage:+.3f}"
+        colour = _colour(colouring, logprob, newest - version, advantage)
+        found.append(Token(_text(token, tokenizer), colour, told))
+    return found
+
+
+def advantage_of(
+    trace: Trace, turn: int, advantages: dict[str, float | Sequence[float]]
+) -> float | None:
+    """Return the advantage of a turn of a rollout; None where it is unknown."""
+    found = advantages.get(trace.trace_id)
+    if found is None or isinstance(found, int | float):
+        return found
+    return float(found[turn]) if turn < len(found) else None
+
+
+def _colour(colouring: Colouring, logprob: float, age: int, advantage: float | None) -> str:
+    if colouring == "logprob":
+        return f"u{_bin(-logprob / UNLIKELIEST)}"
+    if colouring == "version":
+        return f"v{min(age, BINS)}"
+    if colouring == "advantage" and advantage is not None:
+        side = "p" if advantage > 0 else "n"
+        return f"{side}{_bin(abs(advantage) / LARGEST_ADVANTAGE)}"
+    return "u0"
+
+
+def _bin(share: float) -> int:
+    return min(BINS, max(0, round(share * BINS)))
+
+
+def _text(token: int, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return f"·{token}"
+    text = tokenizer.decode([token], skip_special_tokens=False) or f"·{token}"
+    return "".join("↵\n" if part == "\n" else plain_text(part) for part in _by_lines(text))
+
+
+def _by_lines(text: str) -> list[str]:
+    return [part for line in text.splitlines(keepends=True) for part in _with_end(line)]
+
+
+def _with_end(line: str) -> list[str]:
+    return [line[:-1], "\n"] if line.endswith("\n") else [line]

@@ -1,0 +1,98 @@
+"""The trackers of a run: they hear of each step and evaluation that its display hears of.
+
+None of them is waited for while the run goes on. What they tell becomes events of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.tracking import TrackerSection
+from composer_mesh.integrations.trackers.delivery import Delivery
+from composer_mesh.integrations.trackers.making import make_tracker
+from composer_mesh.integrations.trackers.names import Names, of_evaluation, trained_tokens
+from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
+from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.steps.ports import Watcher
+
+FOLDER = "trackers"
+
+
+class RunTrackers:
+    """The trackers of one run, from `start` to `close`, on one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        root: Path,
+        record: Recorder,
+        make: Callable[[TrackerSection], Tracker] = make_tracker,
+    ) -> None:
+        self._config, self._root, self._record, self._make = config, root, record, make
+        self._deliveries: list[tuple[TrackerSection, Delivery]] = []
+        self._names = Names()
+
+    async def start(self, past: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        """Start every tracker on its thread; `past` returns the metrics of a resumed run."""
+        if not self._config.tracking:
+            return
+        self._names = Names(await asyncio.to_thread(lambda: trained_tokens(past())))
+        loop, config = asyncio.get_running_loop(), self._config.model_dump(mode="json")
+        for section in self._config.tracking:
+            run = TrackedRun(self._config.run.name, self._root / FOLDER / section.title, config)
+            tell = partial(self._tell, loop, section.title)
+            made = partial(self._make, section)
+            self._deliveries.append((section, Delivery(made, run, section.queue, tell)))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Offer a step's metrics to every tracker."""
+        if self._deliveries:
+            values = self._names.of_step(metrics)
+            self._offer(TrackedStep(int(metrics["step"]), time.time(), values, dict(metrics)))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Offer an evaluation to every tracker."""
+        if self._deliveries:
+            about = (evaluation.interval, evaluation.episodes, evaluation.tasks)
+            values = of_evaluation(evaluation.success, *about)
+            self._offer(TrackedStep(evaluation.step, time.time(), values))
+
+    async def close(self, state: str) -> None:
+        """Let each tracker take what is left. Waits for the slowest, at most its `finish_s`."""
+        ends = [partial(one.close, state, section.finish_s) for section, one in self._deliveries]
+        self._deliveries = []
+        await asyncio.gather(*(asyncio.to_thread(end) for end in ends))
+
+    def _offer(self, step: TrackedStep) -> None:
+        for _, delivery in self._deliveries:
+            delivery.offer(step)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, name: str, kind: str, text: str) -> None:
+        """Record an event, from any thread; one that comes after the run is dropped."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._record, kind, name, text)
+
+
+class TrackedView:
+    """The display of a run that also passes on its figures to the trackers."""
+
+    def __init__(self, view: Watcher, trackers: RunTrackers) -> None:
+        self._view, self._trackers = view, trackers
+
+    def update(self, step: Mapping[str, Any]) -> None:
+        self._view.update(step)
+        self._trackers.step(step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._view.evaluation(evaluation)
+        self._trackers.evaluation(evaluation)
+
+    def phase(self, text: str) -> None:
+        self._view.phase(text)
