@@ -2,7 +2,7 @@
 # `make vllm` trains with vLLM on the CPU,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
-# `make test-tasks` plays tasks of published packages,
+# `make test-tasks` plays tasks of published packages, `make test-trl` trains with TRL for longer,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -40,7 +40,7 @@ INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
+.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks test-trl
 .PHONY: test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
@@ -105,6 +105,11 @@ $(STAMPS)/mcp-servers/installed:
 # Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
+
+# TRL's trainer with three channels: killed and resumed, sharded by FSDP2, and the success of the
+# quickstart's task beside ours. Takes about half an hour on two cores.
+test-trl: $(STAMPS)/dev
+	COMPOSER_MESH_TEST_TRL=1 $(BIN)/python -m pytest tests/trl -rs $(PYTEST_ARGS)
 
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
 # writes it anew. Takes a few minutes.

@@ -91,7 +91,7 @@ class ThreeChannelStep:
             sharing = self._sharing and not self._sharded  # else ranks differ in forwards
             frozen = LanguageModel(reference, self._packed, sharing)
         self._policy = PolicyChannel(config, frozen, custom)
-        self._sdpo = SdpoChannel(config)
+        self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
         self._replay = ReplayChannel(config.replay)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
 

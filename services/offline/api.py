@@ -218,6 +218,13 @@ def _source(traces: Path | str | Trace | Sequence[Trace], has_tools: bool) -> An
     return _InMemory(listed, "toolbox" if has_tools else listed[0].task)
 
 
+def in_memory_config(
+    teachers: Sequence[Teacher], overrides: Sequence[str], max_total_usd: float
+) -> Config:
+    """Return the config of a job on traces in memory that makes pairs."""
+    return offline_config(_InMemory((), "toolbox"), _tables(teachers), overrides, max_total_usd)
+
+
 def _asking(teachers: Sequence[Teacher], overrides: Sequence[str], usd: float) -> Config:
     """Return the config of a job without traces."""
     return offline_config(
