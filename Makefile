@@ -3,6 +3,7 @@
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-tasks` plays tasks of published packages, `make test-trl` trains with TRL for longer,
+# `make test-prime-rl` runs PRIME-RL's own losses,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -34,17 +35,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
 VERIFIERS := .venv-verifiers
+PRIME_RL := .prime-rl
+AREAL := .venv-areal
+PRIME_RL_COMMIT := 559b44772e471d1538537b8805cc77f3824a5e64
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks test-trl
+.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks test-trl test-prime-rl test-areal
 .PHONY: test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
-	@sed -n '1,6p;8,15p' Makefile
+	@sed -n '1,7p;9,16p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -110,6 +114,40 @@ test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 # quickstart's task beside ours. Takes about half an hour on two cores.
 test-trl: $(STAMPS)/dev
 	COMPOSER_MESH_TEST_TRL=1 $(BIN)/python -m pytest tests/trl -rs $(PYTEST_ARGS)
+
+# PRIME-RL's own loss module at the commit of docs/prime-rl.md, from a clone, or from the checkout that
+# COMPOSER_MESH_PRIME_RL names.
+test-prime-rl: $(STAMPS)/dev $(PRIME_RL)/.packages
+	@test -n "$$COMPOSER_MESH_PRIME_RL" || test -d $(PRIME_RL)/repository || \
+		git clone -q --filter=blob:none https://github.com/PrimeIntellect-ai/prime-rl $(PRIME_RL)/repository
+	@test -n "$$COMPOSER_MESH_PRIME_RL" || git -C $(PRIME_RL)/repository checkout -q $(PRIME_RL_COMMIT)
+	COMPOSER_MESH_PRIME_RL=$${COMPOSER_MESH_PRIME_RL:-$(PRIME_RL)/repository} \
+		COMPOSER_MESH_PRIME_RL_PACKAGES=$(PRIME_RL)/packages \
+		$(BIN)/python -m pytest tests/prime_rl -rs $(PYTEST_ARGS)
+
+# What its files import, without what they bring.
+$(PRIME_RL)/.packages: $(STAMPS)/dev
+	mkdir -p $(@D)
+	$(PIP) install -q --no-deps --target $(@D)/packages prime-pydantic-config==0.4.3 wandb==0.31.0 \
+		protobuf==7.36.2 gitpython==3.2.1 gitdb==4.0.12 smmap==5.0.3 sentry-sdk==2.75.0 platformdirs==4.14.8
+	touch $@
+
+# AReaL 1.0.4 on the packages of .venv, over which its own lie: it asks for another torch and needs none.
+AREAL_PACKAGES := aiofiles colorlog einops fastapi h5py hydra-core==1.4.0.dev1 math-verify==0.8.0 msgspec numba \
+	nvidia-ml-py omegaconf==2.4.0.dev2 orjson pebble pybase64 python-dotenv pyzmq ray[default]==2.60.0 swanlab \
+	tensorboardx torchdata uvloop wandb==0.31.0
+$(AREAL)/.installed: $(STAMPS)/dev
+	$(PYTHON) -m venv $(AREAL)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(AREAL)/bin/python -c 'import site; print(site.getsitepackages()[0])')/over.pth"
+	$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^(torch|transformers|numpy|datasets|peft|pydantic|httpx)==' > $(AREAL)/kept.txt
+	$(AREAL)/bin/python -m pip install -q --no-deps areal==1.0.4
+	$(AREAL)/bin/python -m pip install -q -c $(AREAL)/kept.txt $(AREAL_PACKAGES)
+	touch $@
+
+# Its workflows on our generators, its engine with three channels, and its own losses. Takes minutes.
+test-areal: $(AREAL)/.installed
+	COMPOSER_MESH_AREAL_PYTHON=$(AREAL)/bin/python $(BIN)/python -m pytest tests/areal -rs $(PYTEST_ARGS)
 
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
 # writes it anew. Takes a few minutes.

@@ -99,6 +99,12 @@ class TaskRollouts:
         A context of `longest` ids ends an episode without success.
         """
         games = [_Game(self.task, self.chat, episode) for episode in episodes]
+        for game in games:
+            if game.length >= longest:
+                raise ValueError(
+                    f"{game.episode.split}/{game.episode.index} begins with {game.length} tokens, "
+                    f"but max_context is {longest}: raise it, or leave the row out"
+                )
         live = games
         while live := [game for game in live if game.length < longest]:
             answers, logprobs = sample([game.context for game in live])
@@ -113,8 +119,8 @@ class TaskRollouts:
         self._played += traces[-1].group_id - self._played + 1 if traces else 0
         return traces
 
-    def _episode(self, prompt: str) -> Episode:
-        split, _, index = prompt.partition("/") if isinstance(prompt, str) else ("", "", "")
+    def _episode(self, prompt: Any) -> Episode:
+        split, _, index = str(prompt).partition("/")
         if split not in ("train", "heldout") or not index.isdecimal():
             raise ValueError(
                 f"a prompt is {prompt!r} but has to name an episode, as 'train/12': make the rows "

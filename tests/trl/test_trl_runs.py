@@ -24,9 +24,9 @@ def command(folder: Path, steps: int, *options: str, ranks: int = 1) -> list[str
     return [sys.executable, *run, str(SCRIPT), str(folder), str(steps), *options]
 
 
-def finished(folder: Path, *arguments: Any, ranks: int = 1) -> list[dict[str, Any]]:
+def finished(folder: Path, steps: int, *options: str, ranks: int = 1) -> list[dict[str, Any]]:
     ended = subprocess.run(
-        command(folder, *arguments, ranks=ranks), env=ENV, capture_output=True, text=True,
+        command(folder, steps, *options, ranks=ranks), env=ENV, capture_output=True, text=True,
         timeout=LIMIT_S,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -39,8 +39,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path) -> No
     for folder in (whole, killed):
         folder.mkdir()
         write_policy(folder)
-    (uninterrupted,) = finished(whole, 4)
-    process = subprocess.Popen(command(killed, 4, "--hang-at", "2"), env=ENV)
+    (uninterrupted,) = finished(whole, 4, "--save")
+    process = subprocess.Popen(command(killed, 4, "--save", "--hang-at", "2"), env=ENV)
     deadline = time.monotonic() + LIMIT_S
     while not (killed / "hangs").exists():
         assert process.poll() is None, "it ended before it was killed"
@@ -48,20 +48,29 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path) -> No
         time.sleep(0.1)
     process.kill()
     process.wait()
-    (resumed,) = finished(killed, 4, "--resume")
+    (resumed,) = finished(killed, 4, "--save", "--resume")
     assert resumed["weights"] == uninterrupted["weights"]
     assert [one["loss"] for one in resumed["logs"]] == [
         one["loss"] for one in uninterrupted["logs"]
     ]
 
 
+@pytest.mark.timeout(LIMIT_S)
+def test_weights_sharded_by_fsdp2_have_the_losses_and_gradients_of_whole_ones() -> None:
+    script = SCRIPT.with_name("trl_sharded.py")
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    ended = subprocess.run(
+        [sys.executable, *launch], env=ENV, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
 @pytest.mark.timeout(3 * LIMIT_S)
-def test_weights_sharded_by_fsdp2_train_as_whole_ones(tmp_path: Path) -> None:
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
     write_policy(tmp_path)
-    (whole,) = finished(tmp_path, 2)
-    first, second = finished(tmp_path, 2, "--fsdp", ranks=2)
-    assert first["sharded"]
-    assert first["logs"] == second["logs"]
-    for name in ("loss/policy", "loss/sdpo", "loss/replay", "loss/total"):
-        ours, theirs = (run["logs"][-1][name] for run in (first, whole))
-        assert ours == pytest.approx(theirs, abs=1e-4), name
+    (alone,) = finished(tmp_path, 2)
+    first, second = finished(tmp_path, 2, ranks=2)
+    assert first["weights"] == second["weights"]
+    for one, other in zip(first["logs"], alone["logs"], strict=True):
+        for name in ("loss/policy", "loss/sdpo", "loss/replay", "loss/total", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5), name

@@ -14,12 +14,14 @@ from composer_mesh.tasks.toolbox import ToolboxTask
 
 PAGE = Guide.read("trl.md")
 THEIRS = {
-    "completion_ids",
+    "environment_factory",
     "fsdp_version",
+    "generate_single_turn",
     "gradient_accumulation_steps",
     "num_generations",
     "rollout_func",
     "steps_per_generation",
+    "test_trl_ranks",
 }
 """Names of TRL and accelerate."""
 

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--hang-at", type=int, default=-1)
-    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
 
     import torch
@@ -65,30 +65,28 @@ def main() -> None:
         max_context=512,
         settings_of={
             "per_device_train_batch_size": GROUP * PROMPTS // ranks,
-            "save_strategy": "steps" if options.hang_at >= 0 or options.resume else "no",
+            "save_strategy": "steps" if options.save else "no",
             "save_steps": 1,
-            **({"fsdp": "full_shard", "fsdp_config": FSDP2} if options.fsdp else {}),
         },
     )
+    before = digest(trainer.model.state_dict())
     trainer.train(resume_from_checkpoint=options.resume)
-    weights = hashlib.sha256()
-    for _, one in sorted(trainer.accelerator.get_state_dict(trainer.model_wrapped).items()):
-        weights.update(one.cpu().numpy().tobytes())
-    first = next(iter(trainer.model.parameters()))
     found = {
-        "weights": weights.hexdigest(),
-        "sharded": hasattr(first, "placements"),
+        "before": before,
+        "weights": digest(trainer.accelerator.get_state_dict(trainer.model_wrapped)),
         "logs": [one for one in trainer.state.log_history if "loss" in one],
     }
     rank = trainer.accelerator.process_index
     (options.folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-FSDP2 = {
-    "version": 2,
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
-}
+def digest(weights: dict[str, Any]) -> str:
+    """A hash of all weights."""
+    found = hashlib.sha256()
+    for _, one in sorted(weights.items()):
+        found.update(one.cpu().numpy().tobytes())
+    return found.hexdigest()
+
 
 if __name__ == "__main__":
     main()

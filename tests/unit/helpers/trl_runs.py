@@ -113,10 +113,11 @@ def make_trainer(
     *,
     steps: int = 1,
     plain: bool = False,
+    base: Any = None,
     settings_of: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer on the scripted rollouts; `plain` is TRL's own class."""
+    """A trainer on the scripted rollouts; `plain` is TRL's own class, `base` another one."""
     from datasets import Dataset
     from trl import GRPOTrainer
 
@@ -126,7 +127,7 @@ def make_trainer(
     torch.set_num_threads(1)
     rollouts = TaskRollouts(task, tokenizer, max_context=LONGEST)
     script = Script(scripted_answers(task, rollouts.chat))
-    base: Any = GRPOTrainer if plain else ComposerGRPOTrainer
+    base = base or (GRPOTrainer if plain else ComposerGRPOTrainer)
 
     class Scripted(base):  # type: ignore[misc]
         """Its model always says what it is told."""

@@ -81,6 +81,10 @@ def test_prompts_and_tasks_that_cannot_be_played_are_refused(
     with pytest.raises(ValueError, match="make the rows of the data set with episode_rows"):
         TaskRollouts(toolbox, tokenizer)(["What is 1 + 1?"], None)
 
+    rollouts = TaskRollouts(toolbox, tokenizer)
+    with pytest.raises(ValueError, match=r"train/0 begins with \d+ tokens, but max_context is 9"):
+        rollouts.play([toolbox.episode("train", 0)], lambda contexts: (contexts, None), 9)
+
     class Grouped(Task):
         @group_reward
         def best(self, transcripts: list[Any]) -> list[float]:
