@@ -147,7 +147,7 @@ $(AREAL)/.installed: $(STAMPS)/dev
 
 # Its workflows on our generators, its engine with three channels, and its own losses. Takes minutes.
 test-areal: $(AREAL)/.installed
-	COMPOSER_MESH_AREAL_PYTHON=$(AREAL)/bin/python $(BIN)/python -m pytest tests/areal -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_AREAL=1 $(AREAL)/bin/python -m pytest tests/areal -rs -p no:cacheprovider $(PYTEST_ARGS)
 
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
 # writes it anew. Takes a few minutes.
