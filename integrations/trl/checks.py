@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.integrations.trl.channels import base_model, evaluating
 from composer_mesh.integrations.trl.pairs import PairSource
 
 PairLoss = WeightedPreferenceConfig
@@ -48,6 +50,17 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError("FSDP1 flattens the weights of the head: set fsdp_version to 2")
     if trainer._is_vlm:
         raise ValueError("models of images and text are not supported: pass their text part")
+
+
+def check_head(model: Any) -> None:
+    """Raise `UnsupportedHead` for a model whose logits are not those of its hidden states and head.
+
+    A process that gets its weights later has nothing to compare.
+    """
+    if any(weights.is_meta for weights in model.parameters()):
+        return
+    with evaluating(model):
+        LanguageModel(base_model(model)).check_head()
 
 
 def check_sharded(trainer: Any, replay: PairLoss) -> None:

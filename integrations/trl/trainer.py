@@ -25,20 +25,19 @@ from typing import Any
 from torch import Tensor
 
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
-from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.channels import (
     Captured,
     Figures,
     FurtherChannels,
     base_model,
-    evaluating,
     is_sharded_by_fsdp2,
     share_forwards,
 )
 from composer_mesh.integrations.trl.checks import (
     PairLoss,
     check_channels,
+    check_head,
     check_sharded,
     check_trainer,
 )
@@ -96,15 +95,15 @@ class ComposerGRPOTrainer(GRPOTrainer):
         self._pair_source, self._templates = pairs, TEMPLATES.extended(hint_templates or {})
         text = self.model.config.get_text_config()
         self._longest = max_context or text.max_position_embeddings
-        given = getattr(self.rollout_func, "chat", None)
-        self._chat = chat or given or ChatFormat(self._tokenizer, _schemas(self.tools))
+        self._chat = chat or getattr(self.rollout_func, "chat", None) or self._own_chat()
         self._initial = self._frozen_copy()
+        if self._on:
+            check_head(self.model)
         self._channels: FurtherChannels | None = None
         self._sdpo_channel: SdpoChannel | None = None
         self._planned: object = None
         self._completions: Sequence[Any] = ()
         self._figures: Figures = {}
-        self._distilled: Figures = {}
         self._taid: Mapping[str, Any] | None = None
         if pairs is not None:
             self.add_callback(_ClosesPairs(pairs))
@@ -112,6 +111,11 @@ class ComposerGRPOTrainer(GRPOTrainer):
     @property
     def _on(self) -> bool:
         return self._sdpo.on or self._replay.on
+
+    def _own_chat(self) -> ChatFormat:
+        """Return the format of the tokenizer's template, with TRL's tools and options for it."""
+        tools = [get_json_schema(tool) for tool in self.tools] if self._on else []
+        return ChatFormat(self._tokenizer, tools, options=dict(self.chat_template_kwargs))
 
     def _frozen_copy(self) -> Any:
         """Return a copy of the initial policy, if one is needed and adapters do not keep it."""
@@ -167,7 +171,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def _traces(self, inputs: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Any:
         """Return the trace of each row; None where TRL leaves a row out of its loss."""
         if all(isinstance(row.get("trace"), Trace) for row in inputs):
-            return [row["trace"] for row in inputs]
+            kept = found["completion_mask"].bool().any(-1).tolist()
+            return [row["trace"] if one else None for row, one in zip(inputs, kept, strict=True)]
         name, group = f"{self.state.global_step:06d}-{self.accelerator.process_index}", 0
         tools = [tool.__name__ for tool in self.tools]
         traces: list[Trace | None] = []
@@ -254,9 +259,6 @@ class ComposerGRPOTrainer(GRPOTrainer):
         if sharded:
             check_sharded(self, self._replay)
             share_forwards(root)
-        else:
-            with evaluating(root):
-                LanguageModel(base_model(root)).check_head()
         if self._initial is not None:
             self._initial.to(self.accelerator.device)
         self._channels = FurtherChannels(
@@ -340,7 +342,3 @@ class _ClosesPairs(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._pairs.close()
-
-
-def _schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    return [get_json_schema(tool) for tool in tools]

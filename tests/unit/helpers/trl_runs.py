@@ -114,6 +114,7 @@ def make_trainer(
     steps: int = 1,
     plain: bool = False,
     base: Any = None,
+    longest: int = LONGEST,
     settings_of: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -125,7 +126,7 @@ def make_trainer(
     from composer_mesh.integrations.trl.trainer import ComposerGRPOTrainer
 
     torch.set_num_threads(1)
-    rollouts = TaskRollouts(task, tokenizer, max_context=LONGEST)
+    rollouts = TaskRollouts(task, tokenizer, max_context=longest)
     script = Script(scripted_answers(task, rollouts.chat))
     base = base or (GRPOTrainer if plain else ComposerGRPOTrainer)
 

@@ -151,6 +151,17 @@ def test_two_steps_of_a_generation_have_the_pairs_and_the_divisors_of_their_own(
     assert parts[0].sdpo_tokens != parts[1].sdpo_tokens
 
 
+def test_a_rollout_that_trl_masks_as_truncated_is_taught_nothing(make: Make) -> None:
+    trainer = make(longest=220, settings_of={"mask_truncated_completions": True})
+    trainer.train()
+    (inputs,) = trainer.seen
+    kept = inputs["completion_mask"].bool().any(-1).tolist()
+    views = [bool(row) for row in inputs["composer_part"].rows]
+    assert False in kept
+    assert not any(has for has, trained in zip(views, kept, strict=True) if not trained)
+    assert any(views)
+
+
 def test_with_both_channels_off_every_weight_is_trls_own(make: Make) -> None:
     options = {"steps": 2, "settings_of": {"gradient_accumulation_steps": 2}}
     theirs = make(plain=True, **options)
