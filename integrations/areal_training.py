@@ -115,15 +115,33 @@ def _run(
     numbered = [
         {**row, ROW: torch.full_like(row["input_ids"], place)} for place, row in enumerate(rows)
     ]
-    batched, _ = engine._normalize_batch_input(_with_all_keys(numbered))
-    parts = engine._prepare_mb_list(batched).to(engine.device)
 
     def process(logits: Tensor, context: dict[str, Any]) -> Tensor | None:
         losses = [use(piece) for piece in pieces(logits, context["mb_input"])]
         kept = [one for one in losses if one is not None]
         return torch.stack(kept).sum() if kept else None if forward_only else logits.sum() * 0
 
-    engine.forward_backward_batch(parts, process, forward_only=forward_only)
+    whole = _with_all_keys(numbered)
+    for together in [whole] if _keeps_rows_apart(engine) else [[row] for row in whole]:
+        batched, _ = engine._normalize_batch_input(together)
+        parts = engine._prepare_mb_list(batched).to(engine.device)
+        engine.forward_backward_batch(parts, process, forward_only=forward_only)
+
+
+def _keeps_rows_apart(engine: Any) -> bool:
+    """Whether packed rows do not see each other: of AReaL's attentions only in flash attention.
+
+    Others get one row at a time. Raises ValueError where ranks would then differ in forwards.
+    """
+    attention = engine.config.attn_impl
+    if "flash" in attention:
+        return True
+    if dist.get_world_size(engine.data_parallel_group) > 1:
+        raise ValueError(
+            f"attn_impl is {attention!r}, in which the rows that AReaL packs see each other: set "
+            "it to 'flash_attention_2', or use one data-parallel rank"
+        )
+    return False
 
 
 def pieces(logits: Tensor, inputs: Mapping[str, Any]) -> Iterator[Piece]:

@@ -113,7 +113,7 @@ def loss_fn(
             f"beta_dpo is {beta_dpo}, but PRIME-RL's batches have no pairs: set it to 0, and train "
             "pairs with TRL or composer-mesh"
         )
-    bounds = {"mask_high": dppo_mask_high, "mask_low": dppo_mask_low}
+    bounds: dict[str, Any] = {"mask_high": dppo_mask_high, "mask_low": dppo_mask_low}
     return sdpo_loss(inputs, alpha=alpha_sdpo, adv_tau=adv_tau, kl_tau=kl_tau, **bounds)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,9 +38,14 @@ class FakeEngine:
 
     model: Any
     rate: float
+    attention: str = "flash_attention_2"
     device: str = "cpu"
     data_parallel_group: Any = None
     forwards: int = 0
+
+    @property
+    def config(self) -> Any:
+        return SimpleNamespace(attn_impl=self.attention)
 
     def optimizer_zero_grad(self) -> None:
         self.model.zero_grad()

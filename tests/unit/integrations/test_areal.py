@@ -112,7 +112,10 @@ def alone() -> Any:
     dist.destroy_process_group()
 
 
-def test_a_step_on_its_engine_is_our_step(alone: None, build_config: Any, build_model: Any) -> None:
+@pytest.mark.parametrize("attention", ["flash_attention_2", "sdpa"])
+def test_a_step_on_its_engine_is_our_step(
+    alone: None, build_config: Any, build_model: Any, attention: str
+) -> None:
     config = build_config(
         loss={"type": "decoupled_ppo", "rejection": {"upper": 1000.0}},
         trainer={"lr": RATE, "grad_clip": 1e9},
@@ -134,7 +137,7 @@ def test_a_step_on_its_engine_is_our_step(alone: None, build_config: Any, build_
         beta=config.replay.beta,
         ppo={"rejection_sampling": {"upper": 1000.0}},
     )
-    engine = FakeEngine(theirs, RATE)
+    engine = FakeEngine(theirs, RATE, attention)
     rows = [row_of(theirs, one) for one in batch.samples]
     found = three_channel_step(engine, rows, views, batch.pairs, channels)
     for name in ("loss/policy", "loss/sdpo", "loss/replay", "loss/total"):
@@ -142,7 +145,8 @@ def test_a_step_on_its_engine_is_our_step(alone: None, build_config: Any, build_
         assert found[name] != 0
     for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
-    assert engine.forwards > len(rows) // 2
+    every = len(batch.views) + 2 * 2 * len(batch.pairs) + len(rows)
+    assert engine.forwards == (every if attention == "sdpa" else pytest.approx(every / 2, abs=2))
 
 
 def test_pairs_without_a_reference_are_refused(alone: None, build_model: Any) -> None:
