@@ -20,8 +20,10 @@ THEIRS = {
     "gradient_accumulation_steps",
     "num_generations",
     "rollout_func",
+    "rollout_worker",
     "steps_per_generation",
     "test_trl_ranks",
+    "weight_transfer",
 }
 """Names of TRL and accelerate."""
 
