@@ -1,9 +1,8 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
-# `make vllm` trains with vLLM on the CPU,
+# `make vllm` trains with vLLM on the CPU, `make test-trl`, `test-areal` and `test-prime-rl` train in these stacks,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
-# `make test-tasks` plays tasks of published packages, `make test-trl` trains with TRL for longer,
-# `make test-prime-rl` runs PRIME-RL's own losses,
+# `make test-tasks` plays tasks of published packages,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -44,11 +43,11 @@ INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks test-trl test-prime-rl test-areal
+.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
 .PHONY: test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
-	@sed -n '1,7p;9,16p' Makefile
+	@sed -n '1,6p;8,15p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -109,6 +108,8 @@ $(STAMPS)/mcp-servers/installed:
 # Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
+
+.PHONY: test-trl test-prime-rl test-areal
 
 # TRL's trainer with three channels: killed and resumed, sharded by FSDP2, in two processes; then its
 # success on the quickstart's task, within 0.03 of ours. Takes about a quarter of an hour on two cores.
@@ -184,7 +185,7 @@ test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
 	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(AREAL) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
