@@ -102,6 +102,7 @@ class StoredPairs:
                 "max_context, or give rows with prompt, chosen and rejected"
             )
         self._seed = settings.seed
+        self._order: tuple[int, list[int]] = (-1, [])
 
     def pairs(
         self, step: int, share: float, _traces: Sequence[Trace], /
@@ -111,9 +112,11 @@ class StoredPairs:
 
     def _at(self, place: int) -> PairSample:
         epoch, index = divmod(place, len(self._samples))
-        order = list(range(len(self._samples)))
-        random.Random(f"{self._seed}:pairs:{epoch}").shuffle(order)
-        return self._samples[order[index]]
+        if self._order[0] != epoch:
+            order = list(range(len(self._samples)))
+            random.Random(f"{self._seed}:pairs:{epoch}").shuffle(order)
+            self._order = epoch, order
+        return self._samples[self._order[1][index]]
 
     def close(self) -> None:
         """Do nothing."""
