@@ -229,10 +229,10 @@ class FurtherChannels:
         ]
         if missing:
             with torch.no_grad(), self._reference() as model, evaluating(model), self._autocast():
-                found = answer_logprobs(LanguageModel(model), missing, self.replay.ld_alpha)
-            both = zip(*(side.tolist() for side in found), strict=True)
-            ids = (pair.pair_id for pair in missing)
-            self._scores.update(zip(ids, both, strict=True))
+                for pair in missing:  # each alone, so that a resumed run rounds as the first one
+                    found = answer_logprobs(LanguageModel(model), [pair], self.replay.ld_alpha)
+                    chosen, rejected = (float(side) for side in found)
+                    self._scores[pair.pair_id] = chosen, rejected
         return [replace(one, reference=one.reference or self._scores[one.pair_id]) for one in pairs]
 
 

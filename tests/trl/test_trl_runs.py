@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -36,9 +37,8 @@ def finished(folder: Path, steps: int, *options: str, ranks: int = 1) -> list[di
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-        write_policy(folder)
+    write_policy(whole)
+    shutil.copytree(whole, killed)
     (uninterrupted,) = finished(whole, 4, "--save")
     process = subprocess.Popen(command(killed, 4, "--save", "--hang-at", "2"), env=ENV)
     deadline = time.monotonic() + LIMIT_S
