@@ -1,5 +1,5 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
-# `make vllm` trains with vLLM on the CPU,
+# `make vllm` trains with vLLM on the CPU, `make test-trl`, `test-areal` and `test-prime-rl` train in these stacks,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
@@ -38,6 +38,9 @@ INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
 VERIFIERS := .venv-verifiers
 TRACKERS := .venv-trackers
+PRIME_RL := .prime-rl
+AREAL := .venv-areal
+PRIME_RL_COMMIT := 559b44772e471d1538537b8805cc77f3824a5e64
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
@@ -133,6 +136,48 @@ $(STAMPS)/browser/installed: $(STAMPS)/dev
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
 
+.PHONY: test-trl test-prime-rl test-areal
+
+# TRL's trainer with three channels: killed and resumed, sharded by FSDP2, in two processes; then its
+# success on the quickstart's task, within 0.03 of ours. Takes about a quarter of an hour on two cores.
+test-trl: $(STAMPS)/dev
+	COMPOSER_MESH_TEST_TRL=1 $(BIN)/python -m pytest tests/trl -rs $(PYTEST_ARGS)
+	$(BIN)/python benchmarks/trl_channels.py
+
+# PRIME-RL's own loss module at the commit of docs/prime-rl.md, from a clone, or from the checkout that
+# COMPOSER_MESH_PRIME_RL names.
+test-prime-rl: $(STAMPS)/dev $(PRIME_RL)/.packages
+	@test -n "$$COMPOSER_MESH_PRIME_RL" || test -d $(PRIME_RL)/repository || \
+		git clone -q --filter=blob:none https://github.com/PrimeIntellect-ai/prime-rl $(PRIME_RL)/repository
+	@test -n "$$COMPOSER_MESH_PRIME_RL" || git -C $(PRIME_RL)/repository checkout -q $(PRIME_RL_COMMIT)
+	COMPOSER_MESH_PRIME_RL=$${COMPOSER_MESH_PRIME_RL:-$(PRIME_RL)/repository} \
+		COMPOSER_MESH_PRIME_RL_PACKAGES=$(PRIME_RL)/packages \
+		$(BIN)/python -m pytest tests/prime_rl -rs $(PYTEST_ARGS)
+
+# What its files import, without what they bring.
+$(PRIME_RL)/.packages: $(STAMPS)/dev
+	mkdir -p $(@D)
+	$(PIP) install -q --no-deps --target $(@D)/packages prime-pydantic-config==0.4.3 wandb==0.31.0 \
+		protobuf==7.36.2 gitpython==3.2.1 gitdb==4.0.12 smmap==5.0.3 sentry-sdk==2.75.0 platformdirs==4.14.8
+	touch $@
+
+# AReaL 1.0.4 on the packages of .venv, over which its own lie: it asks for another torch and needs none.
+AREAL_PACKAGES := aiofiles colorlog einops fastapi h5py hydra-core==1.4.0.dev1 math-verify==0.8.0 msgspec numba \
+	nvidia-ml-py omegaconf==2.4.0.dev2 orjson pebble pybase64 python-dotenv pyzmq ray[default]==2.60.0 swanlab \
+	tensorboardx torchdata uvloop wandb==0.31.0
+$(AREAL)/.installed: $(STAMPS)/dev
+	$(PYTHON) -m venv $(AREAL)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(AREAL)/bin/python -c 'import site; print(site.getsitepackages()[0])')/over.pth"
+	$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^(torch|transformers|numpy|datasets|peft|pydantic|httpx)==' > $(AREAL)/kept.txt
+	$(AREAL)/bin/python -m pip install -q --no-deps areal==1.0.4
+	$(AREAL)/bin/python -m pip install -q -c $(AREAL)/kept.txt $(AREAL_PACKAGES)
+	touch $@
+
+# Its workflows on our generators, its engine with three channels, and its own losses. Takes minutes.
+test-areal: $(AREAL)/.installed
+	COMPOSER_MESH_TEST_AREAL=1 $(AREAL)/bin/python -m pytest tests/areal -rs -p no:cacheprovider $(PYTEST_ARGS)
+
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
 # writes it anew. Takes a few minutes.
 families: $(STAMPS)/dev
@@ -171,7 +216,7 @@ gpu-check:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TRACKERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(AREAL) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }

@@ -69,7 +69,7 @@ class Sample:
 
     def measure(self, config: Config) -> Found:
         """Return loss and gradient of all weights with a config's teacher output."""
-        model, channel = LanguageModel(self.model), SdpoChannel(config)
+        model, channel = LanguageModel(self.model), SdpoChannel(config.sdpo, config.run.steps)
         places = {trace.trace_id: row for row, trace in enumerate(self.traces)}
         rows = StudentRows.of(
             model,

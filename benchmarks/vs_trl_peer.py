@@ -71,7 +71,8 @@ def given(**columns: Any) -> list[float]:
 class Recorder(TrainerCallback):
     """Writes the files of a run: a line for each step, and a policy at intervals."""
 
-    def __init__(self, output: Path, rollouts: Rollouts, save_every: int) -> None:
+    def __init__(self, output: Path, rollouts: Any, save_every: int) -> None:
+        """`rollouts.played` are the last step's episodes."""
         self._output, self._rollouts, self._save_every = output, rollouts, save_every
         self._began = 0.0
 

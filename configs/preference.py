@@ -116,3 +116,20 @@ class PreferenceConfig(Section):
                 "remove it, or set loss to 'dpo'"
             )
         return self
+
+
+class WeightedPreferenceConfig(PreferenceConfig):
+    """The loss on preference pairs with its weight in the total."""
+
+    beta: NotNegative = 0.0
+    """Weight of the replay loss in the total; 0 turns the channel off."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the channel is active in the run."""
+        return self.beta > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether pairs need the log-probs of the frozen initial policy."""
+        return self.on and self.loss != "simpo"

@@ -8,7 +8,6 @@ from composer_mesh.configs.base import (
     Concurrent,
     Count,
     FilePath,
-    NotNegative,
     Processes,
     Seconds,
 )
@@ -16,17 +15,14 @@ from composer_mesh.configs.breaker import BreakerConfig
 from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.configs.gate import GateConfig
-from composer_mesh.configs.preference import PreferenceConfig
+from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.teachers import TeacherConfig, check_costs, check_names
 
 MOST_TEACHERS = 100
 
 
-class ReplayConfig(PreferenceConfig):
+class ReplayConfig(WeightedPreferenceConfig):
     """Preference pairs from teachers that agree with each other and disagree with the student."""
-
-    beta: NotNegative = 0.0
-    """Weight of the replay loss in the total; 0 turns the channel off."""
 
     actors: Processes = 2
     """Number of teacher-replay actors that query in parallel."""
@@ -102,16 +98,6 @@ class ReplayConfig(PreferenceConfig):
         if self.on:
             check_costs(self.teachers, self.budget, "teacher", "replay.budget")
         return self
-
-    @property
-    def on(self) -> bool:
-        """Whether the channel is active in the run."""
-        return self.beta > 0
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether pairs need the log-probs of the frozen initial policy."""
-        return self.on and self.loss != "simpo"
 
     @property
     def has_builtin_teachers(self) -> bool:

@@ -8,21 +8,18 @@ is one. Needs the extra `openenv`, and no TRL.
 
 from __future__ import annotations
 
-import inspect
 import json
-import keyword
-import operator
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import TypeAdapter, ValidationError
 
+from composer_mesh.integrations.tool_methods import UnusableTools, tool_method
 from composer_mesh.tasks.openenv.wire import (
     MOST_FRAME_BYTES,
     SERVER_FRAME,
@@ -40,29 +37,22 @@ except ModuleNotFoundError as error:
         f"{error.name} is not installed: pip install 'composer-mesh[openenv]'", name=error.name
     ) from None
 
-RESERVED = frozenset({"reset", "get_reward"})
+__all__ = [
+    "EnvironmentFactory",
+    "SessionFailed",
+    "UnusableTools",
+    "environment_factory",
+    "make_class",
+]
+
 RESET_ARGUMENTS = ("seed", "split", "index", "episode_id")
 """Columns of a data set that the server is told."""
 ENDED = "The episode has ended."
-TYPES: Mapping[str, Any] = {
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
-_REQUIRED: Any = inspect.Parameter.empty
 _TOOLS = TypeAdapter(list[Tool])
 
 
 class SessionFailed(RuntimeError):
     """A session was lost, or its environment has failed: its rollout has no reward."""
-
-
-class UnusableTools(ValueError):
-    """A server's tools cannot be methods of a class."""
 
 
 @dataclass(frozen=True)
@@ -224,80 +214,7 @@ def _environment_class(factory: EnvironmentFactory) -> type[Environment]:
 
 def make_class(factory: EnvironmentFactory, tools: Sequence[Tool]) -> type[Environment]:
     """Return a class with a method for each tool. Raises UnusableTools."""
-    methods: dict[str, Any] = {tool.name: _method(tool) for tool in tools}
+    methods: dict[str, Any] = {
+        tool.name: tool_method(tool.name, tool.description, tool.input_schema) for tool in tools
+    }
     return type(factory.name, (Environment,), {**methods, "_factory": factory})
-
-
-def _method(tool: Tool) -> Any:
-    if not _is_name(tool.name) or tool.name in RESERVED:
-        raise UnusableTools(
-            f"tool {tool.name!r} cannot be a method that TRL finds: rename it with @tool(name=…)"
-        )
-    properties: Mapping[str, Any] = tool.input_schema.get("properties", {})
-    required = set(tool.input_schema.get("required", []))
-    order = sorted(properties, key=lambda name: name not in required)
-    parameters = [_parameter(tool.name, name, properties[name], required) for name in order]
-
-    def method(self: Environment, **arguments: Any) -> str:
-        return self._call(tool.name, arguments)
-
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    method.__name__ = method.__qualname__ = tool.name
-    signature = inspect.Signature([own, *parameters], return_annotation=str)
-    method.__signature__ = signature  # type: ignore[attr-defined]
-    method.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": str}
-    method.__doc__ = _docstring(tool, properties, order)
-    return method
-
-
-def _parameter(
-    tool: str, name: str, schema: Mapping[str, Any], required: set[str]
-) -> inspect.Parameter:
-    if not _is_name(name) or name == "self":
-        raise UnusableTools(f"tool {tool!r} has an argument {name!r}, which Python cannot name")
-    kind, default = _type_of(schema), _REQUIRED
-    if name not in required:
-        default = schema.get("default")
-        kind = kind if default is not None else kind | None
-    return inspect.Parameter(
-        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind
-    )
-
-
-def _type_of(schema: Mapping[str, Any]) -> Any:
-    """Return the type of an argument; what it is made of is lost, and the server checks it."""
-    values = schema.get("enum")
-    if values and all(isinstance(one, str) for one in values):
-        return Literal[tuple(values)]
-    branches = schema.get("anyOf") or schema.get("oneOf")
-    if branches:
-        return _union([_type_of(one) for one in branches])
-    kinds = schema.get("type", "object")
-    names = kinds if isinstance(kinds, list) else [kinds]
-    return _union([TYPES.get(name, dict) for name in names])
-
-
-def _union(kinds: Sequence[Any]) -> Any:
-    return reduce(operator.or_, kinds)
-
-
-def _docstring(tool: Tool, properties: Mapping[str, Any], order: Sequence[str]) -> str:
-    """Return a docstring in Google's style, one line for each part."""
-    about = _line(tool.description) or f"Call {tool.name}."
-    lines = [about]
-    if order:
-        lines += ["", "Args:"]
-        lines += [f"    {name}: {_note(name, properties[name])}" for name in order]
-    return "\n".join([*lines, "", "Returns:", "    What the environment says."])
-
-
-def _note(name: str, schema: Mapping[str, Any]) -> str:
-    return _line(str(schema.get("description", ""))) or f"The {name}."
-
-
-def _line(text: str) -> str:
-    return " ".join(re.sub(r"\b(Args|Returns|Raises):", r"\1 -", text).split())
-
-
-def _is_name(text: str) -> bool:
-    return text.isidentifier() and not keyword.iskeyword(text) and not text.startswith("_")

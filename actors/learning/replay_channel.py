@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
-from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.losses.preference import (
     PreferenceLoss,
     dpo_loss,
@@ -38,7 +38,7 @@ FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 class ReplayChannel:
     """Computes the configured preference loss; only SimPO needs no reference."""
 
-    def __init__(self, config: ReplayConfig) -> None:
+    def __init__(self, config: WeightedPreferenceConfig) -> None:
         self._config = config
 
     def loss(

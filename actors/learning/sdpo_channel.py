@@ -17,7 +17,6 @@ from composer_mesh.actors.learning.sums import Figures
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
-from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.distillation import (
@@ -98,9 +97,9 @@ class StudentRows:
 class SdpoChannel:
     """Computes the configured distillation loss; holds TAID's interpolation schedule."""
 
-    def __init__(self, config: Config) -> None:
-        self._config: SdpoConfig = config.sdpo
-        self._steps = config.run.steps
+    def __init__(self, config: SdpoConfig, steps: int) -> None:
+        """`steps`: those of the whole run, over which TAID's target moves."""
+        self._config, self._steps = config, steps
         self.taid = TaidSchedule()
 
     @property

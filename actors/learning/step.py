@@ -94,7 +94,7 @@ class ThreeChannelStep:
         if reference is not None:
             frozen = LanguageModel(reference, self._packed, self._sharing)
         self._policy = PolicyChannel(config, frozen, custom)
-        self._sdpo = SdpoChannel(config)
+        self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
         self._replay = ReplayChannel(config.replay)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
 

@@ -174,17 +174,22 @@ async def replay_and_normalize_trace(
     return [_row(pair, tools) for pair in job.pairs]
 
 
+def run_blocking(work: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:
+    """Run the coroutine of a function; raises RuntimeError where an event loop runs already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    raise RuntimeError(
+        f"{name}_sync was called while an event loop runs in this thread, as in a notebook: write "
+        f"`await {name}(…)` instead"
+    )
+
+
 def _synchronous(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(function(*args, **kwargs))
-        raise RuntimeError(
-            f"{function.__name__}_sync was called while an event loop runs in this thread, as in a "
-            f"notebook: write `await {function.__name__}(…)` instead"
-        )
+        return run_blocking(lambda: function(*args, **kwargs), function.__name__)
 
     return call
 
@@ -216,6 +221,13 @@ def _source(traces: Path | str | Trace | Sequence[Trace], has_tools: bool) -> An
     _refuse_repeated([trace.trace_id for trace in listed])
     # Tasks of other frameworks are unknown, and not needed if their tools are given.
     return _InMemory(listed, "toolbox" if has_tools else listed[0].task)
+
+
+def in_memory_config(
+    teachers: Sequence[Teacher], overrides: Sequence[str], max_total_usd: float
+) -> Config:
+    """Return the config of a job on traces in memory that makes pairs."""
+    return offline_config(_InMemory((), "toolbox"), _tables(teachers), overrides, max_total_usd)
 
 
 def _asking(teachers: Sequence[Teacher], overrides: Sequence[str], usd: float) -> Config:

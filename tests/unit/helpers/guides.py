@@ -21,9 +21,9 @@ FOLDERS = (
     "rollouts",
     "tasks",
     "mesh",
-    "tasks",
     "actors",
     "services",
+    "integrations",
     "examples",
     "benchmarks",
 )

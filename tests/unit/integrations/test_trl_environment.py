@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 from served_tasks import served_beside
+from trl_runs import qwen_call, qwen_policy
 
 from composer_mesh.integrations.trl_environment import (
     ENDED,
@@ -125,39 +125,9 @@ def test_trl_trains_a_real_step_on_it(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import torch
     import trl
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE({one: at for at, one in enumerate(alphabet)}, []))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
-    tokenizer.chat_template = template.read_text()
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=4096,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-    def call(name: str, **arguments: Any) -> str:
-        body = json.dumps({"name": name, "arguments": arguments})
-        return f"<tool_call>\n{body}\n</tool_call><|im_end|>"
+    tokenizer, model = qwen_policy()
+    call = qwen_call
 
     turns = iter(
         [

@@ -106,7 +106,7 @@ def test_the_loss_is_that_to_the_other_models_distribution_over_the_students_ids
     states = torch.randn(sum(len(view.targets) for view in views), 32, requires_grad=True)
     targets = torch.tensor([target for view in views for target in view.targets])
     own = StudentRows(LanguageModel(student), states, targets, 1.0)
-    found = SdpoChannel(config).loss(own, output, normalizer=len(targets))
+    found = SdpoChannel(config.sdpo, config.run.steps).loss(own, output, normalizer=len(targets))
     with torch.no_grad():
         other = LanguageModel(model)
         kept = other.weight[:rows]
@@ -136,7 +136,7 @@ def test_every_output_of_another_model_trains_the_student_with_a_finite_loss(
     own = StudentRows(LanguageModel(student), states, targets, 1.0)
     found = teacher.teacher_output(views, own.top_k(500))
     output = TeacherOutput(found, teacher.head() if teacher_output == "hidden" else None)
-    loss = SdpoChannel(config).loss(own, output, normalizer=len(targets))
+    loss = SdpoChannel(config.sdpo, config.run.steps).loss(own, output, normalizer=len(targets))
     loss.backward()
     assert loss.isfinite()
     assert states.grad is not None

@@ -1,0 +1,76 @@
+"""A TRL run with three channels that is killed and resumed, and one whose weights are sharded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from learning import write_policy
+
+SCRIPT = Path(__file__).parents[1] / "unit" / "helpers" / "trl_ranks.py"
+ENV = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
+LIMIT_S = 300.0
+
+
+def command(folder: Path, steps: int, *options: str, ranks: int = 1) -> list[str]:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    run = launch if ranks > 1 else []
+    return [sys.executable, *run, str(SCRIPT), str(folder), str(steps), *options]
+
+
+def finished(folder: Path, steps: int, *options: str, ranks: int = 1) -> list[dict[str, Any]]:
+    ended = subprocess.run(
+        command(folder, steps, *options, ranks=ranks), env=ENV, capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    write_policy(whole)
+    shutil.copytree(whole, killed)
+    (uninterrupted,) = finished(whole, 4, "--save")
+    process = subprocess.Popen(command(killed, 4, "--save", "--hang-at", "2"), env=ENV)
+    deadline = time.monotonic() + LIMIT_S
+    while not (killed / "hangs").exists():
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline, "it has never reached its third step"
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    (resumed,) = finished(killed, 4, "--save", "--resume")
+    assert resumed["weights"] == uninterrupted["weights"]
+    assert [one["loss"] for one in resumed["logs"]] == [
+        one["loss"] for one in uninterrupted["logs"]
+    ]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_weights_sharded_by_fsdp2_have_the_losses_and_gradients_of_whole_ones() -> None:
+    script = SCRIPT.with_name("trl_sharded.py")
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    ended = subprocess.run(
+        [sys.executable, *launch], env=ENV, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+    write_policy(tmp_path)
+    (alone,) = finished(tmp_path, 2)
+    first, second = finished(tmp_path, 2, ranks=2)
+    assert first["weights"] == second["weights"]
+    for one, other in zip(first["logs"], alone["logs"], strict=True):
+        for name in ("loss/policy", "loss/sdpo", "loss/replay", "loss/total", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5), name
