@@ -15,6 +15,25 @@ def add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
+    )
+    parser.add_argument(
+        "--port", type=int, default=port, metavar="N", help=f"{port} by default; 0 is a free one"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host that requests may name beside --host; may be given many times",
+    )
+    parser.add_argument(
+        "--any-address", action="store_true", help="listen on public addresses too, with a token"
+    )
+
+
 def seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):

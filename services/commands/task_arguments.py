@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from composer_mesh.services.commands.arguments import add_set, dollars, seconds
+from composer_mesh.services.commands.arguments import add_address, add_set, dollars, seconds
 from composer_mesh.services.directory.claim import output_path
 
 
@@ -128,12 +128,7 @@ def add_serve_env(parser: argparse.ArgumentParser) -> None:
         metavar="TASK|CONFIG",
         help="as in data.task, such as my_task.py:MyTask; or a TOML file",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="8000 by default; 0 is a free one"
-    )
+    add_address(parser, port=8000)
     parser.add_argument(
         "--processes", type=int, default=1, metavar="N", help="that share the port; 1 by default"
     )
@@ -151,16 +146,6 @@ def add_serve_env(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-sessions", type=int, default=10_000, metavar="N", help="at once; 10000 by default"
-    )
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="host that requests may name beside --host; may be given many times",
-    )
-    parser.add_argument(
-        "--any-address", action="store_true", help="listen on public addresses too, with a token"
     )
     add_set(parser)
 
