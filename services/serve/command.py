@@ -6,8 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,22 +25,17 @@ from composer_mesh.services.serve.access import ClientAccess
 from composer_mesh.services.serve.app import make_app
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.export import archive_files
-from composer_mesh.services.serve.fair_queue import SampleQueue, TrainingQueue
-from composer_mesh.services.serve.group_commit import GroupCommit
-from composer_mesh.services.serve.housekeeping import Housekeeping, delete_abandoned
 from composer_mesh.services.serve.http_server import listening
 from composer_mesh.services.serve.mesh_backend import (
     MeshSampleBackend,
     MeshTrainBackend,
     ServeMesh,
 )
-from composer_mesh.services.serve.model_store import ModelStore
 from composer_mesh.services.serve.options import base_model_of, check_same_policy, tokenizer_of
-from composer_mesh.services.serve.registry import Registry
-from composer_mesh.services.serve.sampling_lane import SamplingFacts, SamplingLane
-from composer_mesh.services.serve.server import Served, TrainingServer
+from composer_mesh.services.serve.sampling_lane import SamplingFacts
+from composer_mesh.services.serve.server import Served
+from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
-from composer_mesh.services.serve.training_lane import TrainingLane
 from composer_mesh.services.serve_env.options import ServeOptions
 from composer_mesh.services.serve_env.sockets import reusable_socket
 
@@ -121,72 +115,6 @@ class Parts:
         return SamplingFacts(self.config.policy.max_context, stops, self.chat.raw_text)
 
 
-class ServerTasks:
-    """The server of some parts, with its lanes; `run` executes operations until it is cancelled."""
-
-    def __init__(self, parts: Parts, commits: GroupCommit, found: log.Remembered) -> None:
-        config, mesh, served = parts.config, parts.mesh, parts.served
-        serve, folder = config.serve, parts.output.absolute()
-        training, samples = TrainingQueue(), SampleQueue()
-        self.registry = Registry(commits, found)
-        self.server = TrainingServer(served, self.registry, commits, training, samples)
-        backend = MeshTrainBackend(mesh.trainer)
-        store = ModelStore(
-            folder,
-            self.registry,
-            commits,
-            backend,
-            served.data,
-            serve.models_in_memory,
-            serve.keep_operations,
-        )
-        self.training = TrainingLane(
-            folder,
-            training,
-            self.registry,
-            commits,
-            backend,
-            store,
-            self.server.answered,
-            models_at_once=min(serve.batched_models, serve.models_in_memory),
-            tokens_at_once=config.trainer.microbatch_tokens,
-            save_every=serve.save_every,
-            gap_s=serve.gap_s,
-        )
-        self.sampling = SamplingLane(
-            folder,
-            samples,
-            self.registry,
-            commits,
-            MeshSampleBackend(mesh.samplers),
-            parts.facts,
-            self.server.answered,
-            at_once=2 * config.generator.max_concurrent * config.generator.replicas,
-        )
-        self.server.wake_training = self.training.wake
-        self.server.wake_sampling = self.sampling.wake
-        self._tidy = Housekeeping(folder, serve, self.registry, commits, self.server)
-        self.folder = folder
-
-    async def recover(self) -> int:
-        """Queue what the log has unanswered; return how much there was."""
-        await asyncio.to_thread(delete_abandoned, self.folder, self.registry)
-        return await self.server.recover()
-
-    async def run(self) -> None:
-        """Execute operations and tidy up, forever. Raises what ends any of it."""
-        running = [
-            asyncio.create_task(one.run()) for one in (self.training, self.sampling, self._tidy)
-        ]
-        try:
-            done, _ = await asyncio.wait(running, return_when="FIRST_COMPLETED")
-            for one in done:
-                one.result()
-        finally:
-            self.server.ended.set()
-            await cancel_and_wait(running)
-
-
 async def _serve_on(
     parts: Parts,
     keys: Sequence[str],
@@ -194,8 +122,16 @@ async def _serve_on(
     say: Say,
     stopping: asyncio.Future[None],
 ) -> int:
-    with _log(parts.output) as commits:
-        tasks = ServerTasks(parts, commits, await commits.run(log.remembered))
+    with opened_log(parts.output / LOG) as commits:
+        mesh, generator = parts.mesh, parts.config.generator
+        backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
+        sizes = Sizes(
+            tokens_at_once=parts.config.trainer.microbatch_tokens,
+            samples_at_once=2 * generator.max_concurrent * generator.replicas,
+        )
+        found = await commits.run(log.remembered)
+        folder = parts.output.absolute()
+        tasks = ServerTasks(parts.served, folder, commits, found, *backends, parts.facts, sizes)
         left = await tasks.recover()
         files = partial(
             archive_files, parts.config, parts.mesh.folder, tasks.server.served.base_model
@@ -215,17 +151,6 @@ async def _serve_on(
                 await cancel_and_wait([running])
     say("ended")
     return 0
-
-
-@contextmanager
-def _log(output: Path) -> Iterator[GroupCommit]:
-    file = log.open_log(output / LOG)
-    commits = GroupCommit(file)
-    try:
-        yield commits
-    finally:
-        commits.close()
-        file.close()
 
 
 def _stopped_by_signals() -> asyncio.Future[None]:
