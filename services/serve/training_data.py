@@ -157,7 +157,8 @@ def _finite(values: NDArray[Any], where: str) -> NDArray[np.float32]:
 def _tokens(chunks: Any, where: str, limits: DataLimits) -> NDArray[np.int64]:
     parts = []
     for chunk in chunks:
-        if not chunk.HasField("encoded_text"):
+        others = chunk.HasField("image") or chunk.HasField("dmel")
+        if others or not chunk.HasField("encoded_text"):
             raise bad(f"{where}.model_input has a chunk that is no text: send encoded text alone")
         parts.append(_ints(chunk.encoded_text.tokens, f"{where}.model_input"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)

@@ -55,7 +55,7 @@ class BookkeepingTrainer:
         self.models.clear()
 
     async def open(self, model: str, spec: ModelSpec, path: Path | None) -> int:
-        self.models[model] = [] if path is None else json.loads(path.read_text())["changes"]
+        self.models[model] = [] if path is None else _read(path)
         self._dies("open")
         return len(self.models[model])
 
@@ -77,10 +77,12 @@ class BookkeepingTrainer:
             self._write(Path(call.path), changes)
             return TrainResult(metrics={"bytes": 1.0})
         if call.kind == "load_weights":
-            changes[:] = json.loads(Path(call.path).read_text())["changes"]
+            changes[:] = _read(Path(call.path))
         if call.kind in CHANGES:
             changes.append(content_of(call))
-        logprobs = tuple(np.zeros(one.inputs["target_tokens"].shape, np.float32) for one in call.data)
+        logprobs = tuple(
+            np.zeros(one.inputs["target_tokens"].shape, np.float32) for one in call.data
+        )
         metrics = {"loss:sum": float(len(changes))} if call.data else {"steps": float(len(changes))}
         return TrainResult(logprobs, metrics, Shape(1, 0, 1, 8) if call.data else None)
 
@@ -98,6 +100,11 @@ class BookkeepingTrainer:
             self.dies_in.remove(endpoint)
             self.die()
             raise BackendLost(f"it died in {endpoint}")
+
+
+def _read(path: Path) -> list[str]:
+    found: list[str] = json.loads(path.read_text())["changes"]
+    return found
 
 
 def content_of(call: TrainCall) -> str:
@@ -185,7 +192,9 @@ async def served(
         tasks = ServerTasks(base, folder, commits, found, trainer, samplers, facts, sizes)
         await tasks.recover()
         archives = Archives(folder, lambda path: {"weights": path.read_bytes()})
-        app = ClientAccess(make_app(tasks.server, tasks.sampling.cancel, archives), ["localhost"], keys)
+        app = ClientAccess(
+            make_app(tasks.server, tasks.sampling.cancel, archives), ["localhost"], keys
+        )
         running = [asyncio.create_task(tasks.run())] if runs else []
         try:
             yield World(tasks, trainer, samplers, app)
@@ -203,7 +212,7 @@ class Client:
         self.http = http
         self.session = ""
 
-    async def post(self, path: str, status: int = 200, **body: Any) -> Any:
+    async def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
         answer = await self.http.post(f"/api/v1/{path}", json=body)
         assert answer.status_code == status, (answer.status_code, answer.text)
         return answer.json() if answer.content else None
@@ -226,7 +235,9 @@ class Client:
         model: str = (await self.result(accepted))["model_id"]
         return model
 
-    async def train(self, model: str, seq: int, seed: int = 0, status: int = 200, **more: Any) -> Any:
+    async def train(
+        self, model: str, seq: int, seed: int = 0, status: int = 200, **more: Any
+    ) -> Any:
         return await self.send(training_body(model, seq, seed, **more), status)
 
     async def send(self, body: bytes, status: int = 200) -> Any:

@@ -44,7 +44,9 @@ async def test_another_request_with_the_same_number_is_refused(tmp_path: Path) -
         assert "seq_id 1 was used for another request" in refusal["detail"]
 
 
-async def test_operations_are_executed_by_number_in_whatever_order_they_come(tmp_path: Path) -> None:
+async def test_operations_are_executed_by_number_in_whatever_order_they_come(
+    tmp_path: Path,
+) -> None:
     async with served(tmp_path) as world, served(tmp_path / "other") as other:
         models = []
         for one, order in ((world, (1, 2, 3, 4)), (other, (3, 4, 2, 1))):
@@ -93,7 +95,7 @@ async def test_an_operation_that_kills_every_trainer_fails_alone(tmp_path: Path)
 
 
 async def test_a_server_that_is_killed_goes_on_from_its_log(tmp_path: Path) -> None:
-    """Kills server and trainer at random moments; the state is that of one that was never killed."""
+    """Kills server and trainer at random; the state is that of one that was never killed."""
     rng, asked, model, session = random.Random(5), dict[int, Any](), "", ""
     last = 40
     for _ in range(12):
