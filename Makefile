@@ -3,6 +3,7 @@
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-tasks` plays tasks of published packages,
+# `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -34,6 +35,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile
 STAMPS := $(VENV)/.stamps
 VERIFIERS := .venv-verifiers
+TINKER := .venv-tinker
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
@@ -41,10 +43,10 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
-.PHONY: test-security test-attacks test-mcp families fuzz check types types-of-benchmarks imports lock sbom clean
+.PHONY: test-security test-attacks test-mcp test-tinker families fuzz check types types-of-benchmarks imports lock sbom clean
 
 help:
-	@sed -n '1,6p;8,15p' Makefile
+	@sed -n '1,7p;9,16p' Makefile
 
 quickstart: $(STAMPS)/package
 	$(BIN)/composer-mesh train configs/quickstart.toml
@@ -106,6 +108,20 @@ $(STAMPS)/mcp-servers/installed:
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
 
+# The Tinker SDK, the oldest and the newest of the served range, against `composer-mesh serve`: every call,
+# and 20 kills under 8 clients. Takes some minutes.
+test-tinker: $(STAMPS)/dev $(TINKER)/0.25.0/.installed $(TINKER)/0.38.0/.installed
+	COMPOSER_MESH_TEST_TINKER=$(TINKER) $(BIN)/python -m pytest tests/tinker -rs --timeout=1200 $(PYTEST_ARGS)
+
+# The SDK and what it needs beside our packages, which it finds through a .pth file: torch is not installed again.
+$(TINKER)/%/.installed: $(STAMPS)/dev
+	$(PYTHON) -m venv $(TINKER)/$*
+	$(TINKER)/$*/bin/python -m pip --disable-pip-version-check install --no-compile --no-deps \
+		tinker==$* 'pyqwest>=0.4.1' orjson distro zstandard 'click>=8'
+	$(abspath $(BIN))/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(TINKER)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/composer_mesh_packages.pth"
+	@touch $@
+
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
 # writes it anew. Takes a few minutes.
 families: $(STAMPS)/dev
@@ -140,7 +156,7 @@ test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
 	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TINKER) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }

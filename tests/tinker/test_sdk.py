@@ -1,0 +1,144 @@
+"""The oldest and the newest SDK of the served range call everything; 8 clients survive 20 kills."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from served_process import Sdk, Server, run_script
+
+from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.served_models.client_trainer import AdapterWeights, ClientTrainer
+from composer_mesh.actors.served_models.messages import ModelSpec
+from composer_mesh.actors.served_models.model_state import read_state
+from composer_mesh.configs.load import load_config
+from composer_mesh.services.serve import operation_log as log
+from composer_mesh.services.serve.calls import call_of
+from composer_mesh.services.serve.payloads import payload_of
+from composer_mesh.services.serve.training_data import DataLimits
+
+VERSIONS = ("0.25.0", "0.38.0")
+CLIENTS, KILLS, SEED = 8, 20, 7
+SCRIPT = "client_under_kills.py"
+
+Told = list[list[dict[str, Any]]]
+"""What each client has printed."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_call_is_served(sdk: Sdk, serve: Callable[..., Server], version: str) -> None:
+    server = serve()
+    script = run_script(sdk(version), "acceptance.py", server.url)
+    told, _ = script.communicate(timeout=300)
+    assert script.returncode == 0
+    assert json.loads(told.splitlines()[-1]) == {"sdk": version, "passed": True}
+    server.stop()
+
+
+def test_no_update_is_lost_or_doubled_by_kills_under_eight_clients(
+    sdk: Sdk, serve: Callable[..., Server]
+) -> None:
+    rng, rounds = random.Random(SEED), 40
+    server = serve("serve.keep_operations=true", "serve.save_every=7", *RESTARTS)
+    clients = [
+        run_script(
+            sdk(VERSIONS[n % 2]),
+            SCRIPT,
+            server.url,
+            str(n),
+            str(rounds),
+            key=f"tml-{n}",
+        )
+        for n in range(CLIENTS)
+    ]
+    told: Told = [[] for _ in clients]
+    readers = [
+        threading.Thread(target=lambda n=n: told[n].extend(map(json.loads, clients[n].stdout)))
+        for n in range(CLIENTS)
+    ]
+    for one in readers:
+        one.start()
+    killed: dict[str, int] = {}
+    for _ in range(KILLS):
+        wait_for_progress(told, rng.randrange(1, 8), clients)
+        what = rng.choice(["trainer", "trainer", "trainer", "sampler", "server"])
+        killed[what] = killed.get(what, 0) + kill(server, what)
+    for client, reader in zip(clients, readers, strict=True):
+        assert client.wait(600) == 0
+        reader.join()
+    assert sum(killed.values()) >= KILLS * 0.8, killed
+    server.stop()
+    ends = {one[-1]["model"]: one[-1] for one in told}
+    assert len(ends) == CLIENTS
+    audit(server.output, ends, rounds)
+
+
+RESTARTS = (
+    "supervision.restarts=1000",
+    "supervision.backoff_s=0.05",
+    "supervision.backoff_max_s=0.1",
+)
+
+
+def wait_for_progress(told: Told, steps: int, clients: list[subprocess.Popen[str]]) -> None:
+    """Wait until the clients have made some more steps together, or are done."""
+    until = sum(map(len, told)) + steps
+    limit = time.monotonic() + 300
+    while sum(map(len, told)) < until and any(one.poll() is None for one in clients):
+        assert time.monotonic() < limit, "the clients hang"
+        time.sleep(0.01)
+
+
+def kill(server: Server, what: str) -> bool:
+    """Kill a process of the server, or the server, which is started again."""
+    assert server.process is not None
+    if what == "server":
+        server.kill()
+        server.start()
+        return True
+    for one in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            if any(word.startswith(what) for word in one.cmdline()):
+                one.kill()
+                return True
+        except psutil.Error:
+            continue
+    return False
+
+
+def audit(output: Path, ends: dict[str, Any], steps: int) -> None:
+    """Execute each model's logged changes again, from its creation: the saved state is the same."""
+    config = load_config(Path("configs/quickstart.toml"))
+    folder = next(Path(".cache/composer-mesh").glob("warm-start-*"))
+    torch.set_num_threads(1)
+    base = load_model(folder)
+    limits = DataLimits(base.config.vocab_size, config.policy.max_context, 1024, 100)
+    trainer = ClientTrainer(base, AdapterWeights(base, 32.0), config.trainer.microbatch_tokens, 16)
+    rows = sqlite3.connect(output / "operations.sqlite")
+    found = log.remembered(rows)
+    assert set(ends) <= set(found.models)
+    for name, end in ends.items():
+        spec: ModelSpec = found.models[name].spec
+        trainer.open(name, spec, None)
+        changes = log.changes_after(rows, name, 0)
+        assert [one.position for one in changes] == [*range(3 * steps)]
+        assert [one.request.kind == "optim_step" for one in changes] == [False, False, True] * steps
+        for position, change in enumerate(changes):
+            payload = payload_of(change.request.kind, change.request.body, limits)
+            call = call_of(change.request.kind, name, payload, position)
+            (result,) = trainer.execute([type(call)(**{**call.__dict__, "shape": change.shape})])
+            assert not result.error
+        stored = read_state(output / found.saved[end["path"]].file)
+        assert stored.steps == steps
+        for key, value in trainer.models[name].stored().tensors.items():
+            assert torch.equal(value, stored.tensors[key]), (name, key)
