@@ -35,6 +35,9 @@ async def listening(app: Any, listener: socket.socket) -> AsyncIterator[int]:
         backlog=BACKLOG,
         timeout_graceful_shutdown=CLOSING_S,
     )
+    # Accepted sockets inherit it; asyncio sets it only where a socket names its protocol, and a
+    # response's headers and body, two writes, would wait 40 ms for each other.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = _Server(config)
     running = asyncio.create_task(server.serve([listener]))
     while not server.started:
