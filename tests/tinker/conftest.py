@@ -11,6 +11,7 @@ import pytest
 
 ASKED_FOR = "COMPOSER_MESH_TEST_TINKER"
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "helpers"))
 
 from served_process import Sdk, Server  # noqa: E402
 

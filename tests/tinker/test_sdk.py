@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-from served_process import Sdk, Server, run_script
+from serve_audit import audit
+from served_process import ROOT, Sdk, Server, run_script
 
-from composer_mesh.actors.models.policy import load_model
-from composer_mesh.actors.served_models.client_trainer import AdapterWeights, ClientTrainer
-from composer_mesh.actors.served_models.messages import ModelSpec
-from composer_mesh.actors.served_models.model_state import read_state
 from composer_mesh.configs.load import load_config
-from composer_mesh.services.serve import operation_log as log
-from composer_mesh.services.serve.calls import call_of
-from composer_mesh.services.serve.payloads import payload_of
-from composer_mesh.services.serve.training_data import DataLimits
 
 VERSIONS = ("0.25.0", "0.38.0")
 CLIENTS, KILLS, SEED = 8, 20, 7
 SCRIPT = "client_under_kills.py"
+UPDATES = ["forward_backward", "forward_backward", "optim_step"]
+"""What a client does in each round."""
 
 Told = list[list[dict[str, Any]]]
 """What each client has printed."""
@@ -80,7 +72,11 @@ def test_no_update_is_lost_or_doubled_by_kills_under_eight_clients(
     server.stop()
     ends = {one[-1]["model"]: one[-1] for one in told}
     assert len(ends) == CLIENTS
-    audit(server.output, ends, rounds)
+    (policy,) = (ROOT / ".cache" / "composer-mesh").glob("warm-start-*")
+    paths = {model: end["path"] for model, end in ends.items()}
+    config = load_config(ROOT / "configs" / "quickstart.toml")
+    kinds = audit(server.output, config, policy, paths)
+    assert all(one == UPDATES * rounds for one in kinds.values())
 
 
 RESTARTS = (
@@ -114,31 +110,3 @@ def kill(server: Server, what: str) -> bool:
         except psutil.Error:
             continue
     return False
-
-
-def audit(output: Path, ends: dict[str, Any], steps: int) -> None:
-    """Execute each model's logged changes again, from its creation: the saved state is the same."""
-    config = load_config(Path("configs/quickstart.toml"))
-    folder = next(Path(".cache/composer-mesh").glob("warm-start-*"))
-    torch.set_num_threads(1)
-    base = load_model(folder)
-    limits = DataLimits(base.config.vocab_size, config.policy.max_context, 1024, 100)
-    trainer = ClientTrainer(base, AdapterWeights(base, 32.0), config.trainer.microbatch_tokens, 16)
-    rows = sqlite3.connect(output / "operations.sqlite")
-    found = log.remembered(rows)
-    assert set(ends) <= set(found.models)
-    for name, end in ends.items():
-        spec: ModelSpec = found.models[name].spec
-        trainer.open(name, spec, None)
-        changes = log.changes_after(rows, name, 0)
-        assert [one.position for one in changes] == [*range(3 * steps)]
-        assert [one.request.kind == "optim_step" for one in changes] == [False, False, True] * steps
-        for position, change in enumerate(changes):
-            payload = payload_of(change.request.kind, change.request.body, limits)
-            call = call_of(change.request.kind, name, payload, position)
-            (result,) = trainer.execute([type(call)(**{**call.__dict__, "shape": change.shape})])
-            assert not result.error
-        stored = read_state(output / found.saved[end["path"]].file)
-        assert stored.steps == steps
-        for key, value in trainer.models[name].stored().tensors.items():
-            assert torch.equal(value, stored.tensors[key]), (name, key)

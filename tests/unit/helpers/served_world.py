@@ -222,14 +222,14 @@ class Client:
         assert answer.status_code == status, (answer.status_code, answer.text)
         return answer.json()
 
-    async def model(self, number: int = 0, rank: int = 4) -> str:
+    async def model(self, number: int = 0, rank: int = 4, base: str = "base") -> str:
         if not self.session:
             self.session = (await self.post("create_session"))["session_id"]
         accepted = await self.post(
             "create_model",
             session_id=self.session,
             model_seq_id=number,
-            base_model="base",
+            base_model=base,
             lora_config={"rank": rank, "seed": 1},
         )
         model: str = (await self.result(accepted))["model_id"]
