@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from commands import ForkedCommand, forked
+from commands import Process, forked
 from live_run import RUN_DEADLINE_S, wait_until
 from serve_audit import audit
 from served_world import Client
@@ -38,7 +38,7 @@ class Server:
         settings = [word for one in self.settings for word in ("--set", one)]
         words = ("serve", str(CONFIG), "--output", str(self.output), "--port", "0", *settings)
         with self._file("out").open("wb") as out, self._file("err").open("wb") as err:
-            self.process: ForkedCommand = forked(words, out, err, self._place)
+            self.process: Process = forked(words, out, err, self._place)
         wait_until(lambda: self._address() != "", "a server", RUN_DEADLINE_S)
         return self._address()
 
