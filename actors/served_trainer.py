@@ -13,12 +13,9 @@ from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.warm_start import prepare_policy
-from composer_mesh.actors.served_models.client_trainer import (
-    AdapterWeights,
-    ClientTrainer,
-    FullWeights,
-)
+from composer_mesh.actors.served_models.client_trainer import ClientTrainer
 from composer_mesh.actors.served_models.messages import ModelSpec, TrainCall, TrainResult
+from composer_mesh.actors.served_models.trained_weights import AdapterWeights, FullWeights
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device

@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_mesh.actors.models.language_model import decoder_states, logit_softcap
-from composer_mesh.actors.served_models.adapter_layers import (
-    AdapterLayout,
-    adapted,
-    head_name,
-    shared_copy,
-    stacked,
-)
 from composer_mesh.actors.served_models.batches import (
     Batch,
     Padded,
@@ -51,109 +44,12 @@ from composer_mesh.actors.served_models.model_state import (
     write_state,
 )
 from composer_mesh.actors.served_models.target_logprobs import target_logprobs
+from composer_mesh.actors.served_models.trained_weights import FunctionalModel, Weights
 from composer_mesh.losses.client_losses import CLIENT_LOSSES
 
 logger = logging.getLogger(__name__)
 
 FORWARDS = ("forward", "forward_backward")
-
-
-class Weights(Protocol):
-    """How the numbers of models enter the forward of a shared base."""
-
-    def initial(self, spec: ModelSpec) -> Tensor: ...
-
-    def key(self, spec: ModelSpec) -> Hashable: ...
-
-    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
-        """Return the model to call, with these numbers at their places, and their leaf [M, P]."""
-        ...
-
-
-class AdapterWeights:
-    """Adapters in the linear layers of a frozen base; numbers of places without a model are 0."""
-
-    def __init__(self, base: Any, alpha: float) -> None:
-        self._model, self._active = adapted(base)
-        self._base, self._alpha = base, alpha
-        self._layouts: dict[Hashable, AdapterLayout] = {}
-
-    def layout(self, spec: ModelSpec) -> AdapterLayout:
-        """Return where adapters of such models are."""
-        key = self.key(spec)
-        if key not in self._layouts:
-            self._layouts[key] = AdapterLayout.of(self._base, spec)
-        return self._layouts[key]
-
-    def initial(self, spec: ModelSpec) -> Tensor:
-        return self.layout(spec).initial(spec.seed)
-
-    def key(self, spec: ModelSpec) -> Hashable:
-        return (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
-
-    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
-        layout = self.layout(spec)
-        empty = next(self._base.parameters()).new_zeros(layout.total)
-        leaf = stacked([empty if one is None else one for one in flats])
-        self._active.use(layout.pairs(leaf), layout.rank, self._alpha)
-        return self._model, leaf
-
-
-class FullWeights:
-    """All weights of the policy, of one model at a time."""
-
-    def __init__(self, base: Any) -> None:
-        self._model = shared_copy(base)
-        self._names = [name for name, _ in self._model.named_parameters()]
-        self._shapes = [one.shape for one in self._model.parameters()]
-
-    def initial(self, spec: ModelSpec) -> Tensor:
-        del spec
-        return torch.cat([one.detach().reshape(-1) for one in self._model.parameters()])
-
-    def key(self, spec: ModelSpec) -> Hashable:
-        return spec.rank
-
-    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
-        del spec
-        leaf = stacked([one for one in flats if one is not None])
-        return _Functional(self._model, self.tensors(leaf[0])), leaf
-
-    def tensors(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the weights by name, as views of a model's numbers [P]."""
-        parts = flat.split([shape.numel() for shape in self._shapes])
-        return {
-            name: part.view(shape)
-            for name, part, shape in zip(self._names, parts, self._shapes, strict=True)
-        }
-
-
-class _Functional:
-    """A model whose weights are given tensors, with the two calls that a forward makes."""
-
-    def __init__(self, model: Any, weights: dict[str, Tensor]) -> None:
-        self.config = model.config
-        self._parts, self._weights = _Parts(model), {f"model.{n}": w for n, w in weights.items()}
-
-    def states(self, ids: Tensor) -> Tensor:
-        found: Tensor = torch.func.functional_call(self._parts, self._weights, ("states", ids))
-        return found
-
-    def head(self, states: Tensor) -> Tensor:
-        found: Tensor = torch.func.functional_call(self._parts, self._weights, ("head", states))
-        return found
-
-
-class _Parts(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, part: str, value: Tensor) -> Tensor:
-        if part == "states":
-            return decoder_states(self.model, input_ids=value)
-        found: Tensor = self.model.get_submodule(head_name(self.model))(value)
-        return found
 
 
 class ClientTrainer:
@@ -331,7 +227,7 @@ class ClientTrainer:
     def _logprobs(self, model: Any, rows: Padded, shape: Shape) -> Tensor:
         """Return the log-probs [B, T, K] of all targets."""
         ids, targets = rows.ids.to(self._device), rows.targets.to(self._device)
-        functional = isinstance(model, _Functional)
+        functional = isinstance(model, FunctionalModel)
         hidden = model.states(ids) if functional else decoder_states(model, input_ids=ids)
         head = model.head if functional else model.get_output_embeddings()
         states = hidden.reshape(shape.models, -1, hidden.shape[-1])

@@ -167,15 +167,6 @@ class TrainingQueue:
                     queue.next_seq = seq + 1
         return found
 
-    def put_back(self, operations: Iterable[Operation]) -> None:
-        """Queue operations again that were taken and not executed."""
-        for one in operations:
-            queue = self._models.get(one.model)
-            if queue is not None:
-                if one.request.seq is not None:
-                    queue.next_seq = min(queue.next_seq, one.request.seq)
-                self.put(one)
-
     def _waits(self, client: str) -> bool:
         return any(one.waiting for one in self._models.values() if one.client == client)
 

@@ -55,11 +55,6 @@ class ModelStore:
         self.repeated = 0
         """Number of operations that were repeated from the log so far."""
 
-    @property
-    def open_models(self) -> Collection[str]:
-        """The models that the trainer holds."""
-        return self._open.keys()
-
     def lost(self) -> None:
         """Note that the trainer was lost with all it held."""
         self._open.clear()
@@ -77,12 +72,6 @@ class ModelStore:
             await self._take_in(self._registry.held(model))
         for model in models:
             self._open.move_to_end(model)
-
-    async def forget(self, model: str) -> None:
-        """Let the trainer forget a model that was unloaded."""
-        if model in self._open:
-            del self._open[model]
-            await self._backend.close([model])
 
     async def _put_away(self, models: Sequence[str]) -> None:
         for model in models:

@@ -92,6 +92,10 @@ class Registry:
             raise unknown("model", model_id)
         return found
 
+    def knows(self, model_id: str) -> bool:
+        """Whether there is a model with this id."""
+        return model_id in self._models
+
     def held(self, model_id: str) -> Model:
         """Return any model."""
         return self._models[model_id]

@@ -11,7 +11,6 @@ import asyncio
 import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +25,12 @@ from composer_mesh.services.serve.fair_queue import OpenCounts, SampleQueue, Tra
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.operations import Accepted, Operation, OperationRequest
 from composer_mesh.services.serve.payloads import payload_of
-from composer_mesh.services.serve.records import Model, Sampler, saved_path
+from composer_mesh.services.serve.recent_answers import RecentAnswers
+from composer_mesh.services.serve.records import Sampler, saved_path
 from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.results import Result, failure, json_result
 from composer_mesh.services.serve.sample_checks import check_sample
 from composer_mesh.services.serve.training_data import DataLimits, TrainingRequest
-
-RECENT_BYTES = 64 * 2**20
-"""Size of the answers that are kept in memory beside the log."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ class TrainingServer:
         self._commits, self._training, self._samples = commits, training, samples
         self._clock = clock
         self._open: dict[str, Operation] = {}
-        self._recent: OrderedDict[str, tuple[str, Result]] = OrderedDict()
-        self._recent_bytes = 0
+        self._recent = RecentAnswers()
         limits = served.limits
         self._counts = OpenCounts(limits.max_open_operations, limits.max_open_per_client)
         self.wake_training: Callable[[], None] = lambda: None
@@ -146,7 +142,7 @@ class TrainingServer:
     ) -> Accepted:
         text = json.dumps(metadata or {})
         model = self.registry.new_model(client, session, seq, spec, text)
-        if not self._is_known(model):
+        if not self.registry.knows(model.id):
             self._check_models(client)
         asked = OperationRequest(
             client, "create_model", f"{session}:train", seq, request.canonical()
@@ -164,11 +160,8 @@ class TrainingServer:
         if accepted.is_new:
             self.registry.set_model(model)
             self._training.begin(model.id, client, first_seq)
-            self._remember(accepted.request_id, client, answer)
+            self._recent.add(accepted.request_id, client, answer)
         return accepted
-
-    def _is_known(self, model: Model) -> bool:
-        return any(one.id == model.id for one in self.registry.models(model.client))
 
     def _check_models(self, client: str) -> None:
         limits, alive = self.served.limits, [m for m in self.registry.models() if not m.unloaded]
@@ -291,15 +284,8 @@ class TrainingServer:
         """Give an answer that is in the log to those who wait for it."""
         if self._open.pop(operation.request_id, None) is not None:
             self._counts.remove(operation.request.client)
-        self._remember(operation.request_id, operation.request.client, answer)
+        self._recent.add(operation.request_id, operation.request.client, answer)
         operation.answer(answer)
-
-    def _remember(self, request_id: str, client: str, answer: Result) -> None:
-        self._recent[request_id] = (client, answer)
-        self._recent_bytes += len(answer.content)
-        while self._recent_bytes > RECENT_BYTES or len(self._recent) > 100_000:
-            _, (_, oldest) = self._recent.popitem(last=False)
-            self._recent_bytes -= len(oldest.content)
 
     async def result(self, client: str, request_id: str, wait_s: float) -> Result | None:
         """Return the answer to a client's operation; None if it has none within `wait_s`."""
@@ -311,9 +297,9 @@ class TrainingServer:
             except TimeoutError:
                 return None
             return operation.result
-        recent = self._recent.get(request_id)
-        if recent is not None and recent[0] == client:
-            return recent[1]
+        recent = self._recent.of(client, request_id)
+        if recent is not None:
+            return recent
         found = await self._commits.run(partial(log.result_of, request_id=request_id))
         if found is None or found.client != client:
             raise unknown("request", request_id)
@@ -343,7 +329,7 @@ class TrainingServer:
         self.registry.set_model(gone)
         for one in left:
             self.answered(one, failed)
-        self._remember(accepted.request_id, client, answer)
+        self._recent.add(accepted.request_id, client, answer)
         return accepted
 
     async def delete_saved(self, client: str, path: str) -> None:

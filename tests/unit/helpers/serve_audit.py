@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from composer_mesh.actors.models.policy import load_model
-from composer_mesh.actors.served_models.client_trainer import AdapterWeights, ClientTrainer
+from composer_mesh.actors.served_models.client_trainer import ClientTrainer
 from composer_mesh.actors.served_models.model_state import read_state
+from composer_mesh.actors.served_models.trained_weights import AdapterWeights
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.calls import call_of

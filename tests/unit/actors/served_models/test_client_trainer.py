@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from composer_mesh.actors.served_models.client_trainer import (
-    AdapterWeights,
-    ClientTrainer,
-    FullWeights,
-)
+from composer_mesh.actors.served_models.client_trainer import ClientTrainer
 from composer_mesh.actors.served_models.messages import (
     AdamParams,
     Datum,
@@ -22,6 +18,7 @@ from composer_mesh.actors.served_models.messages import (
     TrainCall,
     TrainResult,
 )
+from composer_mesh.actors.served_models.trained_weights import AdapterWeights, FullWeights
 
 SPEC = ModelSpec(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from composer_mesh.actors.served_models.adapter_layers import AdapterLayout
-from composer_mesh.actors.served_models.client_trainer import AdapterWeights, ClientTrainer
+from composer_mesh.actors.served_models.client_trainer import ClientTrainer
 from composer_mesh.actors.served_models.messages import (
     AdamParams,
     Datum,
@@ -22,6 +22,7 @@ from composer_mesh.actors.served_models.model_state import read_state
 from composer_mesh.actors.served_models.peft_export import peft_files
 from composer_mesh.actors.served_models.scoring import scored
 from composer_mesh.actors.served_models.snapshots import SnapshotReader
+from composer_mesh.actors.served_models.trained_weights import AdapterWeights
 
 ALPHA = 16.0
 
