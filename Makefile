@@ -3,6 +3,7 @@
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
+# `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served,
 # `make test-browser` drives the dashboard in a headless Chromium, `make gpu-check` measures a GPU,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
@@ -41,6 +42,7 @@ TRACKERS := .venv-trackers
 PRIME_RL := .prime-rl
 AREAL := .venv-areal
 PRIME_RL_COMMIT := 559b44772e471d1538537b8805cc77f3824a5e64
+TINKER := .venv-tinker
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
@@ -48,7 +50,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
-.PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp families fuzz check types
+.PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
 .PHONY: types-of-benchmarks imports lock sbom clean
 
 help:
@@ -178,6 +180,20 @@ $(AREAL)/.installed: $(STAMPS)/dev
 test-areal: $(AREAL)/.installed
 	COMPOSER_MESH_TEST_AREAL=1 $(AREAL)/bin/python -m pytest tests/areal -rs -p no:cacheprovider $(PYTEST_ARGS)
 
+# The Tinker SDK, the oldest and the newest of the served range, against `composer-mesh serve`: every call,
+# and 20 kills under 8 clients. Takes some minutes.
+test-tinker: $(STAMPS)/dev $(TINKER)/0.25.0/.installed $(TINKER)/0.38.0/.installed
+	COMPOSER_MESH_TEST_TINKER=$(TINKER) $(BIN)/python -m pytest tests/tinker -rs --timeout=1200 $(PYTEST_ARGS)
+
+# The SDK and what it needs beside our packages, which it finds through a .pth file: torch is not installed again.
+$(TINKER)/%/.installed: $(STAMPS)/dev
+	$(PYTHON) -m venv $(TINKER)/$*
+	$(TINKER)/$*/bin/python -m pip --disable-pip-version-check install --no-compile --no-deps \
+		tinker==$* 'pyqwest>=0.4.1' orjson distro zstandard 'click>=8'
+	$(abspath $(BIN))/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(TINKER)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/composer_mesh_packages.pth"
+	@touch $@
+
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
 # writes it anew. Takes a few minutes.
 families: $(STAMPS)/dev
@@ -216,7 +232,7 @@ gpu-check:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(AREAL) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(TINKER) $(AREAL) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }

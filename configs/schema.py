@@ -32,6 +32,7 @@ from composer_mesh.configs.rollouts import RolloutsConfig
 from composer_mesh.configs.sandbox import SandboxConfig
 from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.configs.tracking import TrackingConfig
 from composer_mesh.configs.trainer import TrainerConfig
@@ -197,6 +198,8 @@ class Config(Section):
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+    """Limits of a server of the Tinker protocol."""
 
     tracking: Annotated[
         tuple[TrackingConfig, ...], Field(strict=False, max_length=MOST_TRACKERS)

@@ -14,7 +14,14 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
-from composer_mesh.services.commands import clusters, evaluation, inspection, tasks, training
+from composer_mesh.services.commands import (
+    clusters,
+    evaluation,
+    inspection,
+    serving,
+    tasks,
+    training,
+)
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.commands.retired import refuse_retired
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -58,6 +65,7 @@ COMMANDS = {
     "new-task": tasks.new_task,
     "make-code-tasks": tasks.make_code_tasks,
     "play": tasks.play,
+    "serve": serving.serve,
     "serve-env": tasks.serve_env,
 }
 LONG_COMMANDS = {

@@ -39,6 +39,10 @@ class EngineThread:
         call = functools.partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
+    def end(self) -> None:
+        """End the thread once its work is done, without waiting; it takes no more."""
+        self._pool.shutdown(wait=False)
+
 
 class EngineLoop:
     """Makes a stepped engine awaitable. `serve` must be running.

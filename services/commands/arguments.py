@@ -17,18 +17,13 @@ def add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_listen(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add where a server listens, who may reach it, and the token for those."""
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add where a server listens, and which hosts requests may name."""
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
     )
     parser.add_argument(
         "--port", type=int, default=port, metavar="N", help=f"{port} by default; 0 is a free one"
-    )
-    parser.add_argument(
-        "--token-env",
-        metavar="NAME",
-        help="environment variable with the token that clients send; needed beyond loopback",
     )
     parser.add_argument(
         "--allow-host",
@@ -39,6 +34,16 @@ def add_listen(parser: argparse.ArgumentParser, port: int) -> None:
     )
     parser.add_argument(
         "--any-address", action="store_true", help="listen on public addresses too, with a token"
+    )
+
+
+def add_listen(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add where a server listens, who may reach it, and the token for those."""
+    add_address(parser, port)
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable with the token that clients send; needed beyond loopback",
     )
 
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from composer_mesh.services.ablation.plan import CHANNELS_OF
-from composer_mesh.services.commands.arguments import add_listen, add_set, seconds
+from composer_mesh.services.commands.arguments import add_address, add_listen, add_set, seconds
 from composer_mesh.services.commands.task_arguments import (
     add_eval,
     add_make_code_tasks,
@@ -68,6 +68,29 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--rollout-only",
         action="store_true",
         help="sample and store rollouts, without a trainer",
+    )
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        metavar="DIR",
+        help="clients' models and the log of their operations, with which a server goes on after "
+        "any end; runs/NAME-serve when not given",
+    )
+    add_address(parser, port=8000)
+    parser.add_argument(
+        "--key-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="environment variable with the key of a client; needed beyond loopback; may be given "
+        "many times",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only check the config and the options; start nothing"
     )
 
 
@@ -286,6 +309,7 @@ COMMANDS = {
     "new-task": ("write a package with a task of your own, ready to run", add_new_task),
     "make-code-tasks": ("make coding tasks of source distributions", add_make_code_tasks),
     "play": ("play an episode of a task in the terminal", add_play),
+    "serve": ("train and sample models of clients of the Tinker protocol", _add_serve),
     "serve-env": ("offer a task to others as an OpenEnv and MCP server", add_serve_env),
     "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),

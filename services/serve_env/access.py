@@ -37,16 +37,23 @@ class Access:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = Headers(scope=scope)
-        if _name(f"//{headers.get('host', '')}") not in self._names:
-            return 421, "no such host here: allow it with --allow-host"
-        if "origin" in headers and _name(headers["origin"]) not in self._names:
-            return 403, "pages of other hosts may not ask"
+        if (refusal := host_refusal(headers, self._names)) is not None:
+            return refusal
         if not self._expected or scope["path"] in OPEN_PATHS:
             return None
         given = headers.get("authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, self._expected):
             return 401, "send the token: Authorization: Bearer TOKEN"
         return None
+
+
+def host_refusal(headers: Headers, names: Collection[str]) -> tuple[int, str] | None:
+    """Return status and text for a request that names another host, or is of another's page."""
+    if _name(f"//{headers.get('host', '')}") not in names:
+        return 421, "no such host here: allow it with --allow-host"
+    if "origin" in headers and _name(headers["origin"]) not in names:
+        return 403, "pages of other hosts may not ask"
+    return None
 
 
 def _name(url: str) -> str:

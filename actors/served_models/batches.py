@@ -1,0 +1,143 @@
+"""Which operations of several models are computed together, and their padded tensors.
+
+Pure: decides by shapes alone, so that the same calls are always put together the same way.
+
+Axes: B rows of a batch, models' rows one after another; T padded tokens; K targets of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.served_models.messages import Datum, Shape, TrainCall
+
+WASTE = 2.0
+"""A batch of several models has at most so many times the tokens that its calls have alone."""
+MULTIPLE = 8
+"""Padded lengths are multiples of this, so that fewer shapes occur."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Calls that are computed in one forward, each in its shape."""
+
+    calls: tuple[TrainCall, ...]
+    shapes: tuple[Shape, ...]
+
+
+def batches(
+    calls: Sequence[tuple[TrainCall, Hashable]], most_tokens: int, most_models: int
+) -> Iterator[Batch]:
+    """Yield all calls in batches of those with equal keys, in the order of each first call.
+
+    A call with a shape of its own, or with more than `most_tokens`, is alone.
+    """
+    left = list(calls)
+    while left:
+        (first, key), *others = left
+        together, left = [first], []
+        for other, its_key in others:
+            grown = [*together, other]
+            alike = its_key == key and first.shape is None and other.shape is None
+            if alike and _fit(grown, most_tokens, most_models):
+                together = grown
+            else:
+                left.append((other, its_key))
+        yield Batch(tuple(together), _shapes(together))
+
+
+def _fit(calls: Sequence[TrainCall], most_tokens: int, most_models: int) -> bool:
+    rows, length = _size(calls)
+    padded = len(calls) * rows * length
+    alone = sum(_tokens(one) for one in calls)
+    return len(calls) <= most_models and padded <= min(most_tokens, WASTE * alone)
+
+
+def _tokens(call: TrainCall) -> int:
+    rows, length = _size([call])
+    return rows * length
+
+
+def _size(calls: Sequence[TrainCall]) -> tuple[int, int]:
+    rows = max(len(call.data) for call in calls)
+    longest = max(len(one.tokens) for call in calls for one in call.data)
+    return rows, -(-longest // MULTIPLE) * MULTIPLE
+
+
+def _shapes(calls: Sequence[TrainCall]) -> tuple[Shape, ...]:
+    if calls[0].shape is not None:
+        return (calls[0].shape,)
+    rows, length = _size(calls)
+    return tuple(Shape(len(calls), place, rows, length) for place in range(len(calls)))
+
+
+def microbatches(call: TrainCall, shape: Shape, most_tokens: int) -> list[tuple[Datum, ...]]:
+    """Return the parts of a call that is alone, each of at most `most_tokens` padded tokens.
+
+    One that was computed with others is in one part.
+    """
+    if shape.models > 1 or shape.rows * shape.length <= most_tokens:
+        return [call.data]
+    parts: list[list[Datum]] = [[]]
+    longest = 0
+    for datum in call.data:
+        longest = max(longest, len(datum.tokens))
+        if parts[-1] and (len(parts[-1]) + 1) * longest > most_tokens:
+            parts.append([])
+            longest = len(datum.tokens)
+        parts[-1].append(datum)
+    return [tuple(part) for part in parts]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The rows of some calls: ids [B, T], targets [B, T, K] and which of these are real."""
+
+    ids: Tensor
+    mask: Tensor
+    targets: Tensor
+
+
+def padded(parts: Sequence[Sequence[Datum]], shape: Shape) -> Padded:
+    """Return the padded rows of calls at their places; places without a call are of id 0."""
+    total = shape.models * shape.rows
+    k = max((target_count(one) for part in parts for one in part), default=1)
+    ids = np.zeros((total, shape.length), np.int64)
+    mask = np.zeros((total, shape.length, k), bool)
+    targets = np.zeros((total, shape.length, k), np.int64)
+    for place, part in enumerate(parts):
+        for row, datum in enumerate(part, start=place * shape.rows):
+            length = len(datum.tokens)
+            ids[row, :length] = datum.tokens
+            mask[row, :length, : target_count(datum)] = True
+            given = datum.inputs["target_tokens"]
+            targets[row, :length, : target_count(datum)] = given.reshape(length, -1)
+    return Padded(*map(torch.from_numpy, (ids, mask, targets)))
+
+
+def padded_inputs(data: Sequence[Datum], like: Tensor) -> dict[str, Tensor]:
+    """Return the loss's inputs of one call's rows, each of the shape of `like`, [rows, T(, K)].
+
+    Names are those of the first row.
+    """
+    names = [name for name in data[0].inputs if name != "target_tokens"] if data else []
+    found = {name: np.zeros(tuple(like.shape), np.float32) for name in names}
+    for row, datum in enumerate(data):
+        for name in names:
+            values, own = datum.inputs[name], found[name][row]
+            if own.ndim == 2:
+                own[: len(values), : target_count(datum)] = values.reshape(len(values), -1)
+            else:
+                own[: len(values)] = values
+    return {name: torch.from_numpy(values).to(like.device) for name, values in found.items()}
+
+
+def target_count(datum: Datum) -> int:
+    """Return the targets K of each token."""
+    targets = datum.inputs["target_tokens"]
+    return 1 if targets.ndim == 1 else int(targets.shape[1])

@@ -1,0 +1,117 @@
+"""How the numbers of clients' models enter the forward of a shared base."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.models.language_model import decoder_states
+from composer_mesh.actors.served_models.adapter_layers import (
+    AdapterLayout,
+    adapted,
+    head_name,
+    shared_copy,
+    stacked,
+)
+from composer_mesh.actors.served_models.messages import ModelSpec
+
+
+class Weights(Protocol):
+    """How the numbers of models enter the forward of a shared base."""
+
+    def initial(self, spec: ModelSpec) -> Tensor: ...
+
+    def key(self, spec: ModelSpec) -> Hashable: ...
+
+    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
+        """Return the model to call, with these numbers at their places, and their leaf [M, P]."""
+        ...
+
+
+class AdapterWeights:
+    """Adapters in the linear layers of a frozen base; numbers of places without a model are 0."""
+
+    def __init__(self, base: Any, alpha: float) -> None:
+        self._model, self._active = adapted(base)
+        self._base, self._alpha = base, alpha
+        self._layouts: dict[Hashable, AdapterLayout] = {}
+
+    def layout(self, spec: ModelSpec) -> AdapterLayout:
+        """Return where adapters of such models are."""
+        key = self.key(spec)
+        if key not in self._layouts:
+            self._layouts[key] = AdapterLayout.of(self._base, spec)
+        return self._layouts[key]
+
+    def initial(self, spec: ModelSpec) -> Tensor:
+        return self.layout(spec).initial(spec.seed)
+
+    def key(self, spec: ModelSpec) -> Hashable:
+        return (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
+
+    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
+        layout = self.layout(spec)
+        empty = next(self._base.parameters()).new_zeros(layout.total)
+        leaf = stacked([empty if one is None else one for one in flats])
+        self._active.use(layout.pairs(leaf), layout.rank, self._alpha)
+        return self._model, leaf
+
+
+class FullWeights:
+    """All weights of the policy, of one model at a time."""
+
+    def __init__(self, base: Any) -> None:
+        self._model = shared_copy(base)
+        self._names = [name for name, _ in self._model.named_parameters()]
+        self._shapes = [one.shape for one in self._model.parameters()]
+
+    def initial(self, spec: ModelSpec) -> Tensor:
+        del spec
+        return torch.cat([one.detach().reshape(-1) for one in self._model.parameters()])
+
+    def key(self, spec: ModelSpec) -> Hashable:
+        return spec.rank
+
+    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
+        del spec
+        leaf = stacked([one for one in flats if one is not None])
+        return FunctionalModel(self._model, self.tensors(leaf[0])), leaf
+
+    def tensors(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the weights by name, as views of a model's numbers [P]."""
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return {
+            name: part.view(shape)
+            for name, part, shape in zip(self._names, parts, self._shapes, strict=True)
+        }
+
+
+class FunctionalModel:
+    """A model whose weights are given tensors, with the two calls that a forward makes."""
+
+    def __init__(self, model: Any, weights: dict[str, Tensor]) -> None:
+        self.config = model.config
+        self._parts, self._weights = _Parts(model), {f"model.{n}": w for n, w in weights.items()}
+
+    def states(self, ids: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(self._parts, self._weights, ("states", ids))
+        return found
+
+    def head(self, states: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(self._parts, self._weights, ("head", states))
+        return found
+
+
+class _Parts(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, part: str, value: Tensor) -> Tensor:
+        if part == "states":
+            return decoder_states(self.model, input_ids=value)
+        found: Tensor = self.model.get_submodule(head_name(self.model))(value)
+        return found

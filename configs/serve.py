@@ -1,0 +1,59 @@
+"""Limits of a training server: models, requests and what is kept, for `composer-mesh serve`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from composer_mesh.configs.base import Count, Gigabytes, Positive, Seconds, Section
+
+MOST_MODELS = 10_000
+
+
+class ServeConfig(Section):
+    """A server of the Tinker protocol; ignored by runs."""
+
+    base_model: Annotated[str, Field(max_length=200)] = ""
+    """Name by which clients ask for the policy; the name of the run where empty."""
+    tokenizer: Annotated[str, Field(max_length=1000)] = ""
+    """What clients load their tokenizer from; on loopback the policy's folder where empty."""
+    full_weights: bool = False
+    """Train all weights of one model of one client, in place of adapters of many."""
+    lora_alpha: Positive = 32.0
+    """Scale of adapters: their product is multiplied by lora_alpha / rank."""
+    max_rank: Annotated[int, Field(ge=1, le=4096)] = 128
+    """Largest rank of an adapter."""
+    max_models: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 1000
+    """Models of all clients together, idle ones included."""
+    max_models_per_client: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 100
+    """Models of one client."""
+    models_in_memory: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 64
+    """Models that the trainer holds at once; idle ones go to disk and come back."""
+    snapshots_in_memory: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 8
+    """Snapshots that a generator holds at once, each with its own cache of keys and values."""
+    save_every: Count = 20
+    """Optimizer steps of a model after which its state is written; those since then are repeated
+    from the log of operations when a trainer was lost."""
+    keep_operations: bool = False
+    """Keep the data of operations that a written state includes, for an audit by repeating all."""
+    unnamed_kept: Annotated[int, Field(ge=1, le=100_000)] = 100
+    """Snapshots without a name of one model that are kept for samplers; older ones are deleted."""
+    max_open_operations: Count = 10_000
+    """Operations of all clients that are not answered yet."""
+    max_open_per_client: Count = 2000
+    """Operations of one client that are not answered yet; more are told to come back."""
+    batched_models: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Models whose operations are computed in one forward, where their shapes allow it."""
+    max_request_mb: Annotated[float, Field(gt=0, le=1024)] = 32.0
+    """Size of a request's body in megabytes."""
+    max_data: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    """Sequences of one operation."""
+    max_samples: Annotated[int, Field(ge=1, le=10_000)] = 128
+    """Samples of one request."""
+    max_top_k: Annotated[int, Field(ge=1, le=10_000)] = 100
+    """Most probable tokens, or targets, at one position."""
+    result_s: Seconds = 3600.0
+    """Seconds that a result is kept for its client."""
+    max_results_gb: Gigabytes = 4.0
+    """Size of all kept results; the oldest are dropped first."""
+    gap_s: Seconds = 60.0
+    """Seconds that an operation waits for earlier ones of its model that were not received."""

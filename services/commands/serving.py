@@ -1,0 +1,65 @@
+"""The CLI command that serves models of clients.
+
+Checks everything first; torch and Monarch are imported after that.
+"""
+
+import argparse
+import functools
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from composer_mesh.configs.load import load_config
+from composer_mesh.mesh.environment import add_import_paths, prepare_environment
+from composer_mesh.mesh.monarch_log import LOGS, open_log
+from composer_mesh.mesh.private_folder import own_private_folder
+from composer_mesh.services.checks.accepting import UsageError, use_umask
+from composer_mesh.services.checks.policy_folder import check_policy_files
+from composer_mesh.services.directory.claim import RUNS, claimed
+from composer_mesh.services.pool.process_placement import ProcessPlacements
+from composer_mesh.services.serve_env.options import ServeOptions, ServeRefused
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve models of clients until Ctrl-C."""
+    config = load_config(arguments.config, arguments.set)
+    output = arguments.output or RUNS / f"{config.run.name}-serve"
+    if config.run.import_paths:
+        add_import_paths(config.run.import_paths)
+    try:
+        options = ServeOptions(
+            host=arguments.host,
+            port=arguments.port,
+            allowed_hosts=tuple(arguments.allow_host),
+            any_address=arguments.any_address,
+        )
+        from composer_mesh.services.serve.options import check_serves, checked_keys
+
+        keys = checked_keys(options, arguments.key_env)
+        check_serves(config)
+        check_policy_files(config)
+        ProcessPlacements.of(config)
+        if arguments.check:
+            print(f"{config.run.name} can be served from {output}")
+            return 0
+        use_umask(config)
+        with claimed(output):
+            _prepare(output)
+            from composer_mesh.services.serve.command import serve_command
+
+            say = functools.partial(print, flush=True)
+            return serve_command(config, output, options, keys, say)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"--{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+    except ServeRefused as refused:
+        raise UsageError(str(refused)) from refused
+
+
+def _prepare(output: Path) -> None:
+    """Prepare this process for actors: temporary files and logs in private folders."""
+    prepare_environment()  # Monarch reads it when it is imported
+    own_private_folder()
+    os.environ[LOGS] = str((output / "logs").absolute())
+    open_log("controller")

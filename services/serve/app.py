@@ -1,0 +1,331 @@
+"""The routes of the Tinker protocol, for Starlette.
+
+POST /api/v1/create_session session_heartbeat create_model get_info unload_model
+POST /api/v1/forward_backward optim_step save_weights save_weights_for_sampler load_weights
+POST /api/v1/create_sampling_session asample retrieve_future cancel_future weights_info
+POST /api/v1/client/config client/dynamic_config telemetry
+GET  /api/v1/healthz get_server_capabilities sessions samplers/{id} training_runs checkpoints
+GET  /api/v1/training_runs/{id}/checkpoints/{kind}/{name}/archive, DELETE the same without /archive
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from composer_mesh.services.serve import listings, requests
+from composer_mesh.services.serve.access import CLIENT
+from composer_mesh.services.serve.archives import Archives
+from composer_mesh.services.serve.errors import TOO_LARGE, UNAVAILABLE, UNSUPPORTED, Refused
+from composer_mesh.services.serve.operations import Accepted
+from composer_mesh.services.serve.requests import ClientRequest, parsed
+from composer_mesh.services.serve.results import Result, try_again
+from composer_mesh.services.serve.server import TrainingServer
+from composer_mesh.services.serve.training_data import read_training_request
+
+WAIT_S = 20.0
+"""Seconds that `retrieve_future` waits for an answer; SDKs wait 45 for it."""
+BODY_S = 60.0
+"""Seconds in which a request has to arrive."""
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+INLINE_BYTES = 256 * 1024
+"""Size above which a body is decoded in a thread."""
+
+Model = TypeVar("Model", bound=ClientRequest)
+Cancel = Callable[[str, str], Awaitable[None]]
+
+
+class Routes:
+    """The handlers of one server."""
+
+    def __init__(self, server: TrainingServer, cancel: Cancel, archives: Archives) -> None:
+        self._server, self._cancel, self._archives = server, cancel, archives
+        self._registry = server.registry
+
+    async def healthz(self, _: Request) -> Response:
+        if self._server.ended.is_set():
+            raise Refused(UNAVAILABLE, "the server is ending")
+        return JSONResponse({"status": "ok"})
+
+    async def client_config(self, _: Request) -> Response:
+        limits = self._server.served.limits
+        bytes_each = int(limits.max_request_mb * 1e6 / 2)
+        return JSONResponse(
+            {
+                "parallel_fwdbwd_chunks": True,
+                "proto_compress_fwdbwd": False,
+                "fwdbwd_max_chunk_len": min(1024, limits.max_data),
+                "fwdbwd_max_chunk_bytes_count": min(5_000_000, bytes_each),
+                "sample_max_concurrent_requests": min(2000, limits.max_open_per_client),
+                "create_model_via_load_weights": True,
+            }
+        )
+
+    async def dynamic_config(self, _: Request) -> Response:
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def capabilities(self, _: Request) -> Response:
+        return JSONResponse(listings.capabilities(self._server.served))
+
+    async def telemetry(self, request: Request) -> Response:
+        await self._body(request)
+        return JSONResponse({"status": "accepted"})
+
+    async def metrics(self, _: Request) -> Response:
+        return JSONResponse(self._server.metrics())
+
+    async def create_session(self, request: Request) -> Response:
+        await self._parsed(request, requests.CreateSession)
+        session = await self._registry.create_session(client(request))
+        return JSONResponse({"type": "create_session", "session_id": session.id})
+
+    async def heartbeat(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.OfSession)
+        await self._registry.touch(client(request), asked.session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def create_model(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.CreateModel)
+        accepted = await self._server.create_model(client(request), asked)
+        name = f"{asked.session_id}:train:{asked.model_seq_id}"
+        return JSONResponse(accepted.body(name))
+
+    async def get_info(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.OfModel)
+        model = self._registry.model(client(request), asked.model_id)
+        return JSONResponse(listings.model_info(model, self._server.served))
+
+    async def unload_model(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.OfModel)
+        accepted = await self._server.unload(client(request), asked.model_id)
+        return JSONResponse(accepted.body(asked.model_id))
+
+    async def forward_backward(self, request: Request) -> Response:
+        if PROTOBUF not in request.headers.get("content-type", ""):
+            raise Refused(UNSUPPORTED, f"send the data as {PROTOBUF}, as SDKs from 0.25.0 on do")
+        body, limits = await self._body(request), self._server.served.data
+        if len(body) > INLINE_BYTES:
+            asked = await asyncio.to_thread(read_training_request, body, limits)
+        else:
+            asked = read_training_request(body, limits)
+        return _accepted(await self._server.train(client(request), asked), asked.model_id)
+
+    async def optim_step(self, request: Request) -> Response:
+        return await self._change(request, requests.OptimStep, "optim_step")
+
+    async def save_weights(self, request: Request) -> Response:
+        return await self._change(request, requests.SaveWeights, "save_weights")
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        return await self._change(request, requests.SaveForSampler, "save_weights_for_sampler")
+
+    async def load_weights(self, request: Request) -> Response:
+        return await self._change(request, requests.LoadWeights, "load_weights")
+
+    async def _change(self, request: Request, kind: type[ClientRequest], name: str) -> Response:
+        asked: Any = await self._parsed(request, kind)
+        accepted = await self._server.change(client(request), name, asked)
+        return _accepted(accepted, asked.model_id or "")
+
+    async def create_sampler(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.CreateSampler)
+        sampler = await self._server.create_sampler(client(request), asked)
+        body = {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+        return JSONResponse(body)
+
+    async def asample(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.Sample)
+        accepted = await self._server.sample(client(request), asked)
+        names = [f"{accepted.request_id}/{n}" for n in range(asked.num_samples)]
+        return JSONResponse(accepted.body(sample_sequence_ids=names))
+
+    async def retrieve_future(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.OfRequest)
+        found = await self._server.result(client(request), asked.request_id, WAIT_S)
+        if found is None:
+            state = "paused_capacity" if self._server.is_full else "active"
+            return JSONResponse(try_again(asked.request_id, state))
+        return _result(found)
+
+    async def cancel_future(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.OfRequest)
+        await self._cancel(client(request), asked.request_id)
+        return Response(status_code=204)
+
+    async def weights_info(self, request: Request) -> Response:
+        asked = await self._parsed(request, requests.WeightsInfo)
+        saved = self._registry.saved(client(request), asked.tinker_path)
+        return JSONResponse(listings.weights_info(saved, self._server.served))
+
+    async def sampler(self, request: Request) -> Response:
+        found = self._registry.sampler(client(request), request.path_params["id"])
+        return JSONResponse(listings.sampler(found, self._server.served))
+
+    async def sessions(self, request: Request) -> Response:
+        own = self._registry.sessions(client(request))
+        return JSONResponse(
+            {"sessions": [one.id for one in own[_offset(request) : _until(request)]]}
+        )
+
+    async def session(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        self._registry.session(client(request), name)
+        return JSONResponse(listings.session(name, client(request), self._registry))
+
+    async def training_runs(self, request: Request) -> Response:
+        own = self._registry.models(client(request))
+        first, until = _offset(request), _until(request)
+        runs = [self._run(one) for one in own[first:until]]
+        return JSONResponse({"training_runs": runs, "cursor": _cursor(first, until, len(own))})
+
+    async def training_run(self, request: Request) -> Response:
+        model = self._registry.model(client(request), request.path_params["id"])
+        return JSONResponse(self._run(model))
+
+    def _run(self, model: Any) -> Mapping[str, Any]:
+        saved = self._registry.all_saved(model.client, model.id)
+        return listings.training_run(model, saved, self._server.served)
+
+    async def checkpoints(self, request: Request) -> Response:
+        model_id = request.path_params.get("id")
+        if model_id is not None:
+            self._registry.model(client(request), model_id)
+        own = self._registry.all_saved(client(request), model_id)
+        first, until = _offset(request), _until(request)
+        shown = [listings.checkpoint(one) for one in own[first:until]]
+        return JSONResponse({"checkpoints": shown, "cursor": _cursor(first, until, len(own))})
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        await self._server.delete_saved(client(request), _saved_path(request))
+        return Response(status_code=204)
+
+    async def archive(self, request: Request) -> Response:
+        saved = self._registry.saved(client(request), _saved_path(request))
+        url, expires = self._archives.url(saved, str(request.base_url))
+        return JSONResponse({"url": url, "expires": expires.isoformat()})
+
+    async def download(self, request: Request) -> Response:
+        return await self._archives.response(request.path_params["signed"])
+
+    async def _parsed(self, request: Request, kind: type[Model]) -> Model:
+        return parsed(kind, await self._body(request) or b"{}")
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body; refused where it is too long or slow, before it is whole."""
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refused(UNSUPPORTED, "the body is compressed: send it as it is")
+        most = int(self._server.served.limits.max_request_mb * 1e6)
+        found = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    found += piece
+                    if len(found) > most:
+                        raise Refused(TOO_LARGE, f"the body is above {most:,} bytes: send less")
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive in {BODY_S:g} s: send it faster") from None
+        return bytes(found)
+
+
+def make_app(server: TrainingServer, cancel: Cancel, archives: Archives) -> Starlette:
+    """Return the application."""
+    do = Routes(server, cancel, archives)
+    posts = {
+        "client/config": do.client_config,
+        "client/dynamic_config": do.dynamic_config,
+        "telemetry": do.telemetry,
+        "create_session": do.create_session,
+        "session_heartbeat": do.heartbeat,
+        "create_model": do.create_model,
+        "get_info": do.get_info,
+        "unload_model": do.unload_model,
+        "forward_backward": do.forward_backward,
+        "optim_step": do.optim_step,
+        "save_weights": do.save_weights,
+        "save_weights_for_sampler": do.save_for_sampler,
+        "load_weights": do.load_weights,
+        "create_sampling_session": do.create_sampler,
+        "asample": do.asample,
+        "retrieve_future": do.retrieve_future,
+        "cancel_future": do.cancel_future,
+        "weights_info": do.weights_info,
+    }
+    checkpoint = "training_runs/{id}/checkpoints/{kind}/{name}"
+    gets = {
+        "healthz": do.healthz,
+        "get_server_capabilities": do.capabilities,
+        "metrics": do.metrics,
+        "sessions": do.sessions,
+        "sessions/{id}": do.session,
+        "samplers/{id}": do.sampler,
+        "checkpoints": do.checkpoints,
+        "training_runs": do.training_runs,
+        "training_runs/{id}": do.training_run,
+        "training_runs/{id}/checkpoints": do.checkpoints,
+        f"{checkpoint}/archive": do.archive,
+        "archives/{signed}": do.download,
+    }
+    routes = [Route(f"/api/v1/{path}", call, methods=["POST"]) for path, call in posts.items()]
+    routes += [Route(f"/api/v1/{path}", call) for path, call in gets.items()]
+    routes.append(Route(f"/api/v1/{checkpoint}", do.delete_checkpoint, methods=["DELETE"]))
+    handlers: Any = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def client(request: Request) -> str:
+    """Return the client that sent a request."""
+    return str(request.scope["state"][CLIENT])
+
+
+def _accepted(accepted: Accepted, model: str) -> Response:
+    return JSONResponse(accepted.body(model))
+
+
+def _result(found: Result) -> Response:
+    return Response(found.content, media_type=PROTOBUF if found.media == "protobuf" else JSON)
+
+
+def _saved_path(request: Request) -> str:
+    parts = request.path_params
+    return f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}"
+
+
+def _offset(request: Request) -> int:
+    return _number(request, "offset", 0)
+
+
+def _until(request: Request) -> int:
+    return _offset(request) + min(1000, _number(request, "limit", 100))
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise HTTPException(400, f"{name} is {text[:40]!r}: send a number from 0")
+    return int(text)
+
+
+def _cursor(first: int, until: int, total: int) -> Mapping[str, int]:
+    return {"offset": first, "limit": until - first, "total_count": total}
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return JSONResponse({"detail": error.text}, error.status)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"detail": error.detail}, error.status_code)
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    del error
+    return Response(status_code=400)

@@ -1,0 +1,166 @@
+"""The command: serves clients until Ctrl-C, from a folder with which it goes on after any end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.actors.models.chat import open_chat
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.heartbeat import HeartbeatRules
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import MeshError, Supervisor
+from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.services.run.preload import PRELOAD
+from composer_mesh.services.serve import operation_log as log
+from composer_mesh.services.serve.access import ClientAccess
+from composer_mesh.services.serve.app import make_app
+from composer_mesh.services.serve.archives import Archives
+from composer_mesh.services.serve.export import archive_files
+from composer_mesh.services.serve.http_server import listening
+from composer_mesh.services.serve.mesh_backend import (
+    MeshSampleBackend,
+    MeshTrainBackend,
+    ServeMesh,
+)
+from composer_mesh.services.serve.options import base_model_of, check_same_policy, tokenizer_of
+from composer_mesh.services.serve.sampling_lane import SamplingFacts
+from composer_mesh.services.serve.server import Served
+from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
+from composer_mesh.services.serve.training_data import DataLimits
+from composer_mesh.services.serve_env.options import ServeOptions
+from composer_mesh.services.serve_env.sockets import reusable_socket
+
+LOG = "operations.sqlite"
+FAILED = 1
+
+Say = Callable[[str], None]
+
+
+def serve_command(
+    config: Config, output: Path, options: ServeOptions, keys: Sequence[str], say: Say
+) -> int:
+    """Serve clients until a signal; return the exit status. The folder is locked by the caller."""
+    check_same_policy(config, output)
+    with reusable_socket(options.host, options.port) as listener:
+        return asyncio.run(_serve(config, output, options, keys, listener, say))
+
+
+async def _serve(
+    config: Config,
+    output: Path,
+    options: ServeOptions,
+    keys: Sequence[str],
+    listener: socket.socket,
+    say: Say,
+) -> int:
+    stopping = _stopped_by_signals()
+
+    def record(kind: str, actor: str, detail: str, /, **_: Any) -> None:
+        say(" ".join(filter(None, [kind, actor, detail])))
+
+    supervisor, rules = Supervisor(record), config.supervision
+    preload = PRELOAD if config.placement.fork_server else ()
+    beats = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
+    async with MeshHost(supervisor, heartbeat=beats, preload=preload) as host:
+        starting = asyncio.create_task(ServeMesh.start(config, host, record))
+        first: list[asyncio.Future[Any]] = [starting, stopping]
+        await asyncio.wait(first, return_when="FIRST_COMPLETED")
+        if not starting.done():
+            await cancel_and_wait([starting])
+            return 0
+        mesh = starting.result()
+        try:
+            async with open_chat(config, mesh.folder, []) as chat:
+                parts = Parts(config, output, options, mesh, chat)
+                return await supervisor.guard(_serve_on(parts, keys, listener, say, stopping))
+        except MeshError as error:
+            sys.stderr.write(f"composer-mesh: {error}\n")
+            return FAILED
+        finally:
+            await mesh.close()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a server is made of, once its processes have loaded."""
+
+    config: Config
+    output: Path
+    options: ServeOptions
+    mesh: ServeMesh
+    chat: ChatFormat
+
+    @property
+    def served(self) -> Served:
+        """Return what clients learn of the server, and their limits."""
+        serve, context = self.config.serve, self.config.policy.max_context
+        vocabulary = self.mesh.vocabulary
+        data = DataLimits(vocabulary, context, serve.max_data, serve.max_top_k)
+        tokenizer = tokenizer_of(self.config, self.options, self.mesh.folder)
+        return Served(base_model_of(self.config), tokenizer, data, serve)
+
+    @property
+    def facts(self) -> SamplingFacts:
+        """Return what samples need to know of the model."""
+        stops = tuple(self.chat.stop_ids)
+        return SamplingFacts(self.config.policy.max_context, stops, self.chat.raw_text)
+
+
+async def _serve_on(
+    parts: Parts,
+    keys: Sequence[str],
+    listener: socket.socket,
+    say: Say,
+    stopping: asyncio.Future[None],
+) -> int:
+    with opened_log(parts.output / LOG) as commits:
+        mesh, generator = parts.mesh, parts.config.generator
+        backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
+        sizes = Sizes(
+            tokens_at_once=parts.config.trainer.microbatch_tokens,
+            samples_at_once=2 * generator.max_concurrent * generator.replicas,
+        )
+        found = await commits.run(log.remembered)
+        folder = parts.output.absolute()
+        tasks = ServerTasks(parts.served, folder, commits, found, *backends, parts.facts, sizes)
+        left = await tasks.recover()
+        files = partial(
+            archive_files, parts.config, parts.mesh.folder, tasks.server.served.base_model
+        )
+        app = make_app(tasks.server, tasks.sampling.cancel, Archives(tasks.folder, files))
+        names = parts.options.names
+        async with listening(ClientAccess(app, names, keys), listener) as port:
+            name = f"[{parts.options.host}]" if ":" in parts.options.host else parts.options.host
+            base = tasks.server.served.base_model
+            say(f"serving {base} at http://{name}:{port}, {left} operations left")
+            running = asyncio.create_task(tasks.run())
+            try:
+                await asyncio.wait([running, stopping], return_when="FIRST_COMPLETED")
+                if running.done():
+                    running.result()
+            finally:
+                await cancel_and_wait([running])
+    say("ended")
+    return 0
+
+
+def _stopped_by_signals() -> asyncio.Future[None]:
+    loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[None] = loop.create_future()
+
+    def stop() -> None:
+        if not stopping.done():
+            stopping.set_result(None)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(one, stop)
+    return stopping

@@ -1,0 +1,112 @@
+"""Options of a training server: where it listens, its folder, the keys of its clients."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.serve_env.options import (
+    SHORTEST_TOKEN,
+    ServeOptions,
+    ServeRefused,
+    checked_token,
+)
+from composer_mesh.services.store.whole_files import write_whole
+
+NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "google.protobuf": "protobuf"}
+NOTED, LONGEST_NOTE = "serve.json", 1_000_000
+"""What the states in a server's folder depend on."""
+
+PREFIX = "tml-"
+"""What SDKs want a key to begin with."""
+
+
+def checked_keys(options: ServeOptions, names: Sequence[str]) -> list[str]:
+    """Return the keys of clients, from the environment variables that hold them.
+
+    Raises ServeRefused for an address that may not be listened on, none beyond loopback, and keys
+    that are short, equal, or that SDKs refuse to send.
+    """
+    if not names:
+        checked_token(options, None)
+    keys = [checked_token(options, name) for name in names]
+    for name, key in zip(names, keys, strict=True):
+        if not key.startswith(PREFIX):
+            raise ServeRefused(
+                f"--key-env is {name}, whose key does not begin with {PREFIX!r} as SDKs want it: "
+                f"set it to {PREFIX} and at least {SHORTEST_TOKEN - len(PREFIX)} other characters"
+            )
+        if keys.count(key) > 1:
+            raise ServeRefused(f"--key-env is {name}, whose key another client has: choose another")
+    return keys
+
+
+def check_serves(config: Config) -> None:
+    """Raise ServeRefused where packages are missing, or the config asks for what is not served."""
+    missing = [own for name, own in NEEDED.items() if not _installed(name)]
+    if missing:
+        raise ServeRefused(
+            f"{', '.join(missing)} is not installed: pip install 'composer-mesh[serve]'"
+        )
+    trainer = config.trainer
+    others = {
+        "generator.engine": (config.generator.engine, "embedded"),
+        "trainer.ranks": (trainer.ranks, 1),
+        "trainer.sharded": (trainer.sharded, False),
+        "trainer.compile": (trainer.compile, False),
+        "trainer.packing": (trainer.packing, False),
+        "trainer.lora": (trainer.lora, None),
+        "trainer.backend": (trainer.backend, None),
+        "cluster.kind": (config.cluster.kind, "local"),
+    }
+    for key, (value, needed) in others.items():
+        if value != needed:
+            raise ServeRefused(
+                f"{key} is {value!r}, with which clients' models are not served: set it to "
+                f"{needed!r}"
+            )
+
+
+def check_same_policy(config: Config, output: Path) -> None:
+    """Note what states in a folder depend on; raise ServeRefused where it was other before."""
+    now = {
+        "policy": config.policy.model_dump(mode="json"),
+        "seed": config.run.seed,
+        "microbatch_tokens": config.trainer.microbatch_tokens,
+        "lora_alpha": config.serve.lora_alpha,
+        "full_weights": config.serve.full_weights,
+    }
+    noted = output / NOTED
+    if not noted.exists():
+        write_whole(noted, json.dumps(now, indent=2).encode())
+        return
+    before = json.loads(read_regular(noted, LONGEST_NOTE))
+    for key, value in now.items():
+        if before.get(key) != value:
+            raise ServeRefused(
+                f"{output} has models of another {key}: serve the config that they were made with, "
+                "or name another --output"
+            )
+
+
+def tokenizer_of(config: Config, options: ServeOptions, folder: Path) -> str:
+    """Return what clients load their tokenizer from; the folder for clients of this machine."""
+    if config.serve.tokenizer:
+        return config.serve.tokenizer
+    return str(folder.absolute()) if options.is_loopback else ""
+
+
+def base_model_of(config: Config) -> str:
+    """Return the name by which clients ask for the policy."""
+    return config.serve.base_model or config.run.name
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

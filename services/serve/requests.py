@@ -1,0 +1,202 @@
+"""The JSON requests of the Tinker protocol, checked; unknown keys of newer SDKs are ignored.
+
+`canonical` gives the bytes that the log keeps, and `payload_of` reads them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from composer_mesh.services.serve.errors import bad
+
+Name = Annotated[str, Field(max_length=500)]
+Seq = Annotated[int, Field(ge=0, le=2**62)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Metadata = Annotated[dict[str, Any], Field(max_length=100)]
+MOST_TOKENS = 10_000_000
+
+
+class ClientRequest(BaseModel):
+    """A request of a client."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", allow_inf_nan=False, str_max_length=10_000
+    )
+
+    def canonical(self) -> bytes:
+        """Return bytes that are equal for equal requests."""
+        return self.model_dump_json().encode()
+
+
+Request = TypeVar("Request", bound=ClientRequest)
+
+
+def parsed(kind: type[Request], body: bytes) -> Request:
+    """Read a request; raises `Refused` with the first thing that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200] or "the body"
+        given = repr(first.get("input"))[:80]
+        raise bad(f"{where} is {given}: {first['msg'][:300]}") from None
+
+
+class CreateSession(ClientRequest):
+    sdk_version: Name = ""
+
+
+class OfSession(ClientRequest):
+    session_id: Name
+
+
+class OfModel(ClientRequest):
+    model_id: Name
+
+
+class OfRequest(ClientRequest):
+    request_id: Name
+
+
+class LoraSettings(ClientRequest):
+    rank: Annotated[int, Field(ge=1, le=4096)]
+    seed: Seed | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> LoraSettings:
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise ValueError(
+                "train_unembed, train_mlp and train_attn are all false: set one to true"
+            )
+        return self
+
+
+class CreateModel(ClientRequest):
+    session_id: Name
+    model_seq_id: Seq
+    base_model: Name
+    user_metadata: Metadata | None = None
+    lora_config: LoraSettings | None = None
+    optimizer_config: Metadata | None = None
+
+
+class AdamSettings(ClientRequest):
+    learning_rate: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0, le=1)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0, le=1e30)] = 0.0
+
+
+class OptimStep(ClientRequest):
+    model_id: Name
+    seq_id: Seq | None = None
+    adam_params: AdamSettings
+
+
+class SaveWeights(ClientRequest):
+    model_id: Name
+    path: Name | None = None
+    seq_id: Seq | None = None
+    ttl_seconds: Annotated[int, Field(ge=1, le=315_360_000)] | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveForSampler(SaveWeights):
+    sampling_session_seq_id: Seq | None = None
+    kind: Annotated[str, Field(pattern="^(snapshot|inflight)$")] = "snapshot"
+
+
+class LoadWeights(ClientRequest):
+    path: Name
+    optimizer: bool
+    model_id: Name | None = None
+    seq_id: Seq | None = None
+    session_id: Name | None = None
+    model_seq_id: Seq | None = None
+    user_metadata: Metadata | None = None
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> LoadWeights:
+        if self.model_id is None and (self.session_id is None or self.model_seq_id is None):
+            raise ValueError("there is no model_id: send it, or session_id and model_seq_id")
+        return self
+
+
+class CreateSampler(ClientRequest):
+    session_id: Name
+    sampling_session_seq_id: Seq
+    base_model: Name | None = None
+    model_path: Name | None = None
+
+
+class TextChunk(ClientRequest):
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=MOST_TOKENS)
+    ]
+    type: Annotated[str, Field(pattern="^encoded_text$")] = "encoded_text"
+
+
+class Prompt(ClientRequest):
+    chunks: Annotated[list[TextChunk], Field(max_length=10_000)]
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens."""
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class SamplingSettings(ClientRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    seed: Seed | None = None
+    stop: str | Annotated[list[int] | list[str], Field(max_length=64)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens at which a sample ends."""
+        given = self.stop if isinstance(self.stop, list) else []
+        return [one for one in given if isinstance(one, int)]
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """Texts before which a sample ends."""
+        given: Sequence[int | str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [one for one in given if isinstance(one, str)]
+
+
+class IntTensor(ClientRequest):
+    data: Annotated[list[int], Field(max_length=MOST_TOKENS)]
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=2)] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class Sample(ClientRequest):
+    prompt: Prompt
+    sampling_params: SamplingSettings
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    sampling_session_id: Name | None = None
+    base_model: Name | None = None
+    model_path: Name | None = None
+    seq_id: Seq | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: IntTensor | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+
+
+class WeightsInfo(ClientRequest):
+    tinker_path: Name

@@ -1,0 +1,282 @@
+"""Executes the operations of models: takes them from the queue, has them computed, writes answers.
+
+One group of operations is executed at a time. Its answers, the positions of its models and what it
+saved are written in one transaction; if the trainer is lost before, the group is executed again on
+models as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.actors.served_models.messages import CHANGES, TrainCall, TrainResult
+from composer_mesh.services.serve import operation_log as log
+from composer_mesh.services.serve.backend import BackendLost, TrainBackend
+from composer_mesh.services.serve.calls import call_of
+from composer_mesh.services.serve.errors import Refused
+from composer_mesh.services.serve.fair_queue import TrainingQueue
+from composer_mesh.services.serve.group_commit import GroupCommit
+from composer_mesh.services.serve.model_store import ModelStore, StateLost
+from composer_mesh.services.serve.operations import Operation
+from composer_mesh.services.serve.records import Model, Sampler, Saved
+from composer_mesh.services.serve.registry import Registry
+from composer_mesh.services.serve.results import Result, failure, json_result, training_result
+from composer_mesh.services.serve.saving import Target, target_of
+
+EACH = 4
+"""Operations of one model in a group."""
+MOST_LOST = 4
+"""Times that a trainer may be lost with an operation that is executed alone."""
+
+Answered = Callable[[Operation, Result], None]
+
+
+@dataclass
+class _Outcome:
+    """What a group's transaction writes."""
+
+    finished: list[log.Finished] = field(default_factory=list)
+    models: dict[str, Model] = field(default_factory=dict)
+    saved: list[Saved] = field(default_factory=list)
+    samplers: list[Sampler] = field(default_factory=list)
+    answers: list[tuple[Operation, Result]] = field(default_factory=list)
+
+    def write(self, rows: sqlite3.Connection) -> None:
+        log.finish(rows, self.finished)
+        for model in self.models.values():
+            log.put_model(rows, model)
+        for saved in self.saved:
+            log.put_saved(rows, saved)
+        for sampler in self.samplers:
+            log.put_sampler(rows, sampler)
+
+
+class TrainingLane:
+    """Executes what `queue` has, until it is cancelled or what computes cannot be replaced."""
+
+    def __init__(
+        self,
+        folder: Path,
+        queue: TrainingQueue,
+        registry: Registry,
+        commits: GroupCommit,
+        backend: TrainBackend,
+        store: ModelStore,
+        answered: Answered,
+        *,
+        models_at_once: int,
+        tokens_at_once: int,
+        save_every: int,
+        gap_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._queue, self._registry = folder, queue, registry
+        self._commits, self._backend, self._store = commits, backend, store
+        self._answered, self._clock = answered, clock
+        self._models_at_once, self._tokens_at_once = models_at_once, tokens_at_once
+        self._save_every, self._gap_s = save_every, gap_s
+        self._wake = asyncio.Event()
+        self.groups = 0
+        """Number of groups that were executed."""
+
+    def wake(self) -> None:
+        """Look at the queue again."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Execute operations, forever."""
+        while True:
+            self._wake.clear()
+            await self._give_up_gaps()
+            group = self._queue.take(self._models_at_once, EACH, self._tokens_at_once)
+            if group:
+                await self._execute_until_done(group)
+            else:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        wait_s = self._gap_s / 2 if len(self._queue) else None
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _give_up_gaps(self) -> None:
+        for operation, missing in self._queue.overdue(self._clock() - self._gap_s):
+            text = (
+                f"seq_id {operation.request.seq} waited {self._gap_s:g} s for {missing}, which was "
+                "not received: send operations without gaps"
+            )
+            await self._finish_all([operation], failure(text, "user"))
+
+    async def _execute_until_done(self, group: list[Operation]) -> None:
+        """Execute a group; where the trainer is lost, model by model, to find what it cannot do."""
+        try:
+            await self._execute(group)
+        except BackendLost:
+            self._store.lost()
+            for part in _by_model(group):
+                await self._execute_alone(part)
+
+    async def _execute_alone(self, part: list[Operation]) -> None:
+        while part:
+            try:
+                await self._execute(part if not part[0].lost else part[:1])
+                part = [one for one in part if not one.done.is_set()]
+            except BackendLost as error:
+                self._store.lost()
+                part[0].lost += 1
+                if part[0].lost >= MOST_LOST:
+                    text = f"the trainer was lost {MOST_LOST} times while it did this: {error}"
+                    await self._finish_all(part[:1], failure(text, "server"))
+                    part = part[1:]
+
+    async def _execute(self, group: list[Operation]) -> None:
+        alive = [one for one in group if not self._registry.held(one.model).unloaded]
+        gone = [one for one in group if one not in alive]
+        await self._finish_all(gone, failure("its model was unloaded", "user"))
+        ready = await self._with_models(alive)
+        if ready:
+            targets, calls, refused = self._calls(ready)
+            for operation, error in refused:
+                await self._finish_all([operation], failure(str(error), "user"))
+            ready = [one for one in ready if one.number in targets]
+            results = await self._backend.execute(calls) if calls else []
+            await self._settle(ready, [targets[one.number] for one in ready], results)
+            self.groups += 1
+
+    async def _with_models(self, group: list[Operation]) -> list[Operation]:
+        """Return the operations whose model the trainer holds now; the others are answered."""
+        names = list(dict.fromkeys(one.model for one in group))
+        try:
+            await self._store.need(names)
+            return group
+        except StateLost as lost:
+            broken = lost.args[0]
+            mine = [one for one in group if one.model == broken]
+            await self._finish_all(mine, failure(str(lost), "server"))
+            rest = [one for one in group if one.model != broken]
+            return await self._with_models(rest) if rest else []
+
+    def _calls(
+        self, group: Sequence[Operation]
+    ) -> tuple[dict[int, Target], list[TrainCall], list[tuple[Operation, Refused]]]:
+        targets: dict[int, Target] = {}
+        calls, refused = [], []
+        for one in group:
+            try:
+                target = target_of(one, self._registry)
+            except Refused as error:
+                refused.append((one, error))
+                continue
+            targets[one.number] = target
+            position = self._registry.held(one.model).position
+            path = str(self._folder / target.file) if target.file else ""
+            kind = one.request.kind
+            calls.append(call_of(kind, one.model, one.payload, position, path, target.optimizer))
+        return targets, calls, refused
+
+    async def _settle(
+        self, group: Sequence[Operation], targets: Sequence[Target], results: Sequence[TrainResult]
+    ) -> None:
+        """Write a group's answers, then give them."""
+        outcome, now = _Outcome(), self._clock()
+        for operation, target, result in zip(group, targets, results, strict=True):
+            self._add(outcome, operation, target, result, now)
+        loaded = [one.model for one in group if one.request.kind == "load_weights"]
+        for model in dict.fromkeys(loaded):  # a repetition must not need the loaded file again
+            held = outcome.models[model]
+            file = f"models/{held.number:06d}/{held.position:09d}.safetensors"
+            await self._backend.save(model, self._folder / file)
+            outcome.models[model] = replace(
+                held, file=file, saved_position=held.position, saved_steps=held.steps
+            )
+        await self._commits.run(outcome.write)
+        for held in outcome.models.values():
+            former = self._registry.held(held.id).file
+            self._registry.set_model(held)
+            if former and former != held.file:
+                await asyncio.to_thread((self._folder / former).unlink, missing_ok=True)
+        for saved in outcome.saved:
+            self._registry.set_saved(saved)
+        for sampler in outcome.samplers:
+            self._registry.set_sampler(sampler)
+        for operation, answer in outcome.answers:
+            self._answered(operation, answer)
+        for held in list(outcome.models.values()):
+            if held.steps - held.saved_steps >= self._save_every:
+                await self._save(held.id)
+
+    def _add(
+        self,
+        outcome: _Outcome,
+        operation: Operation,
+        target: Target,
+        result: TrainResult,
+        now: float,
+    ) -> None:
+        kind = operation.request.kind
+        held = outcome.models.get(operation.model) or self._registry.held(operation.model)
+        changed = kind in CHANGES and not result.error
+        answer = (
+            failure(result.error, "user") if result.error else _answer(operation, target, result)
+        )
+        keep = changed and kind != "load_weights"
+        position = held.position if changed else None
+        finished = log.Finished(operation.number, answer, now, position, result.shape, keep)
+        outcome.finished.append(finished)
+        outcome.answers.append((operation, answer))
+        steps = held.steps + (kind == "optim_step" and changed)
+        outcome.models[held.id] = held.moved(held.position + changed, steps, now)
+        if target.saved is not None and not result.error:
+            size = int(result.metrics["bytes"])
+            outcome.saved.append(replace(target.saved, bytes=size, created=now))
+        if target.sampler is not None and not result.error:
+            outcome.samplers.append(target.sampler)
+
+    async def _save(self, model: str) -> None:
+        """Write a model's state; if the trainer is lost meanwhile, the next one writes it."""
+        try:
+            await self._store.save(model)
+        except BackendLost:
+            self._store.lost()
+
+    async def _finish_all(self, operations: Sequence[Operation], answer: Result) -> None:
+        if not operations:
+            return
+        now = self._clock()
+        finished = [log.Finished(one.number, answer, now) for one in operations]
+        await self._commits.run(partial(log.finish, finished=finished))
+        for one in operations:
+            self._answered(one, answer)
+
+
+def _answer(operation: Operation, target: Target, result: TrainResult) -> Result:
+    kind = operation.request.kind
+    if kind in ("forward", "forward_backward"):
+        return training_result(result)
+    if kind == "optim_step":
+        return json_result(type="optim_step", metrics=dict(result.metrics))
+    more: dict[str, Any] = {}
+    if kind == "load_weights":
+        more = {"path": operation.payload.path, "model_id": operation.model}
+    elif target.sampler is not None:
+        more = {"sampling_session_id": target.sampler.id}
+    elif target.saved is not None:
+        more = {"path": target.saved.path}
+    return json_result(type=kind, **more)
+
+
+def _by_model(group: Sequence[Operation]) -> list[list[Operation]]:
+    found: dict[str, list[Operation]] = {}
+    for one in group:
+        found.setdefault(one.model, []).append(one)
+    return list(found.values())

@@ -1,0 +1,51 @@
+"""Audits a training server: each model's logged changes are executed again from its creation."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.served_models.client_trainer import ClientTrainer
+from composer_mesh.actors.served_models.model_state import read_state
+from composer_mesh.actors.served_models.trained_weights import AdapterWeights
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.serve import operation_log as log
+from composer_mesh.services.serve.calls import call_of
+from composer_mesh.services.serve.payloads import payload_of
+from composer_mesh.services.serve.training_data import DataLimits
+
+
+def audit(
+    output: Path, config: Config, policy: Path, saved: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return the kinds of each model's changes; `saved` are paths of whole states by model.
+
+    Raises AssertionError unless each saved state is, bit for bit, that of its changes.
+    """
+    torch.set_num_threads(1)
+    base = load_model(policy)
+    limits = DataLimits(base.config.vocab_size, config.policy.max_context, 1024, 100)
+    weights = AdapterWeights(base, config.serve.lora_alpha)
+    trainer = ClientTrainer(base, weights, config.trainer.microbatch_tokens, 16)
+    rows = sqlite3.connect(output / "operations.sqlite")
+    found, kinds = log.remembered(rows), {}
+    for name, path in saved.items():
+        trainer.open(name, found.models[name].spec, None)
+        changes = log.changes_after(rows, name, 0)
+        assert [one.position for one in changes] == [*range(len(changes))]
+        for position, change in enumerate(changes):
+            payload = payload_of(change.request.kind, change.request.body, limits)
+            call = call_of(change.request.kind, name, payload, position)
+            (result,) = trainer.execute([replace(call, shape=change.shape)])
+            assert not result.error
+        stored = read_state(output / found.saved[path].file).tensors
+        own = trainer.models[name].stored().tensors
+        assert own.keys() == stored.keys()
+        assert all(torch.equal(value, stored[key]) for key, value in own.items()), name
+        kinds[name] = [one.request.kind for one in changes]
+    return kinds

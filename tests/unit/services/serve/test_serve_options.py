@@ -1,0 +1,71 @@
+"""What is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.services.cli import main
+from composer_mesh.services.serve.options import check_same_policy, check_serves, checked_keys
+from composer_mesh.services.serve_env.options import ServeOptions, ServeRefused
+
+KEY = "tml-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "expected"),
+    [
+        ("generator", {"engine": "vllm"}, "generator.engine is 'vllm'"),
+        ("trainer", {"ranks": 2}, "trainer.ranks is 2"),
+        ("trainer", {"packing": True}, "trainer.packing is True"),
+        ("trainer", {"lora": {"rank": 4}}, "trainer.lora is "),
+    ],
+)
+def test_configs_that_are_not_served_are_refused_by_key(
+    build_config: Any, section: str, values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ServeRefused) as refused:
+        check_serves(build_config(**{section: values}))
+    assert expected in str(refused.value)
+    assert "set it to" in str(refused.value)
+
+
+def test_beyond_loopback_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServeOptions(host="10.1.2.3")
+    with pytest.raises(ServeRefused, match="which other machines reach"):
+        checked_keys(options, [])
+    monkeypatch.setenv("ONE", KEY)
+    monkeypatch.setenv("TWO", "abc-0123456789abcdef")
+    monkeypatch.setenv("SHORT", "tml-1")
+    assert checked_keys(options, ["ONE"]) == [KEY]
+    for names, text in (
+        (["TWO"], "begin with 'tml-'"),
+        (["SHORT"], "holds 5"),
+        (["ONE"] * 2, "another"),
+    ):
+        with pytest.raises(ServeRefused, match=text):
+            checked_keys(options, names)
+    assert checked_keys(ServeOptions(), []) == []
+
+
+def test_a_folder_is_not_served_with_another_policy(build_config: Any, tmp_path: Path) -> None:
+    check_same_policy(build_config(), tmp_path)
+    check_same_policy(build_config(serve={"save_every": 3}), tmp_path)
+    with pytest.raises(ServeRefused, match="models of another seed"):
+        check_same_policy(build_config(run={"seed": 9}), tmp_path)
+    with pytest.raises(ServeRefused, match="models of another lora_alpha"):
+        check_same_policy(build_config(serve={"lora_alpha": 8.0}), tmp_path)
+
+
+def test_the_command_checks_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(Path(__file__).parents[4] / "configs" / "quickstart.toml")
+    words = ["serve", config, "--output", str(tmp_path / "out"), "--check"]
+    assert main(words) == 0
+    assert "can be served" in capsys.readouterr().out
+    assert main([*words, "--set", "trainer.packing=true"]) == 2
+    assert "trainer.packing is True" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
