@@ -15,7 +15,12 @@ import pytest
 from learning import write_policy
 
 SCRIPT = Path(__file__).parents[1] / "unit" / "helpers" / "trl_ranks.py"
-ENV = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
+HELPERS = (SCRIPT.parent, SCRIPT.parents[2] / "procs" / "helpers")
+ENV = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(map(str, HELPERS)),
+    "OMP_NUM_THREADS": "1",
+}
 LIMIT_S = 300.0
 
 
