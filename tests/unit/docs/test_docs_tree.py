@@ -33,6 +33,7 @@ def test_every_command_of_the_page_is_one() -> None:
     others = {
         "make-code-tasks",
         "new-task",
+        "serve",
         "serve-env",
         "play",
         "eval",
