@@ -21,6 +21,8 @@ from live_run import (
     launched,
 )
 
+from composer_mesh.services.directory.status import read_status
+
 pytestmark = pytest.mark.timeout(600)
 
 KINDS = {"trainer", "generator", "sdpo_teacher", "teacher_replay"}
@@ -60,6 +62,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Wat
     root = tmp_path_factory.mktemp("watched") / "run"
     with launched(root, policy_cache, ENDLESS | {"late_rewards.max_age": 900}) as run:
         run.until_training()
+        run.until(tells_of_a_step, "status of the first step")  # it is written every 2 s
         trees = [composer_mesh("tree", str(root), *how) for how in ([], ["--json"])]
         newest = run.objects("metrics.jsonl")[-1]["policy_version"]
         first = min(trace.trace_id for trace in run.traces())
@@ -70,6 +73,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Wat
         status = run.wait(END_DEADLINE_S)
     assert [tree.returncode for tree in trees] == [0, 0]
     return Watched(run, trees[1].stdout, trees[0].stdout, newest, posted, refused, status)
+
+
+def tells_of_a_step(run: LiveRun) -> bool:
+    status = read_status(run.root)
+    return status is not None and status.step >= 1
 
 
 def steps_with_late_rewards(run: LiveRun) -> list[dict[str, Any]]:
