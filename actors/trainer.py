@@ -4,7 +4,7 @@ Losses are in `learning.step`; the controller decides who gets a version and whe
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from composer_mesh.mesh.weights.choice import choose, published_dtype
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.tasks.loading import make_task
 
@@ -37,10 +38,11 @@ Source = InlineSource | MeshSource | LostSource
 
 @dataclass(frozen=True)
 class TrainReply:
-    """The metrics of a step, equal on all ranks, and this rank's own figures."""
+    """The metrics of a step, equal on all ranks, and this rank's own figures and divergences."""
 
     metrics: dict[str, Any]
     figures: dict[str, float]
+    divergences: list[TurnDivergences] = field(default_factory=list)
 
 
 class TrainerActor(MeshActor):
@@ -138,7 +140,8 @@ class TrainerActor(MeshActor):
             metrics = await self._custom.wait_for(training)
             self.policy_version = self._learner.version
             self.activity = "idle"
-            return TrainReply(metrics, {} if source is None else source.figures())
+            figures = {} if source is None else source.figures()
+            return TrainReply(metrics, figures, self._learner.divergences)
 
     def details(self) -> dict[str, Any]:
         return self._details

@@ -98,6 +98,7 @@ def linear_jsd(
     teacher_softcap: Number | None = None,
     block: int | None = None,
     entropies: Float[Tensor, "2"] | None = None,
+    divergences: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, ""]:
     """Generalized JSD between two linear heads: `generalized_jsd` on their scores, summed.
 
@@ -106,7 +107,8 @@ def linear_jsd(
     passed as its hidden states are its scores, K = V. It gets no gradient, also where its head is
     the student's own. Gradients are written out by hand and computed in the
     forward, while the scores are there: four matrix products, as in the naive way. To `entropies`
-    are added those of student and teacher over the normalizer, as `distillation_figures` has them.
+    are added those of student and teacher over the normalizer, as `distillation_figures` has them;
+    `divergences` takes each row's own divergence in nats, not divided, without a gradient.
 
     Differs from `generalized_jsd`: scores have to be finite, so a padded vocabulary is a large
     negative bias and not -inf.
@@ -115,7 +117,8 @@ def linear_jsd(
     check_linear(temperature, block, student_softcap, teacher_softcap)
     one = normalized_sum(student_hidden.new_ones((1,), dtype=torch.float64), normalizer)
     sink = [] if entropies is None else [entropies]
-    rule = JsdRule(jsd_beta, temperature, float(one), sink)
+    by_row = [] if divergences is None else [divergences]
+    rule = JsdRule(jsd_beta, temperature, float(one), sink, by_row)
     student = (student_hidden, student_weight, student_bias)
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
@@ -123,7 +126,8 @@ def linear_jsd(
     loss: Tensor = _LinearDivergence.apply(
         *student, *teacher, temperature, rule, size, torch.is_grad_enabled(), caps
     )
-    sink.clear()  # a second backward runs the rule again
+    for figures in (sink, by_row):
+        figures.clear()  # a second backward runs the rule again
     return loss
 
 

@@ -41,6 +41,7 @@ from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_fr
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_folder import TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 
 
 class Learner:
@@ -87,6 +88,11 @@ class Learner:
     def teaches_itself(self) -> bool:
         """Whether the SDPO teacher runs in this process."""
         return self._teacher is not None
+
+    @property
+    def divergences(self) -> list[TurnDivergences]:
+        """Divergences of student and teacher in the last step's hinted turns on this rank."""
+        return self.step.divergences
 
     def own_teacher_outputs(self, batch: StepBatch) -> InlineSource:
         """Return a source that computes the teacher outputs of a batch in this process."""

@@ -6,6 +6,7 @@ outputs come through a port: from an inline teacher, or a buffer that teachers o
 Axes: N hinted response tokens, H hidden size, K entries of the top k.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from composer_mesh.losses.distillation import (
     TaidSchedule,
     distillation_figures,
     entropy_gated_kl,
+    generalized_jsd,
     sampled_reverse_kl,
     taid_loss,
     topk_distillation,
@@ -33,7 +35,9 @@ from composer_mesh.losses.fused import (
     linear_logprobs,
     linear_scores,
 )
+from composer_mesh.losses.reductions import normalized_sum
 from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.divergences import TurnDivergences
 
 Choose = Callable[[], Tensor]
 
@@ -124,12 +128,16 @@ class SdpoChannel:
         teacher_output: TeacherOutput,
         normalizer: int,
         figures: Figures | None = None,
+        divergences: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of the rows, divided by the number of hinted tokens in the batch.
 
         Adds the entropies of student and teacher to `figures` where the teacher output is a whole
-        distribution.
+        distribution. `divergences` [N] takes each row's divergence in nats, whatever the objective:
+        `TurnDivergences` defines it.
         """
+        if divergences is None:
+            divergences = rows.hidden.new_empty(len(rows.hidden), dtype=torch.float32)
         teacher_output = teacher_output.on(rows.hidden.device)
         tensors = teacher_output.tensors
         for name, tensor in tensors.items():
@@ -139,16 +147,17 @@ class SdpoChannel:
                     f"{len(rows.hidden)} tokens: build both from the same batch"
                 )
         if self._config.teacher_output == "sampled":
-            return self._sampled(rows, tensors["logprobs"], normalizer)
+            return self._sampled(rows, tensors["logprobs"], normalizer, divergences)
         if self._config.teacher_output == "topk":
-            return self._top_k(rows, tensors["ids"], tensors["logprobs"], normalizer)
+            top_k = tensors["ids"], tensors["logprobs"]
+            return self._top_k(rows, *top_k, normalizer, divergences)
         if self._config.teacher_output == "full":
             teacher, head = tensors["logits"], None
         else:
             teacher = tensors["states"]
             head = teacher_output.head or Head.of(rows.model)
         entropies = rows.hidden.new_zeros(2, dtype=torch.float32)
-        loss = self._whole(rows, teacher, head, normalizer, entropies)
+        loss = self._whole(rows, teacher, head, normalizer, entropies, divergences)
         if figures is not None:
             for name, value in zip(ENTROPIES, entropies.tolist(), strict=True):
                 figures[name] += value
@@ -161,6 +170,7 @@ class SdpoChannel:
         head: Head | None,
         normalizer: int,
         entropies: Tensor,
+        divergences: Tensor,
     ) -> Tensor:
         """Return the loss on the teacher's whole distribution: states and head, or logits."""
         config, student = self._config, rows.model
@@ -174,12 +184,21 @@ class SdpoChannel:
         shared: dict[str, Any] = {"temperature": config.temperature, "normalizer": normalizer}
         if config.objective == "none":
             shared |= {"jsd_beta": config.jsd_beta, "entropies": entropies, **options}
+            shared["divergences"] = divergences
             return linear_jsd(rows.hidden, student.weight, teacher, weight, **shared)
 
-        def rows_loss(own: Tensor, others: Tensor, _rows: slice) -> Tensor:
+        def rows_loss(own: Tensor, others: Tensor, place: slice) -> Tensor:
             mask = torch.ones_like(own[:, 0], dtype=torch.bool)
             seen = distillation_figures(own, others, mask, **shared)
             entropies.add_(torch.stack([seen.student_entropy, seen.teacher_entropy]))
+            divergences[place] = generalized_jsd(
+                own.detach(),
+                others,
+                mask,
+                jsd_beta=config.jsd_beta,
+                temperature=config.temperature,
+                reduction="none",
+            )
             if config.objective == "taid":
                 return taid_loss(own, others, mask, t=self.taid.t, **shared)
             return entropy_gated_kl(own, others, mask, h_max=config.entropy_opd_h_max, **shared)
@@ -188,23 +207,34 @@ class SdpoChannel:
             rows_loss, rows.hidden, student.weight, teacher, weight, **options
         )
 
-    def _top_k(self, rows: StudentRows, ids: Tensor, teacher: Tensor, normalizer: int) -> Tensor:
+    def _top_k(
+        self,
+        rows: StudentRows,
+        ids: Tensor,
+        teacher: Tensor,
+        normalizer: int,
+        divergences: Tensor,
+    ) -> Tensor:
         def rows_loss(scores: Tensor, place: slice) -> Tensor:
             student = (scores / rows.temperature).log_softmax(-1).gather(-1, ids[place].long())
-            return topk_distillation(
+            by_row = topk_distillation(
                 student,
                 teacher[place],
                 torch.ones_like(student[:, 0], dtype=torch.bool),
                 jsd_beta=self._config.jsd_beta,
-                normalizer=normalizer,
+                reduction="none",
             )
+            divergences[place] = by_row.detach()
+            return normalized_sum(by_row, normalizer)
 
         model = rows.model
         return linear_scores(
             rows_loss, rows.hidden, model.weight, bias=model.bias, softcap=model.softcap
         )
 
-    def _sampled(self, rows: StudentRows, teacher: Tensor, normalizer: int) -> Tensor:
+    def _sampled(
+        self, rows: StudentRows, teacher: Tensor, normalizer: int, divergences: Tensor
+    ) -> Tensor:
         model = rows.model
         student = linear_logprobs(
             rows.hidden,
@@ -214,5 +244,15 @@ class SdpoChannel:
             softcap=model.softcap,
             temperature=rows.temperature,
         )
+        divergences.copy_(student.detach() - teacher)
         mask = torch.ones_like(student, dtype=torch.bool)
         return sampled_reverse_kl(student, teacher, mask, normalizer=normalizer)
+
+
+def by_turn(views: Sequence[HintedView], divergences: Tensor) -> list[TurnDivergences]:
+    """Split the divergences [N] of some views into those of each, in their order."""
+    parts = divergences.cpu().split([len(view.targets) for view in views])
+    return [
+        TurnDivergences(view.trace_id, view.turn, array("f", part.tolist()))
+        for view, part in zip(views, parts, strict=True)
+    ]

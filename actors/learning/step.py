@@ -20,7 +20,12 @@ from composer_mesh.actors.learning.replay_channel import (
     figures_of,
 )
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows, TeacherOutputSource
+from composer_mesh.actors.learning.sdpo_channel import (
+    SdpoChannel,
+    StudentRows,
+    TeacherOutputSource,
+    by_turn,
+)
 from composer_mesh.actors.learning.sums import StepSums
 from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.backend import Optimizers
@@ -33,6 +38,7 @@ from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOu
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.preference import PreferenceLoss
 from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.minibatches import minibatches, plan_views
 from composer_mesh.rollouts.prefix_tree import unique_ids
 from composer_mesh.rollouts.step_plan import (
@@ -63,6 +69,7 @@ class _Pass:
     reference: list[int] = field(default_factory=list)
     """Forwards of a sharded reference in each microbatch; empty for one on this rank alone."""
     sums: StepSums = field(default_factory=StepSums)
+    divergences: list[TurnDivergences] = field(default_factory=list)
     lost: bool = False
 
 
@@ -97,6 +104,8 @@ class ThreeChannelStep:
         self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
         self._replay = ReplayChannel(config.replay)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
+        self.divergences: list[TurnDivergences] = []
+        """Those of the hinted turns that the last step trained on this rank, at their first use."""
 
     def figures(self) -> dict[str, Any]:
         """Return the non-tensor state for a checkpoint, as JSON values."""
@@ -156,6 +165,7 @@ class ThreeChannelStep:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
         parts, first, sums = self._parts(batch), 0, list[StepSums]()
         norms, rate, lost = list[float](), 0.0, False
+        divergences: dict[tuple[str, int], TurnDivergences] = {}
         self._policy.begin_step()
         if self._policy.needs_start(len(parts)):
             self._remember_start(parts[: len(parts) // self._config.trainer.epochs])
@@ -166,11 +176,13 @@ class ThreeChannelStep:
                 lost = True
                 self._policy.forget_since(measured)
                 done = self._accumulate(part, plans, None, first)
+            divergences = {(one.trace_id, one.turn): one for one in done.divergences} | divergences
             sums.append(StepSums.of_ranks(self._ranks.gather(done.sums)))
             norm, rate = self._update.apply(batch.step, nothing if norms else before_update)
             norms.append(norm)
             self._policy.updated()
             first += _most_microbatches(plans)
+        self.divergences = list(divergences.values())
         total = sums[0] if len(sums) == 1 else StepSums.of_updates(sums)
         if lost:
             total.figures["sdpo/lost_steps"] = 1
@@ -323,7 +335,12 @@ class ThreeChannelStep:
         except TeacherOutputsLost:
             one.source, one.lost = None, True
             return None
-        return self._sdpo.loss(rows, teacher_output, one.counts.sdpo_tokens, one.sums.figures)
+        divergences = rows.hidden.new_empty(len(rows.hidden), dtype=torch.float32)
+        loss = self._sdpo.loss(
+            rows, teacher_output, one.counts.sdpo_tokens, one.sums.figures, divergences
+        )
+        one.divergences += by_turn(views, divergences)
+        return loss
 
     def _dummy_forward(self, index: int, one: _Pass) -> None:
         """Run the models as often as ranks that have a microbatch of this index."""

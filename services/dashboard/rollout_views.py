@@ -18,8 +18,9 @@ from composer_mesh.services.dashboard.tokens import (
     advantage_of,
     tokens_of,
 )
+from composer_mesh.services.store.divergence_files import read_divergences
 from composer_mesh.services.store.reading import RunReader
-from composer_mesh.services.store.rows import TraceRow
+from composer_mesh.services.store.rows import DamagedRecord, TraceRow
 from composer_mesh.services.traces.columns import trained, versions
 from composer_mesh.services.traces.command import config_of, find
 from composer_mesh.services.traces.list_page import question
@@ -30,6 +31,8 @@ from composer_mesh.services.traces.turns import Acted, acted
 from composer_mesh.services.traces.whole import own_tokenizer, whole_rollout
 
 Advantages = dict[str, float | Sequence[float]]
+Divergences = dict[int, Sequence[float]]
+"""Those of a rollout's tokens, by turn."""
 
 
 def rollout_list(root: Path, wanted: RolloutFilter) -> dict[str, Any]:
@@ -88,6 +91,10 @@ class RolloutReader:
         if colouring == "advantage":
             advantages, why = _advantages(config, rollout.group)
             notes += [why] if why else []
+        divergences: Divergences = {}
+        if colouring == "divergence":
+            divergences, why = _divergences(root, rollout)
+            notes += [why] if why else []
         conversation = acted(rollout.trace)
         tokenizer = self.tokenizers.of(
             own_tokenizer(root, config.policy.path if config is not None else None)
@@ -96,7 +103,8 @@ class RolloutReader:
 
         def tokens(turn: Acted) -> list[Token]:
             advantage = advantage_of(rollout.trace, turn.number, advantages)
-            return tokens_of(turn.turn, colouring, tokenizer, newest, advantage)
+            own = divergences.get(turn.number, ())
+            return tokens_of(turn.turn, colouring, tokenizer, newest, advantage, own)
 
         return {
             "rollout": rollout,
@@ -167,3 +175,16 @@ def _advantages(config: Config | None, group: Sequence[Trace]) -> tuple[Advantag
 
     found: Mapping[str, Any] = trajectory_advantages(make_advantages(config.advantage), [group])
     return dict(found), ""
+
+
+def _divergences(root: Path, rollout: Rollout) -> tuple[Divergences, str]:
+    """Return the divergences of a rollout's distilled turns, or why there are none."""
+    step, trace_id = rollout.listed.step, rollout.trace.trace_id
+    if step is None:
+        return {}, "no step has trained this rollout, so none of its turns was distilled"
+    try:
+        found = read_divergences(root, step - 1)
+    except DamagedRecord as error:
+        return {}, str(error)
+    own: Divergences = {one.turn: one.values for one in found if one.trace_id == trace_id}
+    return own, "" if own else f"step {step} distilled no turn of this rollout"

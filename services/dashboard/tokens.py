@@ -3,10 +3,12 @@
 logprob     how unlikely the token was when it was sampled
 version     by which policy version, compared with the newest of the rollout
 advantage   of its rollout, or of its turn where turns have their own
+divergence  between the policy and the SDPO teacher, which saw a hint, in turns that were distilled
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,12 +22,14 @@ from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.hints import TOKENIZER_FILE
 
-Colouring = Literal["none", "logprob", "version", "advantage"]
-COLOURINGS: tuple[Colouring, ...] = ("none", "logprob", "version", "advantage")
+Colouring = Literal["none", "logprob", "version", "advantage", "divergence"]
+COLOURINGS: tuple[Colouring, ...] = ("none", "logprob", "version", "advantage", "divergence")
 BINS = 8
 UNLIKELIEST = 6.0
 """Nats at which the colour of an unlikely token is strongest."""
 LARGEST_ADVANTAGE = 2.0
+LARGEST_DIVERGENCE = math.log(2)
+"""Nats at which the colour is strongest: the most that a JSD with equal weights can be."""
 MOST_TOKENS = 4000
 TOKENIZERS_KEPT = 3
 
@@ -66,15 +70,19 @@ def tokens_of(
     tokenizer: Tokenizer | None,
     newest: int,
     advantage: float | None,
+    divergences: Sequence[float] = (),
 ) -> list[Token]:
     """Return the first MOST_TOKENS sampled tokens of a turn; without a tokenizer their ids."""
     found = []
     figures = zip(turn.action_ids, turn.logprobs, turn.versions, strict=True)
-    for token, logprob, version in list(figures)[:MOST_TOKENS]:
+    for place, (token, logprob, version) in enumerate(list(figures)[:MOST_TOKENS]):
         told = f"log-prob {logprob:.3f} · version {version} · id {token}"
         if advantage is not None:
             told += f" · advantage {advantage:+.3f}"
-        colour = _colour(colouring, logprob, newest - version, advantage)
+        divergence = divergences[place] if place < len(divergences) else None
+        if divergence is not None:
+            told += f" · divergence {divergence:.3f}"
+        colour = _colour(colouring, logprob, newest - version, advantage, divergence)
         found.append(Token(_text(token, tokenizer), colour, told))
     return found
 
@@ -89,7 +97,13 @@ def advantage_of(
     return float(found[turn]) if turn < len(found) else None
 
 
-def _colour(colouring: Colouring, logprob: float, age: int, advantage: float | None) -> str:
+def _colour(
+    colouring: Colouring,
+    logprob: float,
+    age: int,
+    advantage: float | None,
+    divergence: float | None,
+) -> str:
     if colouring == "logprob":
         return f"u{_bin(-logprob / UNLIKELIEST)}"
     if colouring == "version":
@@ -97,6 +111,9 @@ def _colour(colouring: Colouring, logprob: float, age: int, advantage: float | N
     if colouring == "advantage" and advantage is not None:
         side = "p" if advantage > 0 else "n"
         return f"{side}{_bin(abs(advantage) / LARGEST_ADVANTAGE)}"
+    if colouring == "divergence" and divergence is not None and math.isfinite(divergence):
+        side = "p" if divergence < 0 else "u"
+        return f"{side}{_bin(abs(divergence) / LARGEST_DIVERGENCE)}"
     return "u0"
 
 

@@ -169,7 +169,7 @@ class TrainFromTracesRun(PartialRun):
     ) -> FaultTolerantTrainer:
         config, ranks, teachers = self.config, mesh.trainers, mesh.teachers
         deadline, all_ranks = config.run.deadline_s, lambda: ranks.all
-        step = MeshTraining(config, all_ranks, teachers)
+        step = MeshTraining(config, all_ranks, teachers, self.store.add_divergences)
         root = self.store.root
         follow = None if teachers is None else RestoredTeachers(all_ranks, teachers, deadline)
         alone = TeacherSyncOnly(all_ranks, teachers, deadline)

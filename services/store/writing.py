@@ -20,6 +20,7 @@ from typing import Any
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.traces import Trace
@@ -29,6 +30,7 @@ from composer_mesh.services.directory.report import (
     TIMELINE_FILE,
     Evaluation,
 )
+from composer_mesh.services.store.divergence_files import write_divergences
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.opening import Moved, move_file, repair_on_open
@@ -110,6 +112,10 @@ class RunStore:
     def add_timeline(self, line: Mapping[str, Any]) -> None:
         """Append what the actors did in a step; of no use to the run itself."""
         self._thread.tell(partial(self._lines.add, TIMELINE_FILE, _json(line)))
+
+    def add_divergences(self, step: int, divergences: Sequence[TurnDivergences]) -> None:
+        """Store the divergences of a step's hinted turns; of no use to the run itself."""
+        self._thread.tell(partial(write_divergences, self.root, step, divergences))
 
     def add_poisoned(self, poisoned: PoisonedInput) -> None:
         """Store one episode that was quarantined because it failed repeatedly in the same way."""

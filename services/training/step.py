@@ -16,6 +16,7 @@ from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, MeshError
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.minibatches import minibatches, plan_views
 from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.services.training.checkpoint_writes import AverageLost
@@ -29,12 +30,25 @@ LARGEST = ("sdpo/teacher_version", "sdpo/bytes_per_token", "time/sdpo_bytes_per_
 Ranks = Callable[[], Sequence[SpawnedActor]]
 """Returns the current ranks in rank order."""
 
+KeepDivergences = Callable[[int, Sequence[TurnDivergences]], object]
+"""Keeps the divergences of a step (from 0), from all ranks, for whoever looks at them later."""
+
+
+def keep_none(_step: int, _divergences: Sequence[TurnDivergences]) -> None:
+    """Drop a step's divergences."""
+
 
 class MeshTraining:
     """Trains steps on the trainer's ranks with the outputs of the SDPO teachers."""
 
-    def __init__(self, config: Config, ranks: Ranks, teachers: SdpoTeachers | None) -> None:
-        self._ranks, self._teachers = ranks, teachers
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        teachers: SdpoTeachers | None,
+        keep: KeepDivergences = keep_none,
+    ) -> None:
+        self._ranks, self._teachers, self._keep = ranks, teachers, keep
         self._trainer, self._deadline_s = config.trainer, config.run.deadline_s
 
     async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
@@ -61,6 +75,8 @@ class MeshTraining:
             )
             work.append(self._teachers.feed(batch, plans, alive, ranks))
         replies: list[TrainReply] = (await together(*work))[: len(ranks)]
+        if divergences := [one for reply in replies for one in reply.divergences]:
+            self._keep(batch.step, divergences)
         return {**replies[0].metrics, **joined([reply.figures for reply in replies])}
 
 

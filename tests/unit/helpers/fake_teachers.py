@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.step import MeshTraining
@@ -169,7 +171,9 @@ class FakeRank(FakeActor):
         self.version += 1
         lost = {"sdpo/lost_steps": 1} if self._loses(batch, teachers) else {}
         return TrainReply(
-            {"loss/total": 1.0, **lost}, {"sdpo/bytes": bytes_read, "sdpo/bytes_per_token": 7}
+            {"loss/total": 1.0, **lost},
+            {"sdpo/bytes": bytes_read, "sdpo/bytes_per_token": 7},
+            [TurnDivergences(self.name, 0, array("f", [0.5]))] if self.taken else [],
         )
 
     def _loses(self, batch: StepBatch, teachers: int) -> bool:

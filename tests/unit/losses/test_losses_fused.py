@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fused_losses import (
@@ -16,7 +18,11 @@ from fused_losses import (
 )
 from torch import Tensor
 
-from composer_mesh.losses.distillation import distillation_figures, taid_loss
+from composer_mesh.losses.distillation import (
+    distillation_figures,
+    generalized_jsd,
+    taid_loss,
+)
 from composer_mesh.losses.fused import (
     linear_collision_logprobs,
     linear_distillation,
@@ -118,6 +124,21 @@ def test_the_divergence_adds_up_both_entropies_once(beta: float, block: int | No
     )
     both = torch.stack([expected.student_entropy, expected.teacher_entropy])
     torch.testing.assert_close(entropies - 1, both)
+
+
+@pytest.mark.parametrize("block", [1, 50, None])
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_divergence_tells_that_of_each_row(beta: float, block: int | None) -> None:
+    rng = torch.Generator().manual_seed(3)
+    h, teacher = (torch.randn(7, 4, generator=rng, dtype=torch.float64) for _ in range(2))
+    weight, head = (torch.randn(11, 4, generator=rng, dtype=torch.float64) for _ in range(2))
+    found = torch.full((7,), torch.nan, dtype=torch.float64)
+    shared: dict[str, Any] = {"jsd_beta": beta, "temperature": 1.3}
+    with torch.no_grad():
+        linear_jsd(h, weight, teacher, head, **shared, normalizer=9, block=block, divergences=found)
+    every = torch.ones(7, dtype=torch.bool)
+    expected = generalized_jsd(h @ weight.T, teacher @ head.T, every, **shared, reduction="none")
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("block", [1, 50, None])

@@ -108,6 +108,45 @@ def test_a_step_has_the_loss_and_gradients_of_its_divergence_on_whole_logits(
     assert_gradients_are(gradients, model)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("budget", [10_000, 64])
+def test_a_step_tells_the_divergence_of_each_hinted_token(
+    make: Make, rng: random.Random, name: str, budget: int
+) -> None:
+    section, _ = CASES[name]
+    sections = {**NARROW, "sdpo": {"alpha": ALPHA, **section}}
+    model, step = make(**sections, trainer={**LOOSE, "microbatch_tokens": budget})
+    batch = batch_of(model, rng)
+    student, teacher = whole_rows(model, batch)
+    expected = generalized_jsd(
+        student,
+        teacher,
+        torch.ones(len(student), dtype=torch.bool),
+        jsd_beta=section.get("jsd_beta", 0.5),
+        temperature=section.get("temperature", 1.0),
+        reduction="none",
+    )
+    parts = expected.detach().split([len(view.targets) for view in batch.views])
+    taught(step, model, batch)
+    found = {(one.trace_id, one.turn): one.values for one in step.divergences}
+    assert len(found) == len(step.divergences) == len(batch.views)
+    for view, divergences in zip(batch.views, parts, strict=True):
+        own = torch.tensor(found[view.trace_id, view.turn])
+        torch.testing.assert_close(own, divergences, rtol=1e-3, atol=1e-6)
+
+
+def test_later_epochs_do_not_replace_the_divergences_of_the_first(
+    make: Make, rng: random.Random
+) -> None:
+    shared = {"sdpo": {"alpha": ALPHA}}
+    model, once = make(**shared, trainer={**LOOSE, "lr": 1e-2})
+    other, twice = make(**shared, trainer={**LOOSE, "lr": 1e-2, "epochs": 2})
+    batch = batch_of(model, rng)
+    taught(once, model, batch)
+    taught(twice, other, batch)
+    assert twice.divergences == once.divergences
+
+
 @pytest.mark.parametrize("objective", ["none", "taid", "entropy_opd"])
 def test_how_a_step_is_split_changes_neither_its_loss_nor_its_gradients(
     make: Make, rng: random.Random, objective: str

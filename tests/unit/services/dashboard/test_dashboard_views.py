@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from inspected_runs import a_trace, group_of, write_run
 
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.services.dashboard.catalog import Catalog, differing, state_of
 from composer_mesh.services.dashboard.charts import Chart, figure, sparkline, ticks
 from composer_mesh.services.dashboard.live import Changes
@@ -25,6 +27,7 @@ from composer_mesh.services.dashboard.timeline import timeline_of
 from composer_mesh.services.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.services.directory.sampled_metrics import sampled_metrics
 from composer_mesh.services.directory.status import RunStatus, write_status
+from composer_mesh.services.store.divergence_files import divergences_path, write_divergences
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import Where
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -207,6 +210,9 @@ def test_tokens_have_colours_by_their_own_figures() -> None:
         for colouring in ("logprob", "version", "advantage")
     }
     assert colours == {"logprob": ["u1", "u2"], "version": ["v1", "v0"], "advantage": ["p2", "p2"]}
+    far = [one.colour for one in tokens_of(turn, "divergence", None, 7, None, [math.log(2), -0.1])]
+    assert far == ["u8", "p1"]
+    assert [one.colour for one in tokens_of(turn, "divergence", None, 7, None)] == ["u0", "u0"]
     assert advantage_of(a_trace("x"), 1, {"x": [0.1, 0.2]}) == 0.2
     assert advantage_of(a_trace("x"), 0, {}) is None
 
@@ -239,6 +245,27 @@ async def test_the_advantage_of_a_token_is_that_of_its_rollout(run: Path) -> Non
         answer = await browser.get("/runs/run/rollouts/1/0?colour=advantage")
         assert "advantage " in answer.text
         assert "no tokenizer" in answer.text or "·" in answer.text
+
+
+async def test_the_divergence_of_a_token_is_what_its_step_has_stored(
+    tmp_path: Path, toolbox: ToolboxTask, build_config: Callable[..., Config]
+) -> None:
+    run, groups = tmp_path, [group_of(toolbox, number) for number in range(4)]
+    await write_run(run / "run", build_config(), groups, steps=1)
+    with RunReader(run / "run") as reader:
+        trace = next(one for one in reader.traces(0) if one.sample == 0)
+    values = array("f", [0.25] * len(trace.turns[0].action_ids))
+    write_divergences(run / "run", 0, [TurnDivergences(trace.trace_id, 0, values)])
+    _, app = dashboard(run)
+    async with client(app) as browser:
+        address = "/runs/run/rollouts/0/{}?colour=divergence"
+        distilled = await browser.get(address.format(0))
+        assert distilled.text.count("divergence 0.250") == len(values)
+        assert "step 1 distilled no turn" in (await browser.get(address.format(1))).text
+        untrained = await browser.get("/runs/run/rollouts/3/0?colour=divergence")
+        assert "no step has trained this rollout" in untrained.text
+        divergences_path(run / "run", 0).write_bytes(b"no arrays")
+        assert "is damaged" in (await browser.get(address.format(0))).text
 
 
 async def test_a_comparison_overlays_runs_and_names_their_differences(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import hinted
@@ -11,6 +13,7 @@ from fake_teachers import BUDGET, Ring, batch, config, training
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.services.training.step import MeshTraining, joined
 from composer_mesh.services.training.teacher_output_requests import requests_for
@@ -122,6 +125,24 @@ async def test_a_step_without_views_asks_nobody(build_config: Any) -> None:
     metrics = await training(ring, settings).train(batch(2, []))
     assert ring.log == [("train", "trainer-0", 0, 0)]
     assert metrics["sdpo/bytes"] == 0
+
+
+async def test_the_divergences_of_all_ranks_are_kept_where_there_are_some(
+    build_config: Any,
+) -> None:
+    ring = Ring(settings := config(build_config), ranks=[1, 1, 0])
+    await ring.begin()
+    kept: list[tuple[int, list[str]]] = []
+
+    def keep(step: int, found: Sequence[TurnDivergences]) -> None:
+        kept.append((step, [one.trace_id for one in found]))
+
+    step = MeshTraining(settings, lambda: ring.ranks, ring.sdpo, keep)  # type: ignore[arg-type]
+    await step.train(batch(2, [hinted.view("t0"), hinted.view("t1")]))
+    for rank in ring.ranks:
+        rank.taken.clear()
+    await step.train(replace(batch(2, []), step=1))
+    assert kept == [(0, ["trainer-0", "trainer-1"])]
 
 
 async def test_without_teachers_of_its_own_a_run_only_trains(build_config: Any) -> None:

@@ -1,0 +1,92 @@
+"""File of a step's divergences: what the SDPO channel saw at each token of each hinted turn.
+
+    divergences/000/000012.safetensors    values: all turns' numbers in nats, in order
+                                          turns, lengths: each turn's number and its tokens
+                                          body: JSON; the trace id of each turn
+
+Only for people to look at: no part of a run reads it, and a resume that trains a step again
+replaces its file. Steps count from 0.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.untrusted_json import short_reason
+from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.services.store.rows import DamagedRecord
+from composer_mesh.services.store.whole_files import write_whole
+
+FOLDER = "divergences"
+STEPS_IN_A_FOLDER = 1000
+FORMAT = "composer-mesh divergences 1"
+REPAIR = "remove it: nothing but the colours of tokens is lost"
+MOST = 1 << 30
+"""Size in bytes of the largest file that is read."""
+KINDS = {"values": "float16", "turns": "int32", "lengths": "int32", "body": "uint8"}
+LARGEST = float(np.finfo(np.float16).max)
+
+_IDS = TypeAdapter(list[str])
+
+
+def divergences_path(root: Path, step: int) -> Path:
+    """Return the path of a step's file."""
+    folder = f"{step // STEPS_IN_A_FOLDER:03}"
+    return root / FOLDER / folder / f"{step:06}.safetensors"
+
+
+def write_divergences(root: Path, step: int, found: Sequence[TurnDivergences]) -> None:
+    """Write a step's file to disk, in 16 bits a token; raises OSError without leaving a file."""
+    values = [np.asarray(one.values, np.float32) for one in found]
+    joined = np.concatenate(values) if values else np.empty(0, np.float32)
+    tensors: dict[str, NDArray[np.generic]] = {
+        "values": np.nan_to_num(joined, nan=np.nan, posinf=LARGEST, neginf=-LARGEST)
+        .clip(-LARGEST, LARGEST)
+        .astype(np.float16),
+        "turns": np.array([one.turn for one in found], np.int32),
+        "lengths": np.array([len(one.values) for one in found], np.int32),
+        "body": np.frombuffer(_IDS.dump_json([one.trace_id for one in found]), np.uint8),
+    }
+    path = divergences_path(root, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, save(tensors, {"format": FORMAT}))
+
+
+def read_divergences(root: Path, step: int) -> list[TurnDivergences]:
+    """Read a step's divergences; empty without a file. Raises DamagedRecord for another content."""
+    path = divergences_path(root, step)
+    try:
+        return _divergences(load(read_regular(path, MOST)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DamagedRecord(str(path), f"cannot be read: {error.strerror}", REPAIR) from None
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise DamagedRecord(str(path), short_reason(error), REPAIR) from None
+
+
+def _divergences(tensors: Mapping[str, NDArray[np.generic]]) -> list[TurnDivergences]:
+    kinds = {name: array.dtype.name for name, array in tensors.items() if array.ndim == 1}
+    if kinds != KINDS:
+        raise ValueError(f"its arrays are {sorted(kinds)}, not {sorted(KINDS)}")
+    ids, lengths = _IDS.validate_json(tensors["body"].tobytes()), tensors["lengths"].tolist()
+    values = tensors["values"].tolist()
+    if not len(ids) == len(lengths) == len(tensors["turns"]):
+        raise ValueError(f"it has {len(ids)} ids of rollouts for {len(lengths)} turns")
+    if any(length < 0 for length in lengths) or sum(lengths) != len(values):
+        raise ValueError(f"it has {len(values)} values, and {sum(lengths)} are stated")
+    ends = np.cumsum([0, *lengths]).tolist()
+    return [
+        TurnDivergences(trace_id, turn, array("f", values[first:last]))
+        for trace_id, turn, (first, last) in zip(
+            ids, tensors["turns"].tolist(), pairwise(ends), strict=True
+        )
+    ]
