@@ -13,6 +13,7 @@ from composer_mesh.configs.base import (
 )
 from composer_mesh.configs.breaker import BreakerConfig
 from composer_mesh.configs.budget import BudgetConfig
+from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.preference import WeightedPreferenceConfig
@@ -23,6 +24,9 @@ MOST_TEACHERS = 100
 
 class ReplayConfig(WeightedPreferenceConfig):
     """Preference pairs from teachers that agree with each other and disagree with the student."""
+
+    beta_schedule: ChannelSchedule = Field(default_factory=ChannelSchedule)
+    """How beta changes over the run; beta is its peak."""
 
     actors: Processes = 2
     """Number of teacher-replay actors that query in parallel."""

@@ -17,6 +17,7 @@ from composer_mesh.configs.base import (
     Section,
     Share,
 )
+from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.configs.policy import ModelSizes
 
@@ -40,6 +41,9 @@ class SdpoConfig(Section):
 
     alpha: NotNegative = 0.0
     """Weight of the SDPO loss in the total; 0 turns the channel off."""
+
+    alpha_schedule: ChannelSchedule = Field(default_factory=ChannelSchedule)
+    """How alpha changes over the run; alpha is its peak."""
 
     objective: Literal["none", "taid", "entropy_opd"] = "none"
     """"none": the generalized JSD; "taid": a target that moves from student to teacher over the

@@ -19,6 +19,7 @@ from composer_mesh.configs.base import (
     Share,
     Tokens,
 )
+from composer_mesh.configs.channel_schedule import Decay
 from composer_mesh.configs.custom_function import CustomFunction
 
 Sharing = Literal["off", "levels", "row"]
@@ -53,7 +54,7 @@ class TrainerConfig(Section):
     lr: Positive = 3e-4
     """Peak learning rate."""
 
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Decay = "constant"
     """Decay of the learning rate from its peak to the end of the run."""
 
     warmup_steps: CountOrZero = 0

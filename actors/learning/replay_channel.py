@@ -40,6 +40,8 @@ class ReplayChannel:
 
     def __init__(self, config: WeightedPreferenceConfig) -> None:
         self._config = config
+        self.beta = config.beta
+        """Weight of the loss in the total of the current step."""
 
     def loss(
         self,
@@ -67,7 +69,7 @@ class ReplayChannel:
             answers = _Answers.by_sides(model, pair, self._config.use_weighting)
         leaf = answers.logprobs.requires_grad_()
         result = self._loss(replace(answers, logprobs=leaf), [pair], normalizer)
-        (pulls,) = torch.autograd.grad(self._config.beta * result.loss, leaf)
+        (pulls,) = torch.autograd.grad(self.beta * result.loss, leaf)
         for ids, pull in zip(pair_sides(pair), pulls, strict=True):
             hidden, mask = _of_side(model, pair, ids)
             logprobs = model.logprobs(hidden, padded([ids], model.device), mask)

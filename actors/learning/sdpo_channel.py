@@ -105,6 +105,8 @@ class SdpoChannel:
         """`steps`: those of the whole run, over which TAID's target moves."""
         self._config, self._steps = config, steps
         self.taid = TaidSchedule()
+        self.alpha = config.alpha
+        """Weight of the loss in the total of the current step."""
 
     @property
     def temperature(self) -> float:

@@ -20,6 +20,7 @@ from composer_mesh.actors.learning.replay_channel import (
     figures_of,
 )
 from composer_mesh.actors.learning.running_call import RunningCall
+from composer_mesh.actors.learning.schedules import channel_weight
 from composer_mesh.actors.learning.sdpo_channel import (
     SdpoChannel,
     StudentRows,
@@ -167,6 +168,7 @@ class ThreeChannelStep:
         norms, rate, lost = list[float](), 0.0, False
         divergences: dict[tuple[str, int], TurnDivergences] = {}
         self._policy.begin_step()
+        self._weigh_channels(batch.step)
         if self._policy.needs_start(len(parts)):
             self._remember_start(parts[: len(parts) // self._config.trainer.epochs])
         for part in parts:
@@ -210,6 +212,12 @@ class ThreeChannelStep:
                 for _ in range(left if self._sharded else 0):
                     self._model.dummy_forward()
         self._policy.remembered(self._ranks)
+
+    def _weigh_channels(self, step: int) -> None:
+        """Set the channels' weights in the total of a step (0-based)."""
+        sdpo, replay, steps = self._config.sdpo, self._config.replay, self._config.run.steps
+        self._sdpo.alpha = channel_weight(sdpo.alpha, sdpo.alpha_schedule, step, steps)
+        self._replay.beta = channel_weight(replay.beta, replay.beta_schedule, step, steps)
 
     def _accumulate(
         self,
@@ -260,12 +268,22 @@ class ThreeChannelStep:
         sums.figures.update(self._policy.finish_step(self._ranks))
         sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
         return {
-            **sums.metrics(self._config.sdpo.alpha, self._config.replay.beta),
+            **sums.metrics(self._sdpo.alpha, self._replay.beta),
+            **self._channel_weights(),
             "policy/grad_norm": norm,
             "policy/lr": rate,
             "tokens/trained": batch.action_tokens,
             "tokens/skipped": batch.skipped.tokens,
         }
+
+    def _channel_weights(self) -> dict[str, float | None]:
+        """Return the weights of the channels that the run has, in this step."""
+        found: dict[str, float | None] = {}
+        if self._config.sdpo.on:
+            found["sdpo/alpha"] = self._sdpo.alpha
+        if self._config.replay.on:
+            found["replay/beta"] = self._replay.beta
+        return found
 
     def _train_microbatch(self, index: int, microbatch: Microbatch, one: _Pass) -> None:
         """Add the gradients of a microbatch: one forward, and one backward for all channels."""
@@ -303,7 +321,7 @@ class ThreeChannelStep:
         if sdpo is None:
             return loss
         one.sums.add("sdpo", sdpo)
-        return loss + self._config.sdpo.alpha * sdpo
+        return loss + self._sdpo.alpha * sdpo
 
     def _distil(
         self,
@@ -372,7 +390,7 @@ class ThreeChannelStep:
         """Return the weighted loss of some pairs."""
         result = self._replay.loss(self._model, pairs, len(one.batch.pairs), hidden)
         self._add_pair_figures(result, one)
-        return self._config.replay.beta * result.loss
+        return self._replay.beta * result.loss
 
     def _add_pair_figures(self, result: PreferenceLoss, one: _Pass) -> None:
         one.sums.add("replay", result.loss)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.channels import base_model, evaluating
@@ -28,6 +29,11 @@ def check_channels(sdpo: SdpoConfig, replay: PairLoss, pairs: PairSource | None)
         raise ValueError(
             "sdpo.hints asks a model to write hints, which needs the actors of composer-mesh: "
             "leave the writer out, so that hints come from templates"
+        )
+    if sdpo.alpha_schedule != ChannelSchedule():
+        raise ValueError(
+            "sdpo.alpha_schedule changes alpha by the step of a run of composer-mesh, and TRL has "
+            "another count of steps: leave it out"
         )
     if replay.on and pairs is None:
         raise ValueError(

@@ -18,6 +18,7 @@ from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
+from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.hints import HintsConfig, HintWriterConfig
 from composer_mesh.configs.preference import WeightedPreferenceConfig as PairLoss
 from composer_mesh.configs.sdpo import SdpoConfig
@@ -225,5 +226,7 @@ def test_settings_that_trls_trainer_cannot_keep_are_refused_before_it_starts(mak
         make(sdpo=SdpoConfig(alpha=0.5, teacher="ema"))
     with pytest.raises(ValueError, match="no pairs"):
         make(pairs=None)
+    with pytest.raises(ValueError, match="alpha_schedule changes alpha by the step of a run"):
+        make(sdpo=SdpoConfig(alpha=0.5, alpha_schedule=ChannelSchedule(warmup_steps=2)))
     with pytest.raises(ValueError, match="asks a model to write hints"):
         make(sdpo=SdpoConfig(alpha=0.5, hints=HintsConfig(writer="llm", llm=WRITER)))

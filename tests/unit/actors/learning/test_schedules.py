@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from composer_mesh.actors.learning.schedules import learning_rate
+from composer_mesh.actors.learning.schedules import channel_weight, learning_rate
+from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.trainer import TrainerConfig
 
 
@@ -41,6 +42,19 @@ def test_a_fall_ends_at_its_share_of_the_peak(schedule: str) -> None:
     assert found[2] == found[3] == 2.0
     assert found[3:] == sorted(found[3:], reverse=True)
     assert found[20] == pytest.approx(0.2)
+
+
+def test_the_weight_of_a_channel_changes_as_the_rate_does() -> None:
+    schedule = ChannelSchedule(decay="cosine", warmup_steps=3, min_ratio=0.1)
+    expected = rates(20, lr_schedule="cosine", warmup_steps=3, min_lr_ratio=0.1)
+    found = [channel_weight(0.5, schedule, step, 20) for step in range(20)]
+    assert found == pytest.approx([0.5 * one for one in expected])
+    assert channel_weight(0.5, ChannelSchedule(), 7, 20) == 0.5
+
+
+def test_a_share_of_a_weight_that_never_falls_is_refused() -> None:
+    with pytest.raises(ValidationError, match="never falls: set decay to 'linear'"):
+        ChannelSchedule(min_ratio=0.1)
 
 
 def test_a_share_of_a_rate_that_never_falls_is_refused() -> None:

@@ -68,6 +68,23 @@ def test_all_channels_together_train_the_weighted_sum(make: Make, rng: random.Ra
     assert sdpo > 0.01
 
 
+def test_scheduled_weights_train_as_fixed_ones_of_the_same_size(
+    make: Make, rng: random.Random
+) -> None:
+    run = {"run": {"name": "unit", "seed": 3, "steps": 4}}
+    rising = {"alpha": 0.8, "alpha_schedule": {"warmup_steps": 4}}
+    falling = {**ALL_ON["replay"], "beta": 0.4, "beta_schedule": {"decay": "linear"}}
+    scheduled_model, scheduled = make(2, **run, sdpo=rising, replay=falling)
+    batch = replace(batch_of(scheduled_model, rng, pairs=3), step=1)
+    fixed = {"sdpo": {"alpha": 0.4}, "replay": {**ALL_ON["replay"], "beta": 0.3}}
+    fixed_model, fixed_step = make(2, **run, **fixed)
+    teacher = make(3)[0]
+    found, expected = taught(scheduled, teacher, batch), taught(fixed_step, teacher, batch)
+    assert (found["sdpo/alpha"], found["replay/beta"]) == pytest.approx((0.4, 0.3))
+    assert found == pytest.approx(expected)
+    assert largest_change(weights_of(fixed_model), weights_of(scheduled_model)) < 1e-7
+
+
 def test_the_weight_of_a_channel_scales_its_gradient(make: Make, rng: random.Random) -> None:
     model, _ = make(2)
     batch = flat(batch_of(model, rng, pairs=3))
