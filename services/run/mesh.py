@@ -4,7 +4,7 @@ The controller coordinates their work; the supervisor handles their deaths.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -109,17 +109,16 @@ class RunMesh:
         trainers = TrainerRanks(config, host, placements.taker("trainer"))
         samples, trains, whole = half != "training", half != "sampling", half == "both"
         own_teachers = trains and config.sdpo.has_own_actors
-        sampling = together(start.generators(), start.environments(), start.rollouts())
         judged = samples and config.judges.on
         _, sampled, replay, reference, _, experts, hints, asked = await together(
             trainers.start(),
-            _if(samples, sampling),
-            _if(whole and config.replay.on, start.teachers()),
-            _if(whole and config.replay.needs_reference, start.one("reference", ReferenceActor)),
-            _if(own_teachers, teachers.start()),
-            _if(whole and config.serves_experts, start.one("expert_server", ExpertServerActor)),
-            _if(whole and config.asks_for_hints, start.hint_writer(words)),
-            _if(judged, start.judges()),
+            _if(samples, start.sampling),
+            _if(whole and config.replay.on, start.teachers),
+            _if(whole and config.replay.needs_reference, start.one, "reference", ReferenceActor),
+            _if(own_teachers, teachers.start),
+            _if(whole and config.serves_experts, start.one, "expert_server", ExpertServerActor),
+            _if(whole and config.asks_for_hints, start.hint_writer, words),
+            _if(judged, start.judges),
         )
         own = teachers if own_teachers else None
         ring = (trainers, None if sampled is None else tuple(sampled))
@@ -234,11 +233,8 @@ class RunMesh:
         return [replace(actor, cpu_percent=percent.get(actor.name)) for actor, _ in told]
 
 
-async def _if(wanted: bool, starting: Coroutine[Any, Any, Any]) -> Any:
-    if wanted:
-        return await starting
-    starting.close()
-    return None
+async def _if(wanted: bool, start: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    return await start(*args) if wanted else None
 
 
 async def _describe(actor: SpawnedActor) -> tuple[ActorStatus, float | None]:

@@ -18,6 +18,7 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.mesh.waiting import together
 from composer_mesh.planning.rollout_workers import rollout_workers
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
@@ -44,6 +45,10 @@ class Pools:
     host: MeshHost
     placements: ProcessPlacements
     record: Recorder
+
+    async def sampling(self) -> list[Service]:
+        """Start generators, environments and rollout workers, and return them in this order."""
+        return await together(self.generators(), self.environments(), self.rollouts())
 
     async def generators(self) -> Service:
         """Start the generators, each with its own policy version."""

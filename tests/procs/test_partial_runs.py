@@ -37,6 +37,7 @@ def test_what_generators_alone_have_stored_a_trainer_alone_can_train(
     with launched(tmp_path / "replayed", policy_cache, settings, options=source) as run:
         assert run.wait() == 0, run.stderr
     assert run.pids().keys() <= {"trainer", "sdpo_teacher"}
+    assert "Warning" not in run.stderr
     assert [step["step"] for step in run.objects("metrics.jsonl")] == [1, 2]
     assert all(step["sdpo/tokens"] > 0 for step in run.objects("metrics.jsonl"))
     assert (run.root / "checkpoints" / f"step-{STEPS}").is_dir()
