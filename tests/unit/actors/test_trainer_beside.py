@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,6 +18,7 @@ from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.packed_batch import PackedBatch
 
 LONG_ENOUGH_S = 0.05
@@ -31,6 +32,7 @@ class Script:
     """A learner and a publisher that write down what they do, and wait where they are told to."""
 
     version = VERSION
+    divergences: ClassVar[list[TurnDivergences]] = []
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -10,10 +10,8 @@ from composer_mesh.mesh.spawn import MeshHost
 
 def test_a_process_with_a_mesh_leaves_out_what_it_had_loaded_and_nothing_later() -> None:
     MeshHost()
-    left_out = gc.get_freeze_count()
-    assert left_out > 10_000
+    assert gc.get_freeze_count() > 10_000
     later = [object() for _ in range(10)]
     leave_out_loaded()
     MeshHost()
-    assert gc.get_freeze_count() == left_out
-    assert any(one is later for one in gc.get_objects())
+    assert any(one is later for one in gc.get_objects())  # which has none that is left out
