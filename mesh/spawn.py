@@ -17,7 +17,7 @@ from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.failures import recorded_by
-from composer_mesh.mesh.garbage import leave_out_loaded
+from composer_mesh.mesh.garbage import collect_rarely, leave_out_loaded
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import LocalHost
@@ -61,6 +61,7 @@ class MeshHost:
     ) -> None:
         guard_connections()
         leave_out_loaded()
+        collect_rarely()
         self.supervisor = supervisor
         self.activity = ActivityLog()
         self._preload = tuple(preload)

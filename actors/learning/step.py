@@ -267,6 +267,8 @@ class ThreeChannelStep:
     ) -> dict[str, float | None]:
         sums.figures.update(self._policy.finish_step(self._ranks))
         sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
+        if unique := sums.figures.get("tokens/unique"):
+            sums.figures["tokens/computed_over_unique"] = sums.figures["tokens/computed"] / unique
         return {
             **sums.metrics(self._sdpo.alpha, self._replay.beta),
             **self._channel_weights(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from composer_mesh.services.inspection.tree import Viewer
 RUNS_KEPT = 12
 EVENTS_KEPT = 5000
 STEPS_KEPT = 64
-LOOK_S = 1.5
-"""Shortest time between two questions to the admin server of a run."""
+LOOK_S, LONGEST_LOOK_S = 1.5, 10.0
+"""Shortest and longest time between two questions to the admin server of a run."""
+SHARE = 0.01
+"""Largest share of the time that is spent with these questions, which the run has to answer."""
 
 
 class OpenRun:
@@ -35,10 +38,7 @@ class OpenRun:
         self.columns = Columns(root)
         self._events = _Tail(root / EVENTS_FILE, EVENTS_KEPT)
         self._timeline = _Tail(root / TIMELINE_FILE, STEPS_KEPT)
-        self._viewer = Viewer(root)
-        self._lock = threading.Lock()
-        self._seen: dict[str, Any] | None = None
-        self._looked = 0.0
+        self._mesh = PacedLook(Viewer(root).look)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events, newest first."""
@@ -49,14 +49,33 @@ class OpenRun:
         return self._timeline.read()[-steps:]
 
     def mesh(self) -> dict[str, Any] | None:
-        """Return the object of `tree --json`, at most LOOK_S old; None without a status."""
+        """Return the object of `tree --json`, seconds old at most; None without a status."""
+        return self._mesh.seen()
+
+
+class PacedLook:
+    """What was seen last, looked at again after a time that grows with that of a look.
+
+    Thread-safe: who comes while another one looks waits for what that one sees.
+    """
+
+    def __init__(
+        self, look: Callable[[], dict[str, Any]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._look, self._clock, self._lock = look, clock, threading.Lock()
+        self._seen: dict[str, Any] | None = None
+        self._next = float("-inf")
+
+    def seen(self) -> dict[str, Any] | None:
+        """Return it; None where nothing can be seen."""
         with self._lock:
-            if time.monotonic() - self._looked > LOOK_S:
+            if (began := self._clock()) >= self._next:
                 try:
-                    self._seen = self._viewer.look()
+                    self._seen = self._look()
                 except RunUnavailable:
                     self._seen = None
-                self._looked = time.monotonic()
+                now = self._clock()
+                self._next = now + min(LONGEST_LOOK_S, max(LOOK_S, (now - began) / SHARE))
             return self._seen
 
 

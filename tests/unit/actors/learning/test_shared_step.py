@@ -25,7 +25,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 
 def without_tokens(metrics: dict[str, float | None]) -> dict[str, float | None]:
-    shared = ("tokens/dense", "tokens/unique", "tokens/computed")
+    shared = ("tokens/dense", "tokens/unique", "tokens/computed", "tokens/computed_over_unique")
     return {name: value for name, value in metrics.items() if name not in shared}
 
 
@@ -67,6 +67,7 @@ def test_a_step_says_how_much_was_shared(make: Make, build_model: Any, rng: rand
     saved = 40 * (8 + 2 * 5 - 1)  # the prompt of all samples and of both sides of the pairs
     assert unique <= dense - saved
     assert unique <= computed <= 1.5 * unique  # short sequences: padding counts
+    assert found["tokens/computed_over_unique"] == pytest.approx(computed / unique)
 
 
 @pytest.mark.parametrize("sharing", ["levels", "row"])

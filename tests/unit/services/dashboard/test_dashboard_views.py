@@ -21,10 +21,12 @@ from composer_mesh.services.dashboard.catalog import Catalog, differing, state_o
 from composer_mesh.services.dashboard.charts import Chart, figure, sparkline, ticks
 from composer_mesh.services.dashboard.live import Changes
 from composer_mesh.services.dashboard.live_parts import PartsOfRun
+from composer_mesh.services.dashboard.open_runs import PacedLook
 from composer_mesh.services.dashboard.requests import ChartOptions, RolloutFilter
 from composer_mesh.services.dashboard.series import Columns, curve, reduced
 from composer_mesh.services.dashboard.timeline import timeline_of
 from composer_mesh.services.dashboard.tokens import advantage_of, tokens_of
+from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.directory.sampled_metrics import sampled_metrics
 from composer_mesh.services.directory.status import RunStatus, write_status
 from composer_mesh.services.store.divergence_files import divergences_path, write_divergences
@@ -94,6 +96,30 @@ def test_the_state_of_a_run_is_that_of_its_process(
 ) -> None:
     write_status(tmp_path, RunStatus(pid, None, state, 1, 2, 1, "tcp", host=host))
     assert state_of(tmp_path) == shown
+
+
+@pytest.mark.parametrize(("took_s", "next_s"), [(0.001, 1.5), (0.04, 4.0), (3.0, 10.0)])
+def test_a_mesh_that_answers_slowly_is_asked_seldom(took_s: float, next_s: float) -> None:
+    now, looks = [0.0], list[float]()
+
+    def look() -> dict[str, Any]:
+        looks.append(now[0])
+        now[0] += took_s
+        return {"looks": len(looks)}
+
+    paced = PacedLook(look, lambda: now[0])
+    assert paced.seen() == {"looks": 1}
+    now[0] = took_s + 0.99 * next_s
+    assert paced.seen() == {"looks": 1}
+    now[0] = took_s + 1.01 * next_s
+    assert paced.seen() == {"looks": 2}
+
+
+def test_a_run_without_a_status_has_no_mesh() -> None:
+    def look() -> dict[str, Any]:
+        raise RunUnavailable("run", "it has no status")
+
+    assert PacedLook(look).seen() is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 1000])
