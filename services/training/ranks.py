@@ -49,6 +49,7 @@ class TrainerRanks:
         self._placements: list[ProcessPlacement] = []
         self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
         self._deadline_s = config.run.deadline_s
+        self._longest_wait_s = config.run.deadline_s + config.islands.longest_wait_s
         self._folder: Path | None = None
         self._generation = 0
         self._current = self._names
@@ -209,7 +210,7 @@ class TrainerRanks:
         size = len(self.all)
         await together(
             *(
-                self._call(one, "connect", rank, size, rendezvous, self._deadline_s)
+                self._call(one, "connect", rank, size, rendezvous, self._longest_wait_s)
                 for rank, one in enumerate(self.all)
             )
         )
