@@ -66,6 +66,16 @@ def payload_of(store: ObjectStore, head: Head) -> bytes:
     return b"".join(_checked(store, *part) for part in head.parts)
 
 
+def is_payload(head: Head, payload: bytes) -> bool:
+    """Whether a blob has this payload, by its checksums."""
+    place = 0
+    for _, size, digest in head.parts:
+        if hashlib.sha256(payload[place : place + size]).hexdigest() != digest:
+            return False
+        place += size
+    return place == len(payload)
+
+
 def delete_folder(store: ObjectStore, folder: str) -> None:
     """Remove the blobs of a folder such as "states/7/", heads first: none may lack its parts."""
     for key in sorted(store.keys(folder), key=lambda one: ".parts/" in one):

@@ -111,6 +111,13 @@ def make_room(output: Path, named: bool) -> None:
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
 
 
+def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Start several runs that average their weights, and follow them."""
+    from composer_mesh.services.islands.command import islands_command
+
+    return islands_command(arguments, signals)
+
+
 def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept every run of the ablation, train the unfinished ones, then print the table."""
     plan = plan_ablation(
