@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from composer_mesh.mesh.object_store.port import CorruptObject, ObjectStore
-from composer_mesh.mesh.object_store.write_once import decide, decided
+from composer_mesh.mesh.object_store.port import CorruptObject, ObjectStore, StoreUnavailable
+from composer_mesh.mesh.object_store.write_once import ATTEMPTS, decide, decided
 
 PART_BYTES = 32 << 20
 Sleep = Callable[[float], None]
@@ -49,8 +49,7 @@ def put_blob(
         return head
     parts = list(_parts(key, payload, part_bytes))
     for name, chunk, _ in parts:
-        if len(parts) == 1 or store.size(name) != len(chunk):
-            store.put(name, chunk)
+        _put_part(store, name, chunk)
     told = [[name, len(chunk), digest] for name, chunk, digest in parts]
     return _head(key, decide(store, key, {"about": about, "parts": told}, sleep))
 
@@ -80,6 +79,16 @@ def delete_folder(store: ObjectStore, folder: str) -> None:
     """Remove the blobs of a folder such as "states/7/", heads first: none may lack its parts."""
     for key in sorted(store.keys(folder), key=lambda one: ".parts/" in one):
         store.delete(key)
+
+
+def _put_part(store: ObjectStore, name: str, chunk: bytes) -> None:
+    """Write a part unless it is there; once more where only some of it was stored."""
+    for _ in range(ATTEMPTS):
+        if store.size(name) == len(chunk):
+            return
+        store.put(name, chunk)
+    if store.size(name) != len(chunk):
+        raise StoreUnavailable("write", name, f"{ATTEMPTS} writes of it were torn")
 
 
 def _parts(key: str, payload: bytes, part_bytes: int) -> Iterator[tuple[str, bytes, str]]:
