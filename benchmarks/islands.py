@@ -2,11 +2,11 @@
 
     python benchmarks/islands.py [--quick] [--runs] [--islands N] [--json FILE]
 
-`worlds` are three islands in threads over a store that fails (benchmarks/islands_faults.py), `kills`
-are processes over a folder and over an S3 server, killed by SIGKILL. Every average is computed once
-more by other code (`wrong_averages`). With --runs the quickstart is trained by one run, and by N
-islands that have as many rollouts together; `communicated_bytes_over_ddp` is what an island sends
-and receives in a step over what a rank of a ring all-reduce of float32 gradients would.
+`worlds` are three islands in threads over a store that fails (benchmarks/islands_faults.py);
+`kills` are processes over a folder and over an S3 server, killed by SIGKILL. Every average is
+computed once more by other code (`wrong_averages`). With --runs the quickstart is trained by one
+run, and by N islands that have as many rollouts together; `communicated_bytes_over_ddp` is what an
+island sends and receives in a step, over that of a rank in a ring all-reduce of float32 gradients.
 """
 
 import json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,11 @@ class FlatWeights:
             self.of[name] = part.astype(np.float32)
 
 
+def _briefly(seconds: float) -> None:
+    """Sleep a tenth of the time: what is looked at often is found at once."""
+    time.sleep(seconds / 10)
+
+
 @dataclass
 class Checkpoint:
     """What a run has on disk: a step, its weights, and what its island asked for."""
@@ -56,7 +62,7 @@ class Run:
     store: ObjectStore
     steps: int
     lr: float = 0.1
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock = field(default_factory=lambda: Clock(sleep=_briefly))
     checkpoint_every: int = 1
     weights: FlatWeights = field(default_factory=FlatWeights)
     step: int = 0

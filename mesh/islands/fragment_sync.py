@@ -9,7 +9,8 @@ What is trained while a round is under way is thus kept, and part of the next ou
 round that did not close leaves the weights alone; the same contribution waits for the next merge.
 
     GROUP/states/ROUND/outer            a blob: common weights and the outer optimizer's arrays
-    GROUP/merges/MEMBER/STEP            a register: which round this run merged after that step
+    GROUP/merges/MEMBER/STEP            a register: which round this run merged after that step;
+                                        STEP-last for the round that the run's last step opens
 
 A run that trains steps again, because a process died, thereby merges the same rounds as before.
 """
@@ -36,6 +37,7 @@ from composer_mesh.mesh.object_store.blobs import delete_folder, head_of, payloa
 from composer_mesh.mesh.object_store.port import CorruptObject, StoreUnavailable
 from composer_mesh.mesh.object_store.write_once import decide, decided
 
+LAST = "-last"
 Tell = Callable[[str, str], None]
 """Is told of an event: its kind and a text."""
 
@@ -82,6 +84,12 @@ class FragmentSync:
         self._unanswered = Unanswered(self.reduce.rank, self.reduce.rules.max_staleness)
 
     @property
+    def under_way(self) -> bool:
+        """Whether a contribution waits for a round that has not been given up."""
+        closing = None if self._pending is None else self._pending.closing
+        return closing is not None and not (closing.done() and closing.exception())
+
+    @property
     def round(self) -> int:
         """The round whose common weights this island has."""
         return self._common.round
@@ -92,10 +100,10 @@ class FragmentSync:
         A run that joins again at its start gets the weights it got before, if they are kept.
         """
         self._put_state(first_state(weights, self.outer))
-        agreed = self._merged_after(0)
+        agreed = self._merged_after("0")
         target = self.reduce.newest() if agreed is None else agreed
         self._state = self._reached(target, weights.size)
-        self._note(0, self.round)
+        self._note("0", self.round)
         return self._common.weights.copy()
 
     def restore(
@@ -106,7 +114,9 @@ class FragmentSync:
         Returns None if the common weights of that time are kept, else the newest ones, from which
         this island goes on. `snapshot` is that of a round that was under way.
         """
-        agreed = self._merged_after(merged_after)
+        agreed = self._merged_after(f"{merged_after}{LAST}")
+        if agreed is None:
+            agreed = self._merged_after(str(merged_after))
         state = self._reached(self.reduce.newest() if agreed is None else agreed, size)
         if state.round == agreed:
             self._state, self._residual = state, residual
@@ -143,7 +153,7 @@ class FragmentSync:
         self._unanswered.sent(common.round)
         self._pending = self._wait_for(common.round, snapshot, encoded.payload)
 
-    def merge(self, step: int, weights: Vector) -> Vector:
+    def merge(self, step: str, weights: Vector) -> Vector:
         """Return the weights to go on with after a step. Waits for the round that `begin` opened.
 
         They are the same object where no round has closed.
@@ -178,7 +188,7 @@ class FragmentSync:
         assert self._state is not None, "join or restore comes first"
         return self._state
 
-    def _merged(self, step: int, weights: Vector, pending: Pending) -> Vector:
+    def _merged(self, step: str, weights: Vector, pending: Pending) -> Vector:
         agreed = self._merged_after(step)
         if agreed is None:
             agreed = self._note(step, self._closed(step, pending))
@@ -189,7 +199,7 @@ class FragmentSync:
         self._count(pending.base)
         return self._mixed(weights, pending.snapshot)
 
-    def _closed(self, step: int, pending: Pending) -> int:
+    def _closed(self, step: str, pending: Pending) -> int:
         """Return the newest closed round, after the wait for the one that was opened."""
         try:
             pending.closing.result()
@@ -306,17 +316,17 @@ class FragmentSync:
             delete_folder(store, f"{folder}{name}/")
         self.reduce.forget(first)
 
-    def _merged_after(self, step: int) -> int | None:
+    def _merged_after(self, step: str) -> int | None:
         found = decided(self.reduce.store, self._merge_key(step))
         return None if found is None else int(found["round"])
 
-    def _note(self, step: int, merged: int) -> int:
+    def _note(self, step: str, merged: int) -> int:
         """Decide which round this run merges after a step; return the decided one."""
         key = self._merge_key(step)
         return int(decide(self.reduce.store, key, {"round": merged})["round"])
 
-    def _merge_key(self, step: int) -> str:
-        return f"{self.reduce.group}/merges/{self.member}/{step:09d}"
+    def _merge_key(self, step: str) -> str:
+        return f"{self.reduce.group}/merges/{self.member}/{step}"
 
     def _state_key(self, round_number: int) -> str:
         return f"{self.reduce.group}/states/{round_number:08d}/outer"

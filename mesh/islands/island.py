@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.mesh.islands.all_reduce import Clock, ObjectStoreAllReduce
-from composer_mesh.mesh.islands.fragment_sync import FragmentSync
+from composer_mesh.mesh.islands.fragment_sync import LAST, FragmentSync
 from composer_mesh.mesh.islands.fragments import Fragment, FragmentSchedule, cut
 from composer_mesh.mesh.islands.outer_optimizer import Vector, make_outer
 from composer_mesh.mesh.islands.rounds import RoundRules
@@ -120,15 +120,20 @@ class Island:
         for fragment, sync, schedule in zip(
             self._fragments, self._syncs, self._schedules, strict=True
         ):
-            names = list(fragment.sizes)
+            names, last = list(fragment.sizes), step == schedule.steps
+            if last and sync.under_way:  # its result comes first: the last round is of all steps
+                self._merge(sync, names, str(step))
             if schedule.begins(step):
                 sync.begin(self._weights.read(names))
             if schedule.merges(step):
-                own = self._weights.read(names)
-                merged = sync.merge(step, own)
-                if merged is not own:
-                    self._weights.write(names, merged)
+                self._merge(sync, names, f"{step}{LAST}" if last else str(step))
         return self.figures(self._clock.now() - began)
+
+    def _merge(self, sync: FragmentSync, names: list[str], when: str) -> None:
+        own = self._weights.read(names)
+        merged = sync.merge(when, own)
+        if merged is not own:
+            self._weights.write(names, merged)
 
     def finish(self) -> None:
         """Wait until the store has what this island writes."""

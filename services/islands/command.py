@@ -48,6 +48,8 @@ def islands_command(arguments: argparse.Namespace, signals: CommandSignals) -> i
     configs = configs_of(arguments)
     place = _place(arguments, configs[0])
     replicas = replicas_of(configs, place, arguments)
+    if not replicas:
+        return 0
     executor = LaunchExecutor()
     if arguments.dry_run:
         executor.dry_run(replicas)
@@ -157,7 +159,7 @@ def _follow(
         executor.cancel(max(grace_s(one.config) for one in replicas))
     states = executor.collect()
     _show(states, shown)
-    summary = summarize(replicas, states, time.monotonic() - began)
+    summary = summarize(place, states, time.monotonic() - began)
     write_summary(place.root, summary)
     Console().print(summary_table(summary))
     for state in states:

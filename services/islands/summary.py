@@ -11,7 +11,9 @@ from rich.text import Text
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
-from composer_mesh.services.islands.ports import Replica, ReplicaState
+from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.islands.directory import IslandsDirectory
+from composer_mesh.services.islands.ports import ReplicaState
 from composer_mesh.services.store.whole_files import write_whole
 
 SUMMARY_FILE = "summary.json"
@@ -20,10 +22,16 @@ COUNTS = ("merged", "lost", "late", "dropped", "refused", "retries", "bytes_sent
 
 
 def summarize(
-    replicas: Sequence[Replica], states: Sequence[ReplicaState], wall_s: float
+    place: IslandsDirectory, states: Sequence[ReplicaState], wall_s: float
 ) -> dict[str, Any]:
-    """Return the summary: totals, mean success over the islands, and an entry for each of them."""
-    islands = [_island(one, state) for one, state in zip(replicas, states, strict=True)]
+    """Return the summary: totals, mean success over the islands, and an entry for each of them.
+
+    An island without a state, which was not started this time, has the one of its own status.
+    """
+    known = {one.rank: one for one in states}
+    islands = [
+        _island(run, known.get(rank) or _earlier(rank, run)) for rank, run in enumerate(place.runs)
+    ]
     return {
         "islands": len(islands),
         "finished": sum(one["state"] == "finished" for one in islands),
@@ -56,16 +64,26 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _island(one: Replica, state: ReplicaState) -> dict[str, Any]:
-    metrics = read_metrics(one.output / METRICS_FILE)
+def _earlier(rank: int, run: Path) -> ReplicaState:
+    """Return the state of an island that was started by another command."""
+    status = read_status(run)
+    if status is None:
+        return ReplicaState(rank, "waiting")
+    known = {"finished": "finished", "stopped": "stopped"}
+    state: Any = "running" if status.live else known.get(status.state, "failed")
+    return ReplicaState(rank, state, status.step)
+
+
+def _island(run: Path, state: ReplicaState) -> dict[str, Any]:
+    metrics = read_metrics(run / METRICS_FILE)
     return {
-        "rank": one.rank,
-        "output": str(one.output),
+        "rank": state.rank,
+        "output": str(run),
         "state": state.state,
         "cause": state.cause,
         "steps": len(metrics),
         "rollouts": int(sum(step.get("rollouts/count") or 0 for step in metrics)),
-        "eval": _evaluations(one.output),
+        "eval": _evaluations(run),
         "round": int(metrics[-1].get("islands/round") or 0) if metrics else 0,
         **{name: _total(metrics, f"islands/{name}") for name in COUNTS},
         "waited_s": round(sum(step.get("time/islands_s") or 0.0 for step in metrics), 3),

@@ -60,6 +60,7 @@ def test_plain_averages_of_each_step_equal_data_parallel_sgd(count: int, fragmen
         {"overlap_steps": 1, "fragments": 2, "quantization": "int4"},
         {"outer": {"lr": 0.7, "momentum": 0.9}},
         {"outer": {"type": "adam", "lr": 0.05}, "overlap_steps": 3},
+        {"overlap_steps": 1, "fragments": 4},
         {"overlap_steps": 2, "mixing": 0.5},
     ],
 )
