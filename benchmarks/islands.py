@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -111,9 +111,9 @@ def runs(report: Report, folder: Path, count: int, by_s3: bool) -> None:
         folder, "train", str(PRESET), "--set", f"run.steps={72 // count * count}", "--output", alone
     )
     program = s3_program() if by_s3 else None
-    server = nullcontext({}) if program is None else s3_server(program, folder / "runs.log")
-    with server as environment:
-        os.environ |= environment
+    with ExitStack() as servers:
+        if program is not None:
+            os.environ |= servers.enter_context(s3_server(program, folder / "runs.log"))
         uri = f"s3://{BUCKET}/runs" if by_s3 else f"file://{folder}/meet"
         settings = {
             "run.steps": steps,

@@ -78,7 +78,7 @@ class FaultyStore:
         self.dead = False
 
     def put_new(self, key: str, data: bytes) -> bool:
-        return bool(self._written(key, data, new=True))
+        return self._written(key, data, new=True)
 
     def put(self, key: str, data: bytes) -> None:
         self._written(key, data, new=False)
@@ -104,10 +104,14 @@ class FaultyStore:
         self._may_fail("write", key)
         torn, silent = self._draw("torn"), self._draw("torn_silently")
         stored = data[: len(data) // 2] if torn or silent else data
-        written = self._store.put_new(key, stored) if new else self._store.put(key, stored)
+        written = True
+        if new:
+            written = self._store.put_new(key, stored)
+        else:
+            self._store.put(key, stored)
         if torn or self._draw("lost_answer"):
             raise StoreUnavailable("write", key, "the connection broke")
-        return bool(written)
+        return written
 
     def _may_fail(self, operation: str, key: str) -> None:
         if self.dead or self._draw("refused"):

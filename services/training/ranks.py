@@ -95,7 +95,10 @@ class TrainerRanks:
         self._folder = folder
         await self._connect()
         versions: list[int] = await together(
-            *(self._call(one, "load", self._config, folder, checkpoint) for one in self.all)
+            *(
+                one.call("load", self._config, folder, checkpoint, deadline_s=self._longest_wait_s)
+                for one in self.all
+            )
         )
         return versions[0]
 
