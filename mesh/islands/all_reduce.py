@@ -119,13 +119,18 @@ class ObjectStoreAllReduce:
             raise ValueError(f"the contribution of island {self.rank} has values like NaN")
         self.contribute_encoded(base, encode(vector, self.quantization).payload, vector.size)
 
-    def contribute_encoded(self, base: int, payload: bytes, size: int) -> None:
-        """Write a contribution that is encoded already."""
+    def contribute_encoded(self, base: int, payload: bytes, size: int) -> bool:
+        """Write a contribution that is encoded already; return whether it is the one that counts.
+
+        An earlier process of this island may have written another one.
+        """
         mine = Contribution(base, self.rank)
         about = {"island": self.rank, "base": base, "size": size, "how": self.quantization}
         head = put_blob(self.store, self._place(mine), payload, about, sleep=self._clock.sleep)
-        if head.about == about and is_payload(head, payload):
+        counts = head.about == about and is_payload(head, payload)
+        if counts:
             self._read[mine] = payload  # it need not be read back
+        return counts
 
     def close(self, round_number: int, size: int) -> Manifest:
         """Return the manifest of a round. Waits for its contributions, and closes it if nobody has.

@@ -17,7 +17,7 @@ A run that trains steps again, because a process died, thereby merges the same r
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,10 +57,16 @@ class Counts:
 
 @dataclass
 class Pending:
-    """A contribution that no round has answered yet, and the weights that it stands for."""
+    """A contribution that no round has answered yet, and the weights that it stands for.
+
+    `payload` is None for weights that may not be sent. `residual` is the rounding error of earlier
+    rounds that is part of it.
+    """
 
     base: int
     snapshot: Vector
+    payload: bytes | None
+    residual: Vector | None
     closing: Future[Manifest]
 
 
@@ -121,7 +127,7 @@ class FragmentSync:
         if state.round == agreed:
             self._state, self._residual = state, residual
             if snapshot is not None:
-                self._pending = self._wait_for(state.round, snapshot)
+                self._open(snapshot)
             return None
         self._state = self._advanced(state, self.reduce.newest(state.round))
         self.tell("island_rejoined", f"goes on from the common weights of round {self.round}")
@@ -132,26 +138,42 @@ class FragmentSync:
 
         Weights that are not finite are not sent: the island takes the others' result.
         """
-        common = self._common
-        if self._pending is not None:
-            old = self._pending
-            self._pending = self._wait_for(old.base, old.snapshot)
-            return
-        snapshot = weights.copy()
-        gradient = common.weights - snapshot
-        if not np.isfinite(gradient).all():
+        old = self._pending
+        if old is None:
+            self._open(weights.copy())
+        else:
+            closing = in_background(self._sending(old.base, old.snapshot.size, old.payload))
+            self._pending = replace(old, closing=closing)
+
+    def _open(self, snapshot: Vector) -> None:
+        """Send what was trained up to a snapshot, and wait for its round in the background."""
+        base, before = self.round, self._residual
+        gradient = self._common.weights - snapshot
+        payload: bytes | None = None
+        if np.isfinite(gradient).all():
+            gradient = gradient if before is None else gradient + before
+            encoded = encode(gradient, self.reduce.quantization)
+            payload = encoded.payload
+            if self.reduce.quantization != "none":
+                self._residual = gradient - encoded.values
+            self._unanswered.sent(base)
+        else:
             bad = int(gradient.size - np.isfinite(gradient).sum())
             self.counts.refused += 1
             self.tell("contribution_refused", f"own outer gradient has {bad} values like NaN")
-            self._pending = self._wait_for(common.round, snapshot)
-            return
-        if self._residual is not None:
-            gradient = gradient + self._residual
-        encoded = encode(gradient, self.reduce.quantization)
-        if self.reduce.quantization != "none":
-            self._residual = gradient - encoded.values
-        self._unanswered.sent(common.round)
-        self._pending = self._wait_for(common.round, snapshot, encoded.payload)
+        closing = in_background(self._sending(base, snapshot.size, payload))
+        self._pending = Pending(base, snapshot, payload, before, closing)
+
+    def _sending(self, base: int, size: int, payload: bytes | None) -> Callable[[], Manifest]:
+        """Return the work of a round: the contribution, sent now or before, and the wait."""
+
+        def work() -> Manifest:
+            if payload is not None and not self.reduce.contribute_encoded(base, payload, size):
+                why = f"from round {base} is that of an earlier process of this island"
+                self.tell("contribution_kept", f"{self.reduce.group}: the one {why}")
+            return self.reduce.close(base + 1, size)
+
+        return work
 
     def merge(self, step: str, weights: Vector) -> Vector:
         """Return the weights to go on with after a step. Waits for the round that `begin` opened.
@@ -170,12 +192,13 @@ class FragmentSync:
             return weights
 
     def saved(self) -> dict[str, Vector]:
-        """Return what a checkpoint has to keep, beside the weights."""
-        kept: dict[str, Vector] = {}
-        if self._residual is not None:
-            kept["residual"] = self._residual
-        if self._pending is not None:
-            kept["snapshot"] = self._pending.snapshot
+        """Return what a checkpoint has to keep: a round under way is opened again from it."""
+        pending, kept = self._pending, dict[str, Vector]()
+        residual = self._residual if pending is None else pending.residual
+        if residual is not None:
+            kept["residual"] = residual
+        if pending is not None:
+            kept["snapshot"] = pending.snapshot
         return kept
 
     def finish(self) -> None:
@@ -217,14 +240,6 @@ class FragmentSync:
             return merged
         own = np.float32(self.mixing)
         return (np.float32(1) - own) * merged + own * weights
-
-    def _wait_for(self, base: int, snapshot: Vector, payload: bytes | None = None) -> Pending:
-        def work() -> Manifest:
-            if payload is not None:
-                self.reduce.contribute_encoded(base, payload, snapshot.size)
-            return self.reduce.close(base + 1, snapshot.size)
-
-        return Pending(base, snapshot, in_background(work))
 
     def _reached(self, target: int, size: int) -> OuterState:
         """Return the state of a round, from the newest stored one before it."""

@@ -65,7 +65,7 @@ class Island:
     ) -> None:
         assert config.store is not None, "a run without islands.store is no island"
         opened = store or open_store(config.store, config.request_s)
-        self._config, self._weights = config, weights
+        self._config, self._weights, self._steps = config, weights, steps
         self._clock = clock or Clock()
         self._store = RetryingStore(opened, config.request_s, self._clock.sleep)
         self._fragments = cut(weights.sizes, config.fragments)
@@ -116,17 +116,19 @@ class Island:
 
         Waits where a round ends, at most its deadline and some requests.
         """
-        began = self._clock.now()
-        for fragment, sync, schedule in zip(
-            self._fragments, self._syncs, self._schedules, strict=True
-        ):
-            names, last = list(fragment.sizes), step == schedule.steps
+        began, last = self._clock.now(), step == self._steps
+        parts = list(zip(self._fragments, self._syncs, self._schedules, strict=True))
+        for fragment, sync, schedule in parts:
+            names = list(fragment.sizes)
             if last and sync.under_way:  # its result comes first: the last round is of all steps
                 self._merge(sync, names, str(step))
             if schedule.begins(step):
                 sync.begin(self._weights.read(names))
+        for fragment, sync, schedule in parts:
             if schedule.merges(step):
-                self._merge(sync, names, f"{step}{LAST}" if last else str(step))
+                self._merge(sync, list(fragment.sizes), f"{step}{LAST}" if last else str(step))
+        if last:
+            self.finish()
         return self.figures(self._clock.now() - began)
 
     def _merge(self, sync: FragmentSync, names: list[str], when: str) -> None:

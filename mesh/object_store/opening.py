@@ -65,8 +65,9 @@ def _connected(uri: str, request_s: float) -> Any:
         return LocalStore(parts.path, mkdir=True)
     plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
     options: Any = {"timeout": timedelta(seconds=request_s), "allow_http": plain}
+    retries: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=request_s)}
     try:
-        return from_url(uri, client_options=options)
+        return from_url(uri, client_options=options, retry_config=retries)
     except Exception as error:
         raise StoreUnfit(
             f"{uri} is no address of an object store ({error}): write file:///folder, "
@@ -75,7 +76,7 @@ def _connected(uri: str, request_s: float) -> Any:
 
 
 class _Obstore:
-    """The port on one of obstore's stores; its own retries stay on."""
+    """The port on one of obstore's stores."""
 
     def __init__(self, store: Any) -> None:
         import obstore

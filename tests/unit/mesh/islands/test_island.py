@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from islands_stores import MemoryStore
+from islands_stores import Faults, FaultyStore, MemoryStore
 from islands_world import SIZES, FlatWeights, Run, island_config, together
 
 from composer_mesh.mesh.islands.island import Island, OtherIslands
@@ -249,3 +249,34 @@ def test_islands_of_another_model_are_refused() -> None:
 
     with pytest.raises(OtherIslands, match="other weights"):
         Island(island_config(1, 2), 8, FlatWeights({"a": 7}), store)
+
+
+def test_a_contribution_is_sent_after_an_outage_that_outlasts_all_patience() -> None:
+    store = MemoryStore()
+    view = FaultyStore(store, Faults(), 0)
+    changes = {"request_s": 0.05, "deadline_s": 1.0, "absent_after": 1}
+    run = Run(0, island_config(0, 1, **changes), view, 8)
+    run.open()
+    for _ in range(3):
+        run.train()
+    view.dead = True
+    run.train()
+    assert [kind for kind, _ in run.news] == ["round_lost"]
+
+    view.dead = False
+    run.to_the_end()
+
+    assert [one["islands/merged"] for one in run.figures] == [0, 0, 0, 0, 0, 0, 0, 1]
+    np.testing.assert_allclose(run.flat, data_parallel(1, 8, 0.1), atol=1e-6)
+
+
+def test_another_process_of_a_rank_hears_that_the_first_contribution_counts() -> None:
+    store = MemoryStore()
+    changes = {"quorum": 2, "deadline_s": 0.05}
+    run = Run(0, island_config(0, 2, **changes), store, 8)
+    run.to_the_end()
+    again = Run(0, island_config(0, 2, member="f" * 16, **changes), store, 8, lr=0.2)
+
+    again.to_the_end()
+
+    assert "contribution_kept" in [kind for kind, _ in again.news]
