@@ -277,3 +277,16 @@ def test_islands_of_the_preset_play_different_prompts() -> None:
     orders = [InOrder(rank, 3) for rank in range(3)]
     played = sorted(order.choose(group, 0) for order in orders for group in range(4))
     assert played == list(range(12))
+
+
+@pytest.mark.parametrize("how", [["ablate"], ["train", "--rollout-only"]])
+def test_commands_whose_runs_train_apart_refuse_a_store(
+    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *options = how
+    store = f"islands.store=file://{tmp_path}/store"
+
+    assert main([command, str(PRESET), "--set", store, *options]) == 2
+
+    assert "islands.store is 'file://" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
