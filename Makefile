@@ -4,6 +4,7 @@
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
 # `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served,
+# `make test-islands` lets islands meet in an S3 server,
 # `make test-browser` drives the dashboard in a headless Chromium, `make gpu-check` measures a GPU,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
 #
@@ -43,6 +44,7 @@ PRIME_RL := .prime-rl
 AREAL := .venv-areal
 PRIME_RL_COMMIT := 559b44772e471d1538537b8805cc77f3824a5e64
 TINKER := .venv-tinker
+S3 := .venv-s3
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
@@ -51,7 +53,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: types-of-benchmarks imports lock sbom clean
+.PHONY: types-of-benchmarks imports lock sbom clean s3 test-islands
 
 help:
 	@sed '/^$$/q' Makefile
@@ -116,6 +118,13 @@ $(STAMPS)/mcp-servers/installed:
 # versions of packages than ours, so they are in an environment of their own, without torch.
 test-trackers: $(TRACKERS)/.installed
 	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -c tests/trackers/pytest.ini tests/trackers -rs $(PYTEST_ARGS)
+
+# An S3 server for tests and benchmarks of islands. It asks for 40 packages, so it has its own environment.
+s3: $(S3)/.installed
+
+# Islands that meet in a real S3 server, among them processes that are killed. Takes some minutes.
+test-islands: $(STAMPS)/dev $(S3)/.installed
+	COMPOSER_MESH_TEST_S3=$(abspath $(S3))/bin/moto_server $(BIN)/python -m pytest tests/procs/test_islands.py -rs $(PYTEST_ARGS)
 
 # The dashboard in a real headless Chromium, driven by Playwright: a live run, keys, axe-core, screenshots
 # (in build/screenshots). Takes some minutes. Needs Chromium, which root gets installed, and Node.js with npm.
@@ -232,7 +241,7 @@ gpu-check:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(TINKER) $(AREAL) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(S3) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(TINKER) $(AREAL) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
@@ -268,6 +277,11 @@ $(TRACKERS)/.installed:
 		tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' trackio==0.43.0 \
 		prometheus-client==0.26.0 opentelemetry-sdk==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2 \
 		'pydantic>=2.10,<3' 'pytest>=8.4,<10' 'pytest-timeout>=2.4,<3'
+	@touch $@
+
+$(S3)/.installed:
+	$(PYTHON) -m venv $(S3)
+	$(S3)/bin/python -m pip --disable-pip-version-check install --no-compile 'moto[server]==5.2.5'
 	@touch $@
 
 # Writes requirements/ anew, after a change of the dependencies in pyproject.toml.

@@ -43,6 +43,8 @@ class TrainReply:
     metrics: dict[str, Any]
     figures: dict[str, float]
     divergences: list[TurnDivergences] = field(default_factory=list)
+    news: list[tuple[str, str]] = field(default_factory=list)
+    """Events of an island's rounds: kind and text."""
 
 
 class TrainerActor(MeshActor):
@@ -98,10 +100,13 @@ class TrainerActor(MeshActor):
     async def load(self, config: Config, folder: Path, checkpoint: Path | None = None) -> int:
         """Load the initial policy, then optionally restore a checkpoint; return the version.
 
-        The initial policy is version 0. It is always loaded, as losses compare with it.
+        The initial policy is version 0. It is always loaded, as losses compare with it. An island
+        then waits for the common weights.
         """
         await asyncio.to_thread(self._build, config, folder)
-        if checkpoint is not None:
+        if checkpoint is None:
+            await asyncio.to_thread(self._learner.join_islands)
+        else:
             await asyncio.to_thread(self._learner.restore, checkpoint)
         self.policy_version = self._learner.version
         return self.policy_version
@@ -141,7 +146,8 @@ class TrainerActor(MeshActor):
             self.policy_version = self._learner.version
             self.activity = "idle"
             figures = {} if source is None else source.figures()
-            return TrainReply(metrics, figures, self._learner.divergences)
+            learner = self._learner
+            return TrainReply(metrics, figures, learner.divergences, learner.news())
 
     def details(self) -> dict[str, Any]:
         return self._details

@@ -60,6 +60,8 @@ SAFE = (
     ("cluster.*", PLACES),
     ("placement.*", PLACES),
     ("supervision.*", PATIENCE),
+    *((f"islands.{key}", PATIENCE) for key in ("quorum", "deadline_s", "request_s")),
+    ("islands.rounds_kept", PLACES),
     ("eval.*", MEASURED),
     ("tracking*", MEASURED),
 )
@@ -79,6 +81,7 @@ UNSAFE = (
     ("generator.*", "stored rollouts were sampled in the former way"),
     ("trainer.*", "steps since the checkpoint are trained once more, as they were"),
     ("schedule.*", "groups are counted by it"),
+    ("islands.*", "the other islands go on with the former rules"),
     ("judges.budget.ledger", "what was spent is in the former file"),
     ("judges.*", "rewards of stored rollouts came from the former judges"),
     ("replay.budget.ledger", "what was spent is in the former file"),

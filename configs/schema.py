@@ -21,6 +21,7 @@ from composer_mesh.configs.base import (
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.generator import GeneratorConfig
+from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.configs.judges import JudgesConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import GrpoLoss, LossConfig
@@ -196,6 +197,9 @@ class Config(Section):
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
     """Restarts, hangs and retries."""
 
+    islands: IslandsConfig = Field(default_factory=IslandsConfig)
+    """Averages with other runs over slow links."""
+
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
     serve: ServeConfig = Field(default_factory=ServeConfig)
@@ -232,6 +236,15 @@ class Config(Section):
                 raise ValueError(
                     f"two tables of tracking have the name {name!r}: give each its own name"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _islands_play_different_prompts(self) -> Self:
+        if self.islands.on and self.islands.world_size > 1 and self.data.curriculum is not None:
+            raise ValueError(
+                "islands.store is set and data.curriculum too, but a curriculum knows only the "
+                "prompts of its own run, so that islands would play the same ones: remove one"
+            )
         return self
 
     @model_validator(mode="after")

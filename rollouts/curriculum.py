@@ -68,12 +68,15 @@ class EpisodeOrder(Protocol):
 
 
 class InOrder:
-    """Episodes one after the other: group i plays episode i."""
+    """Episodes one after the other: group i plays episode i, or every n-th one of n islands."""
+
+    def __init__(self, first: int = 0, every: int = 1) -> None:
+        self._first, self._every = first, every
 
     def know(self, _group_id: int, _episode: int, /) -> None: ...
 
     def choose(self, group_id: int, _version: int, /) -> int:
-        return group_id
+        return self._first + self._every * group_id
 
     def results(self, _groups: Iterable[tuple[int, Sequence[Trace]]], /) -> tuple[GroupResult, ...]:
         return ()

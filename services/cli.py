@@ -71,6 +71,7 @@ COMMANDS = {
 LONG_COMMANDS = {
     "train": training.train,
     "ablate": training.ablate,
+    "islands": training.islands,
     "eval": evaluation.evaluate,
     "replay": inspection.replay,
 }

@@ -184,7 +184,7 @@ class Controller:
     async def _begin(self) -> None:
         """Serve the initial policy of the run; save and evaluate it where that is due."""
         start = self.resume_state.steps
-        if start:
+        if start or self.config.islands.on:  # an island may start from the others' weights
             self._window.pulled(await self._syncs.now())
         if self._saves_after(start) and start > self._saved:
             await self._save(start)

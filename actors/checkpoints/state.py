@@ -28,6 +28,7 @@ TRAINING_FILE = "training.json"
 FORMAT = 2
 
 WEIGHTS, OPTIMIZER, ADAPTERS, TEACHER = "weights/", "moments/", "adapters/", "teacher/"
+ISLAND = "island/"
 """Prefixes of tensor names, by kind."""
 
 _MOST_BYTES = 1 << 28

@@ -13,6 +13,7 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
 from composer_mesh.actors.checkpoints.state import (
     ADAPTERS,
+    ISLAND,
     OPTIMIZER,
     TEACHER,
     WEIGHTS,
@@ -21,6 +22,7 @@ from composer_mesh.actors.checkpoints.state import (
     reading,
 )
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
+from composer_mesh.actors.learning.islands import LearnerIsland
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
@@ -59,6 +61,9 @@ class Learner:
         self.step = ThreeChannelStep(self.model, reference, config, ranks, custom, optimizers)
         export = ModelFolder(folder) if ranks.rank == 0 else None
         self._writer = CheckpointWriter(ranks, None if export is None else export.write)
+        self._island: LearnerIsland | None = None
+        if config.islands.on:
+            self._island = LearnerIsland(config, self.step.weights, ranks)
         self._teacher: TeacherModel | None = None
         if config.sdpo.on and config.sdpo.placement == "inline":
             self._teacher = self._inline_teacher(folder)
@@ -112,10 +117,21 @@ class Learner:
         """
         batch.check_trains(self.version)
         metrics = self.step.run(batch, source, before_update)
+        if self._island is not None:
+            metrics |= self._island.after_step(self.version + 1)
         self.version += 1
         if self._teacher is not None:
             self._teacher.absorb(self.version, blend_from(self.model))
         return metrics
+
+    def join_islands(self) -> None:
+        """Start from the common weights, if this run is an island."""
+        if self._island is not None:
+            self._island.join()
+
+    def news(self) -> list[tuple[str, str]]:
+        """Return the events of this island's rounds since the last call: kind and text."""
+        return [] if self._island is None else self._island.news()
 
     def export(self) -> dict[str, Tensor]:
         """Return the policy's tensors as generators load them; may run concurrently with a step."""
@@ -134,6 +150,8 @@ class Learner:
         if self._teacher is not None:
             _add(tensors, TEACHER, self._teacher.average())
         _add(tensors, OPTIMIZER, self.step.optimizer_state())
+        if self._island is not None:
+            _add(tensors, ISLAND, self._island.kept())
         rng = self._ranks.gather(random_states(self._ranks.device))
         self._writer.copy(TrainingState(self.version, tensors, self.step.figures(), rng))
 
@@ -161,6 +179,8 @@ class Learner:
         if self._ranks.rank < len(found.rng):
             with reading(checkpoint):
                 restore_random_states(found.rng[self._ranks.rank], self._ranks.device)
+        if self._island is not None:
+            self._island.restore(found.version, found.of(ISLAND))
         self.version = found.version
 
 

@@ -5,7 +5,7 @@ count over the whole step, so microbatches and ranks simply add up. Knows a mode
 reference and an optimizer, but not where batches and teacher outputs come from.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,11 @@ class ThreeChannelStep:
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
         self.divergences: list[TurnDivergences] = []
         """Those of the hinted turns that the last step trained on this rank, at their first use."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The trained weights by name, this rank's rows where they are sharded."""
+        return self._update.weights
 
     def figures(self) -> dict[str, Any]:
         """Return the non-tensor state for a checkpoint, as JSON values."""

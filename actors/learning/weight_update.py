@@ -4,7 +4,7 @@ Gradients of sharded weights are already summed by the backward pass; those of w
 rank holds completely, such as adapters, are summed here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class WeightUpdate:
             self.optimizer_state()  # raises for one that no checkpoint could store
         self._updated = True
         return float(norm.full_tensor() if is_dtensor(norm) else norm), rate
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The trainable weights by name."""
+        return self._weights
 
     def trained(self) -> list[str]:
         """Return the names of the trainable weights."""

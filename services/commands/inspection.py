@@ -16,9 +16,14 @@ from composer_mesh.services.schedule.signals import CommandSignals
 
 
 def tree(arguments: argparse.Namespace) -> int:
-    """Show the live mesh of a run."""
+    """Show the live mesh of a run, or of several islands."""
     from composer_mesh.services.inspection.tree import tree_command
+    from composer_mesh.services.islands.directory import islands_in
 
+    if arguments.run is not None and (place := islands_in(arguments.run)) is not None:
+        from composer_mesh.services.islands.tree import islands_tree
+
+        return islands_tree(place, arguments.json, arguments.watch)
     return int(tree_command(arguments.run, arguments.json, arguments.watch))
 
 

@@ -71,6 +71,40 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_islands(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs="+",
+        metavar="CONFIG",
+        help="a TOML file for all, or one for each",
+    )
+    add_set(parser)
+    parser.add_argument("-n", type=int, required=True, metavar="N", help="number of islands")
+    parser.add_argument(
+        "--store",
+        required=True,
+        metavar="URI",
+        help="where they meet, such as file:///shared/run or s3://bucket/run",
+    )
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        metavar="DIR",
+        help="the runs' directories are written below it; runs/NAME-islands when not given",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the islands that have not finished"
+    )
+    parser.add_argument("--only", type=int, metavar="RANK", help="start only this island")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print every file and command; change nothing"
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="do not follow the islands until they end"
+    )
+
+
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
@@ -313,6 +347,7 @@ COMMANDS = {
     "serve-env": ("offer a task to others as an OpenEnv and MCP server", add_serve_env),
     "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),
+    "islands": ("train several runs that average their weights", _add_islands),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
     "worker": ("offer this host to a run", _add_worker),
     "stop": ("let a run write a checkpoint and end", _add_stop),

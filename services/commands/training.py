@@ -88,6 +88,7 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 
 def _half(config: Config, output: Path | None, source: Path | None, signals: CommandSignals) -> int:
     """Train on the stored rollouts of a run, or only sample if no run is named."""
+    refuse_an_island(config, "trains or samples apart")
     place = output or RUNS / f"{config.run.name}-{'replayed' if source else 'rollouts'}"
     if source is not None and not (source / STORE_FILE).is_file():
         raise UsageError(
@@ -103,12 +104,27 @@ def _half(config: Config, output: Path | None, source: Path | None, signals: Com
         return partial_run_command(config, place, source, signals)
 
 
+def refuse_an_island(config: Config, why: str) -> None:
+    """Raise `UsageError` for a config with a store of islands, which this command cannot use."""
+    if config.islands.on:
+        raise UsageError(
+            f"islands.store is {config.islands.store!r}, but this command {why}: remove it"
+        )
+
+
 def make_room(output: Path, named: bool) -> None:
     """Refuse a used directory that the user named; move an earlier run out of a default one."""
     if named:
         refuse_a_used(output)
     elif place := set_aside(output):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
+
+
+def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Start several runs that average their weights, and follow them."""
+    from composer_mesh.services.islands.command import islands_command
+
+    return islands_command(arguments, signals)
 
 
 def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
@@ -120,6 +136,7 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         numbers("--seeds", arguments.seeds),
         arguments.eval_every,
     )
+    refuse_an_island(plan.base, "compares runs that know nothing of each other")
     if plan.base.cluster.remote:
         raise UsageError(
             f"cluster.kind is {plan.base.cluster.kind!r} but the runs of an ablation follow each "

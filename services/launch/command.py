@@ -59,16 +59,16 @@ def launch_command(arguments: argparse.Namespace) -> int:
     launcher = launcher_of(config.cluster.kind)
     plan = with_config(order, launcher.plan(order))
     if arguments.dry_run:
-        _print_plan(order, plan)
+        print_plan(order, plan)
         return 0
-    handle = _submit(launcher, order, plan, named=arguments.output is not None)
+    handle = submit(launcher, order, plan, named=arguments.output is not None)
     _print_handle(output, handle, config.run.telemetry)
     return 0 if arguments.detach else follow(launcher, handle, output)
 
 
 def _refuse(output: Path, config: Config, arguments: argparse.Namespace) -> int | None:
     """Raise if the run may not use that directory; return a status if the run is finished."""
-    _refuse_a_live(output)
+    refuse_a_live(output)
     if not arguments.resume:
         if arguments.output is not None:
             refuse_a_used(output)
@@ -83,7 +83,8 @@ def _refuse(output: Path, config: Config, arguments: argparse.Namespace) -> int 
     return None
 
 
-def _refuse_a_live(output: Path) -> None:
+def refuse_a_live(output: Path) -> None:
+    """Raise `LaunchRefused` if the run of a directory is under way."""
     handle = read_handle(output)
     if handle is None:
         return
@@ -100,7 +101,7 @@ def _is_elsewhere(output: Path) -> bool:
     return handle is not None and handle.run != output
 
 
-def _submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle:
+def submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle:
     """Write the files, create the certificate authority, and submit to the cluster."""
     if not (order.resume or named) and (place := set_aside(order.output)):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
@@ -127,7 +128,7 @@ def _makes_authority(order: Order) -> bool:
     return not any(one.startswith("tcp:") for one in (*cluster.workers, cluster.address or ""))
 
 
-def _print_plan(order: Order, plan: Plan) -> None:
+def print_plan(order: Order, plan: Plan) -> None:
     """Print all files and commands, in order."""
     if not order.resume and holds_a_run(order.output):
         print(f"# the earlier run in {order.output} would be moved aside")

@@ -39,11 +39,12 @@ def follow(launcher: Launcher, handle: Handle, place: Path) -> int:
 def outcome(launcher: Launcher, handle: Handle, place: Path) -> int:
     """Return the exit status of a run that was launched last from `place`."""
     status = read_status(place)
-    if status is not None and _is_newer(place / STATUS_FILE, place / LAUNCH_FILE):
+    if status is not None and is_newer(place / STATUS_FILE, place / LAUNCH_FILE):
         return STATUSES.get(status.state, FAILED)  # if killed, the status still says running
     word = launcher.state(handle)[1].lower()
     return 0 if GOOD_WORDS & set(word.split()) else FAILED
 
 
-def _is_newer(one: Path, other: Path) -> bool:
+def is_newer(one: Path, other: Path) -> bool:
+    """Whether a file was written after another one, or at the same time."""
     return one.stat().st_mtime >= other.stat().st_mtime

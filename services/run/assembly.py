@@ -29,6 +29,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
+from composer_mesh.mesh.object_store.port import StoreUnavailable, StoreUnfit
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
@@ -46,6 +47,7 @@ from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.run.final_report import final_report
 from composer_mesh.services.run.hosts import RunHosts
+from composer_mesh.services.run.island_member import with_member
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.preload import PRELOAD
@@ -73,7 +75,7 @@ UNGUARDED = (
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
     *(ChatTemplateError, CheckpointFailed, ConfigError, JudgesSpent, NoCapacity),
-    *(UnreadableCheckpoint, UnreadableManifest),
+    *(StoreUnavailable, StoreUnfit, UnreadableCheckpoint, UnreadableManifest),
 )
 """Errors whose message is complete, so no traceback is printed."""
 
@@ -224,6 +226,7 @@ class Run:
             async with transport as (config, weights):
                 hosts.shared_memory = weights.name == "shm"
                 async with host, hosts.watched():
+                    config = with_member(config, self.store.root)
                     await self._live_on(host, supervisor, config, weights)
         finally:
             self.stopping.take_down()

@@ -10,7 +10,8 @@ from composer_mesh.tasks.task import Task
 def make_episode_order(config: Config, task: Task, past: Past) -> EpisodeOrder:
     """Return the order of a new or resumed run; an error of the task's own code names its line."""
     if config.data.curriculum is None:
-        return InOrder()
+        islands = config.islands
+        return InOrder(islands.rank, islands.world_size) if islands.on else InOrder()
     weights = [one.weight for one in config.data.tasks]
     sources = [
         Source(part.name, weight, _different_episodes(part))

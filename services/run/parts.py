@@ -60,7 +60,8 @@ class RunParts:
         deadline = config.run.deadline_s
         sync = MeshWeightSync(lambda: ranks.all, self.mesh.generators, teachers, deadline)
         follow = RestoredTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
-        step = MeshTraining(config, lambda: ranks.all, teachers, self.store.add_divergences)
+        keep = self.store.add_divergences
+        step = MeshTraining(config, lambda: ranks.all, teachers, keep, self.event)
         rest = (self.store.root, self.event, self._trained_steps, checkpoint)
         return FaultTolerantTrainer(config, ranks, step, sync, follow, *rest)
 

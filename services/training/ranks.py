@@ -49,6 +49,7 @@ class TrainerRanks:
         self._placements: list[ProcessPlacement] = []
         self._names = ["trainer"] if size == 1 else [f"trainer-{rank}" for rank in range(size)]
         self._deadline_s = config.run.deadline_s
+        self._longest_wait_s = config.run.deadline_s + config.islands.longest_wait_s
         self._folder: Path | None = None
         self._generation = 0
         self._current = self._names
@@ -94,7 +95,10 @@ class TrainerRanks:
         self._folder = folder
         await self._connect()
         versions: list[int] = await together(
-            *(self._call(one, "load", self._config, folder, checkpoint) for one in self.all)
+            *(
+                one.call("load", self._config, folder, checkpoint, deadline_s=self._longest_wait_s)
+                for one in self.all
+            )
         )
         return versions[0]
 
@@ -209,7 +213,7 @@ class TrainerRanks:
         size = len(self.all)
         await together(
             *(
-                self._call(one, "connect", rank, size, rendezvous, self._deadline_s)
+                self._call(one, "connect", rank, size, rendezvous, self._longest_wait_s)
                 for rank, one in enumerate(self.all)
             )
         )

@@ -34,12 +34,23 @@ KeepDivergences = Callable[[int, Sequence[TurnDivergences]], object]
 """Keeps the divergences of a step (from 0), from all ranks, for whoever looks at them later."""
 
 
+Record = Callable[[str, str, str], object]
+"""Records an event: its kind, an actor and a text."""
+
+
+def record_nothing(_kind: str, _actor: str, _detail: str) -> None:
+    """Drop an event."""
+
+
 def keep_none(_step: int, _divergences: Sequence[TurnDivergences]) -> None:
     """Drop a step's divergences."""
 
 
 class MeshTraining:
-    """Trains steps on the trainer's ranks with the outputs of the SDPO teachers."""
+    """Trains steps on the trainer's ranks with the outputs of the SDPO teachers.
+
+    `record` is told what happened to the rounds of an island.
+    """
 
     def __init__(
         self,
@@ -47,9 +58,11 @@ class MeshTraining:
         ranks: Ranks,
         teachers: SdpoTeachers | None,
         keep: KeepDivergences = keep_none,
+        record: Record = record_nothing,
     ) -> None:
         self._ranks, self._teachers, self._keep = ranks, teachers, keep
-        self._trainer, self._deadline_s = config.trainer, config.run.deadline_s
+        self._trainer, self._record = config.trainer, record
+        self._deadline_s = config.run.deadline_s + config.islands.longest_wait_s
 
     async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
         """Train one optimizer step on all ranks. Waits for teacher outputs and the slowest rank.
@@ -75,6 +88,8 @@ class MeshTraining:
             )
             work.append(self._teachers.feed(batch, plans, alive, ranks))
         replies: list[TrainReply] = (await together(*work))[: len(ranks)]
+        for kind, text in replies[0].news:
+            self._record(kind, ranks[0].name, text)
         if divergences := [one for reply in replies for one in reply.divergences]:
             self._keep(batch.step, divergences)
         return {**replies[0].metrics, **joined([reply.figures for reply in replies])}

@@ -52,6 +52,12 @@ class Script:
         self.log.append("update")
         return {}
 
+    def join_islands(self) -> None:
+        """Be no island."""
+
+    def news(self) -> list[tuple[str, str]]:
+        return []
+
     def copy(self, export: bool) -> None:
         self.log.append(f"state {self.version}{' to export' if export else ''}")
 

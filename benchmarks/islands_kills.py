@@ -1,0 +1,119 @@
+"""Islands as processes over a real store, killed by SIGKILL at random moments and started again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from islands_audit import TOLERANCE, audit
+
+from composer_mesh.mesh.object_store.opening import open_store
+
+WORKER = Path(__file__).parent / "islands_worker.py"
+HANG_S = 240.0
+
+
+@dataclass
+class KillOutcome:
+    """What became of islands that were killed."""
+
+    kills: int = 0
+    hangs: int = 0
+    rounds: int = 0
+    lost: int = 0
+    steps_missing: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class WorkerProcess:
+    """One island's process and what it has printed over all its lives."""
+
+    def __init__(self, store: str, rank: int, count: int, folder: Path, steps: int) -> None:
+        config = {"steps_per_round": 2, "deadline_s": 2.0, "request_s": 5.0, "rounds_kept": 10**6}
+        self._command = [
+            *(sys.executable, str(WORKER), store, str(rank), str(count), str(folder)),
+            *("--steps", str(steps), "--step-s", "0.05", "--config", json.dumps(config)),
+        ]
+        self.rank, self.steps = rank, steps
+        self._out = folder / f"{rank}.jsonl"
+        self._errors = folder / f"{rank}.err"
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, which goes on after its checkpoint."""
+        with self._out.open("ab") as out, self._errors.open("ab") as errors:
+            self.process = subprocess.Popen(self._command, stdout=out, stderr=errors)
+
+    def lines(self) -> list[dict]:
+        """Return what the process has printed, without a line that a kill has cut."""
+        found = []
+        for line in self._out.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return found
+
+    @property
+    def errors(self) -> str:
+        """What the process has said on stderr."""
+        return self._errors.read_text()
+
+
+def killed_islands(
+    store: str, folder: Path, *, kills: int, seed: int, count: int = 2, steps: int = 150
+) -> KillOutcome:
+    """Kill islands at random moments; return what became of them after the last has ended."""
+    drawn, outcome = random.Random(seed), KillOutcome()
+    folder.mkdir(parents=True, exist_ok=True)
+    workers = [WorkerProcess(store, rank, count, folder, steps) for rank in range(count)]
+    until = time.monotonic() + HANG_S
+    while any(one.process.poll() is None for one in workers) and time.monotonic() < until:
+        time.sleep(drawn.uniform(0.05, 1.5))
+        living = [one for one in workers if one.process.poll() is None]
+        if living and outcome.kills < kills:
+            victim = drawn.choice(living)
+            victim.process.kill()
+            victim.process.wait()
+            outcome.kills += 1
+            victim.start()
+    for one in workers:
+        if one.process.poll() is None:
+            outcome.hangs += 1
+            one.process.kill()
+            one.process.wait()
+        elif one.process.returncode:
+            outcome.wrong.append(f"island {one.rank} failed: {one.errors[-300:]}")
+    _judge(store, workers, outcome)
+    return outcome
+
+
+def _judge(store: str, workers: list[WorkerProcess], outcome: KillOutcome) -> None:
+    found = audit(open_store(store), "fragment-0000")
+    outcome.rounds, outcome.wrong = found.rounds, [*outcome.wrong, *found.wrong]
+    for one in workers:
+        lines = one.lines()
+        outcome.lost += sum(int(line["figures"]["islands/lost"]) for line in lines)
+        outcome.steps_missing += len(set(range(1, one.steps + 1)) - {x["step"] for x in lines})
+        for line in lines:
+            number = int(line["figures"]["islands/round"])
+            if not line["figures"]["islands/merged"]:
+                continue
+            weights = found.weights.get(number)
+            if weights is None or not _is_near(line, weights):
+                outcome.wrong.append(f"island {one.rank} has other weights after round {number}")
+
+
+def _is_near(line: dict, weights: np.ndarray) -> bool:
+    """Whether printed weights are the audit's; equal bits need no look at the numbers."""
+    rounded = weights.astype(np.float32)
+    if hashlib.sha256(rounded.tobytes()).hexdigest() == line["sha256"]:
+        return True
+    return float(np.abs(np.array(line["weights"]) - weights).max()) <= TOLERANCE

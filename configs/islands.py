@@ -1,0 +1,173 @@
+"""The section `[islands]`: DiLoCo between runs that meet only in an object store."""
+
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from composer_mesh.configs.base import (
+    Count,
+    CountOrZero,
+    Positive,
+    Processes,
+    Seconds,
+    Section,
+    Share,
+    by_type,
+)
+
+STORES = ("file", "s3", "gs", "az")
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OuterSgd(Section):
+    """SGD on the mean outer gradient, with Nesterov momentum as in DiLoCo."""
+
+    type: Literal["sgd"] = "sgd"
+
+    lr: Positive = 0.7
+    """Outer learning rate; 1 with momentum 0 averages the islands' weights."""
+
+    momentum: Decay = 0.9
+    """Decay of the momentum; 0 is none."""
+
+    nesterov: bool = True
+    """Whether the momentum looks ahead."""
+
+
+class OuterAdam(Section):
+    """Adam on the mean outer gradient."""
+
+    type: Literal["adam"]
+
+    lr: Positive = 0.001
+    """Outer learning rate."""
+
+    beta1: Decay = 0.9
+    """Decay of the gradient mean."""
+
+    beta2: Decay = 0.95
+    """Decay of the gradient's second moment."""
+
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+
+
+OuterConfig = Annotated[
+    Annotated[OuterSgd, Tag("sgd")] | Annotated[OuterAdam, Tag("adam")],
+    Discriminator(by_type("sgd")),
+]
+
+
+class IslandsConfig(Section):
+    """What a run shares with other runs of the same config; `composer-mesh islands` sets most."""
+
+    store: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Address of the object store where the islands meet, such as "file:///shared/run" or
+    "s3://bucket/run"; without it the run is no island."""
+
+    rank: CountOrZero = 0
+    """This island's number, from 0."""
+
+    world_size: Processes = 1
+    """Number of islands."""
+
+    steps_per_round: Count = 10
+    """Optimizer steps between two averages of the islands' weights."""
+
+    fragments: Processes = 1
+    """Parts of the weights that are averaged one after the other within that many steps."""
+
+    overlap_steps: CountOrZero = 0
+    """Steps that are trained while a round is under way; 0 waits for its end."""
+
+    mixing: Share = 0.0
+    """Share of an island's own weights where a result is merged, as Streaming DiLoCo's alpha; 0
+    takes the common weights, and adds what the overlapped steps have learned."""
+
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Numbers that outer gradients are sent in; with int8 and int4 rounding errors are kept for the
+    next round."""
+
+    outer: OuterConfig = Field(default_factory=OuterSgd)
+    """The optimizer of the common weights."""
+
+    quorum: Processes = 1
+    """Islands without which no round closes; below it an island goes on alone."""
+
+    deadline_s: Seconds = 600.0
+    """Seconds for which a round waits for islands that are expected, by each island's own clock."""
+
+    max_staleness: CountOrZero = 1
+    """Rounds by which a contribution may be late and is still added to the next one; later ones are
+    dropped."""
+
+    absent_after: Count = 2
+    """Rounds without an island's contribution after which no round waits for it."""
+
+    rounds_kept: Annotated[int, Field(ge=1, le=1_000_000)] = 8
+    """Rounds whose common weights stay in the store, for islands that come back."""
+
+    request_s: Seconds = 60.0
+    """Seconds for one request to the store, and for its repetitions after errors."""
+
+    member: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
+    """Identity of this island's run directory; the run makes it at its first start."""
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that a step may take longer where a round ends: its deadline, and requests."""
+        return self.deadline_s + 10 * self.request_s if self.on else 0.0
+
+    @property
+    def on(self) -> bool:
+        """Whether the run is an island."""
+        return self.store is not None
+
+    @model_validator(mode="after")
+    def _address_is_of_a_store(self) -> Self:
+        if self.store is None:
+            return self
+        parts = urlsplit(self.store)
+        if parts.scheme not in STORES:
+            raise ValueError(
+                f"store is {self.store!r} but must begin with one of "
+                f"{', '.join(f'{name}://' for name in STORES)}: write for example "
+                "file:///shared/run"
+            )
+        if "@" in parts.netloc or parts.query:
+            raise ValueError(
+                "store has credentials or options in its address, which everybody can read in "
+                "config.toml: set them in the environment, for example AWS_ACCESS_KEY_ID"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _islands_are_counted(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(
+                f"rank is {self.rank} but world_size is {self.world_size}: give a rank from 0 to "
+                f"{self.world_size - 1}"
+            )
+        if self.quorum > self.world_size:
+            raise ValueError(
+                f"quorum is {self.quorum} but world_size is {self.world_size}, so no round could "
+                "ever close: lower quorum"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_do_not_overlap(self) -> Self:
+        if self.overlap_steps >= self.steps_per_round:
+            raise ValueError(
+                f"overlap_steps is {self.overlap_steps} but steps_per_round is "
+                f"{self.steps_per_round}, and a round ends before the next begins: lower "
+                f"overlap_steps to {self.steps_per_round - 1} or less"
+            )
+        if self.steps_per_round % self.fragments:
+            raise ValueError(
+                f"steps_per_round is {self.steps_per_round} but fragments is {self.fragments}, and "
+                "each fragment has as many steps to itself: make steps_per_round a multiple of "
+                "fragments"
+            )
+        return self

@@ -1,0 +1,61 @@
+"""The port to an object store, and what can go wrong with one.
+
+A store has conditional writes: of several writers of a new key, exactly one succeeds. Listings may
+be late; reads of one key may not.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class StoreUnavailable(Exception):
+    """The store did not carry out an operation now: it may do so later."""
+
+    def __init__(self, operation: str, key: str, why: str) -> None:
+        super().__init__(operation, key, why)
+
+    def __str__(self) -> str:
+        operation, key, why = self.args
+        return f"the object store did not {operation} {key}: {why}"
+
+
+class StoreUnfit(Exception):
+    """The store or its address cannot be used: what was found, the bound and the repair."""
+
+
+class CorruptObject(Exception):
+    """An object is not what was written: its key, and what is wrong with it."""
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(key, why)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} {self.args[1]}"
+
+
+class ObjectStore(Protocol):
+    """Objects by key; every method raises `StoreUnavailable`."""
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Write an object unless the key exists; return whether this call has written it."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object, or replace it."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """Return an object; None if there is none."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """Return an object's size in bytes; None if there is none."""
+        ...
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """Yield the keys below a folder, such as "rounds/"; may be late by some writes."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if there is one."""
+        ...

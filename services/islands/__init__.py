@@ -1,0 +1,1 @@
+"""`composer-mesh islands`: several runs of one config that average their weights."""

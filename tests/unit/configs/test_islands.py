@@ -1,0 +1,59 @@
+"""The section [islands]: what is refused, with its repair; what may change on a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from composer_mesh.configs.changes import changes
+from composer_mesh.configs.islands import IslandsConfig, OuterAdam, OuterSgd
+
+STORE = {"store": "s3://bucket/run"}
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ({"store": "/shared"}, "must begin with one of file://, s3://, gs://, az://"),
+        ({"store": "s3://key:secret@bucket"}, "credentials or options in its address"),
+        ({"rank": 2, "world_size": 2}, "give a rank from 0 to 1"),
+        ({"quorum": 3, "world_size": 2}, "no round could ever close"),
+        ({"steps_per_round": 4, "overlap_steps": 4}, "lower overlap_steps to 3 or less"),
+        ({"steps_per_round": 4, "fragments": 3}, "make steps_per_round a multiple of fragments"),
+    ],
+)
+def test_what_does_not_fit_is_refused(table: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        IslandsConfig.model_validate(table)
+
+
+def test_the_outer_optimizer_is_that_of_diloco_unless_another_is_named() -> None:
+    assert IslandsConfig().outer == OuterSgd(lr=0.7, momentum=0.9, nesterov=True)
+    adam = IslandsConfig.model_validate({"outer": {"type": "adam"}}).outer
+    assert isinstance(adam, OuterAdam)
+
+
+def test_a_run_without_a_store_is_no_island() -> None:
+    assert not IslandsConfig().on
+    assert IslandsConfig().longest_wait_s == 0
+    assert IslandsConfig.model_validate(STORE).on
+
+
+def test_a_curriculum_of_one_run_is_refused_among_several_islands(build_config: Any) -> None:
+    with pytest.raises(ValidationError, match="islands would play the same ones"):
+        build_config(data={"task": "toolbox", "curriculum": {}}, islands={**STORE, "world_size": 2})
+
+
+def test_patience_may_change_on_a_resume_and_rules_may_not(build_config: Any) -> None:
+    before = build_config(islands=STORE)
+    after = build_config(
+        islands={**STORE, "deadline_s": 5.0, "rounds_kept": 3, "steps_per_round": 2}
+    )
+
+    assert {one.key: one.safe for one in changes(before, after)} == {
+        "islands.deadline_s": True,
+        "islands.rounds_kept": True,
+        "islands.steps_per_round": False,
+    }
