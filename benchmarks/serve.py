@@ -12,7 +12,6 @@ some sequences, and optim_step. --quick has fewer steps of the same size, and no
 from __future__ import annotations
 
 import asyncio
-import socket
 import statistics
 import sys
 import tempfile
@@ -38,7 +37,6 @@ from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.access import ClientAccess
 from composer_mesh.services.serve.app import make_app
 from composer_mesh.services.serve.archives import Archives
-from composer_mesh.services.serve.http_server import listening
 from composer_mesh.services.serve.mesh_backend import (
     MeshSampleBackend,
     MeshTrainBackend,
@@ -49,6 +47,8 @@ from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
 from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
+from composer_mesh.services.serve_env.http_server import http_config, listening
+from composer_mesh.services.serve_env.sockets import reusable_socket
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 RANK, CLIENTS, MANY = 8, 8, 64
@@ -95,8 +95,10 @@ async def running(place: Path) -> AsyncIterator[Running]:
         data = DataLimits(mesh.vocabulary, config.policy.max_context, 1024, 100)
         facts = SamplingFacts(config.policy.max_context, (1,), str)
         served = Served("base", "", data, config.serve)
-        with opened_log(place / "log.sqlite") as commits, socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
+        with (
+            opened_log(place / "log.sqlite") as commits,
+            reusable_socket("127.0.0.1", 0) as listener,
+        ):
             found = await commits.run(log.remembered)
             backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
             sizes = Sizes(config.trainer.microbatch_tokens, 128)
@@ -106,7 +108,7 @@ async def running(place: Path) -> AsyncIterator[Running]:
                 make_app(tasks.server, tasks.sampling.cancel, archives), ["127.0.0.1"], []
             )
             executing = asyncio.create_task(tasks.run())
-            async with listening(app, listener) as port:
+            async with listening(http_config(app, 5), listener) as port:
                 yield Running(mesh, tasks, f"http://127.0.0.1:{port}")
             executing.cancel()
         await mesh.close()

@@ -25,7 +25,6 @@ from composer_mesh.services.serve.access import ClientAccess
 from composer_mesh.services.serve.app import make_app
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.export import archive_files
-from composer_mesh.services.serve.http_server import listening
 from composer_mesh.services.serve.mesh_backend import (
     MeshSampleBackend,
     MeshTrainBackend,
@@ -36,10 +35,12 @@ from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
 from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
+from composer_mesh.services.serve_env.http_server import http_config, listening
 from composer_mesh.services.serve_env.options import ServeOptions
 from composer_mesh.services.serve_env.sockets import reusable_socket
 
 LOG = "operations.sqlite"
+BACKLOG, CLOSING_S = 2048, 5
 FAILED = 1
 
 Say = Callable[[str], None]
@@ -138,7 +139,8 @@ async def _serve_on(
         )
         app = make_app(tasks.server, tasks.sampling.cancel, Archives(tasks.folder, files))
         names = parts.options.names
-        async with listening(ClientAccess(app, names, keys), listener) as port:
+        config = http_config(ClientAccess(app, names, keys), CLOSING_S, backlog=BACKLOG)
+        async with listening(config, listener) as port:
             name = f"[{parts.options.host}]" if ":" in parts.options.host else parts.options.host
             base = tasks.server.served.base_model
             say(f"serving {base} at http://{name}:{port}, {left} operations left")

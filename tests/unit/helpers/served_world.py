@@ -30,6 +30,7 @@ from composer_mesh.services.serve.access import ClientAccess
 from composer_mesh.services.serve.app import make_app
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.backend import BackendLost
+from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.protobuf_messages import ForwardBackwardRequest
 from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
@@ -45,7 +46,7 @@ class BookkeepingTrainer:
 
     def __init__(self) -> None:
         self.models: dict[str, list[str]] = {}
-        self.executed = 0
+        self.asked, self.executed = 0, 0
         self.dies_in: list[str] = []
         """Endpoints in which it dies next, after they did their work."""
         self.gate = asyncio.Event()
@@ -65,6 +66,7 @@ class BookkeepingTrainer:
         self._dies("close")
 
     async def execute(self, calls: Sequence[TrainCall]) -> list[TrainResult]:
+        self.asked += 1
         await self.gate.wait()
         found = [self._one(call) for call in calls]
         self.executed += len(calls)
@@ -162,8 +164,11 @@ class EchoSamplers:
 class World:
     """One run of a server on a folder, and clients of it."""
 
-    def __init__(self, tasks: ServerTasks, trainer: Any, samplers: Any, app: Any) -> None:
-        self.tasks, self.trainer, self.samplers, self._app = tasks, trainer, samplers, app
+    def __init__(
+        self, tasks: ServerTasks, commits: GroupCommit, trainer: Any, samplers: Any, app: Any
+    ) -> None:
+        self.tasks, self.commits, self.trainer = tasks, commits, trainer
+        self.samplers, self._app = samplers, app
 
     def client(self, key: str = "tml-one") -> Client:
         transport = httpx.ASGITransport(self._app)
@@ -197,7 +202,7 @@ async def served(
         )
         running = [asyncio.create_task(tasks.run())] if runs else []
         try:
-            yield World(tasks, trainer, samplers, app)
+            yield World(tasks, commits, trainer, samplers, app)
             for one in running:
                 if one.done():
                     one.result()
