@@ -46,7 +46,9 @@ class BookkeepingTrainer:
 
     def __init__(self) -> None:
         self.models: dict[str, list[str]] = {}
-        self.asked, self.executed = 0, 0
+        self.executed = 0
+        self.begun: asyncio.Queue[int] = asyncio.Queue()
+        """Gets the size of each group when its execution begins."""
         self.dies_in: list[str] = []
         """Endpoints in which it dies next, after they did their work."""
         self.gate = asyncio.Event()
@@ -66,7 +68,7 @@ class BookkeepingTrainer:
         self._dies("close")
 
     async def execute(self, calls: Sequence[TrainCall]) -> list[TrainResult]:
-        self.asked += 1
+        self.begun.put_nowait(len(calls))
         await self.gate.wait()
         found = [self._one(call) for call in calls]
         self.executed += len(calls)

@@ -195,15 +195,13 @@ async def test_answers_wait_for_the_log_and_the_next_operation_does_not(tmp_path
         model = await client.model()
         world.trainer.gate.clear()
         first = await client.train(model, 1, seed=1)
-        while not world.trainer.asked:
-            await asyncio.sleep(0)
+        await world.trainer.begun.get()
         second = await client.train(model, 2, seed=2)
         world.commits.start(lambda _: written.wait())
         answers = [asyncio.create_task(client.raw(one)) for one in (first, second)]
         world.trainer.gate.set()
         try:
-            while len(world.trainer.models[model]) < 2:
-                await asyncio.sleep(0)
+            await world.trainer.begun.get()
             assert not any(one.done() for one in answers)
         finally:
             written.set()
