@@ -18,6 +18,7 @@ from composer_mesh.mesh.heartbeat import HeartbeatRules
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.serve import operation_log as log
@@ -30,6 +31,7 @@ from composer_mesh.services.serve.mesh_backend import (
     MeshTrainBackend,
     ServeMesh,
 )
+from composer_mesh.services.serve.openai_api import OpenAiRoutes
 from composer_mesh.services.serve.options import base_model_of, check_same_policy, tokenizer_of
 from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
@@ -137,7 +139,10 @@ async def _serve_on(
         files = partial(
             archive_files, parts.config, parts.mesh.folder, tasks.server.served.base_model
         )
-        app = make_app(tasks.server, tasks.sampling.cancel, Archives(tasks.folder, files))
+        cancel = tasks.sampling.cancel
+        format = await asyncio.to_thread(CaptureFormat.of, parts.chat, mesh.vocabulary)
+        openai = OpenAiRoutes(tasks.server, cancel, format).routes()
+        app = make_app(tasks.server, cancel, Archives(tasks.folder, files), openai)
         names = parts.options.names
         config = http_config(ClientAccess(app, names, keys), CLOSING_S, backlog=BACKLOG)
         async with listening(config, listener) as port:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served_world import CONTEXT, Client, served, training_body
+from served_world import CONTEXT, named_snapshot, served, training_body
 
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.services.serve.protobuf_messages import ForwardBackwardRequest
@@ -57,12 +57,6 @@ async def test_others_models_weights_samplers_and_answers_are_unknown(tmp_path: 
         assert [run["training_run_id"] for run in runs] == [f"{theirs.session}:train:0"]
         own = await theirs.post("cancel_future", 204, request_id=asked["request_id"])
         assert own is None
-
-
-async def named_snapshot(client: Client, model: str) -> str:
-    asked = await client.post("save_weights_for_sampler", model_id=model, path="snap")
-    path: str = (await client.result(asked))["path"]
-    return path
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", ".hidden", "x" * 200, "a\x00b", "-rf"])
