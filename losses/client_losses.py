@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from composer_mesh.losses import client_channels
 from composer_mesh.losses.logprobs import importance_ratio, masked_log_ratio, selected
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
@@ -23,17 +24,31 @@ CLIPS = frozenset({"clip_low_threshold", "clip_high_threshold"})
 
 Inputs = Mapping[str, Tensor]
 Options = Mapping[str, float]
+Channels = Callable[[Tensor, Inputs, Options, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 @dataclass(frozen=True)
 class ClientLoss:
     """A loss by name: its terms, and the inputs and options that it takes."""
 
-    terms: Callable[[Tensor, Inputs, Options, Tensor], Tensor]
+    terms: Callable[[Tensor, Inputs, Options, Tensor], Tensor] | None
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
     options: frozenset[str] = frozenset()
     several_targets: bool = False
+    channels: Channels | None = None
+    """In place of terms: the total of all sequences, and losses that are reported by name."""
+    has_pairs: bool = False
+    """Whether sequences whose `preference` is above 0 belong together with the one after them."""
+
+    def total(
+        self, logprobs: Tensor, inputs: Inputs, options: Options, mask: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss of some sequences, and those of its channels by name."""
+        if self.channels is not None:
+            return self.channels(logprobs, inputs, options, mask)
+        assert self.terms is not None
+        return self.terms(logprobs, inputs, options, mask).sum(), {}
 
 
 def cross_entropy(
@@ -121,5 +136,14 @@ CLIENT_LOSSES: Mapping[str, ClientLoss] = {
     "cispo": ClientLoss(cispo, _SAMPLED, CLIPS, CLIPS),
     "gspo": ClientLoss(gspo, _SAMPLED, CLIPS, CLIPS),
     "dro": ClientLoss(dro, _SAMPLED, frozenset(), frozenset({"beta"})),
+    "three_channel": ClientLoss(
+        None,
+        client_channels.INPUTS,
+        frozenset(),
+        client_channels.OPTIONS,
+        several_targets=True,
+        channels=client_channels.three_channel,
+        has_pairs=True,
+    ),
 }
 """What clients may name. Each also takes `target_tokens`."""

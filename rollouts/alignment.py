@@ -44,19 +44,30 @@ def hinted_view(
             "environment name error sites by the turn whose action failed, from 0"
         )
     context, action = trace.prompt_ids(turn), trace.turns[turn].action_ids
+    return aligned_view(trace.trace_id, turn, context, action, hint_ids, generation_prompt)
+
+
+def aligned_view(
+    trace_id: str,
+    turn: int,
+    context: list[int],
+    action: list[int],
+    hint_ids: list[int],
+    generation_prompt: list[int],
+) -> HintedView:
+    """Build the view of a turn from its whole context and its action."""
     cut = len(context) - len(generation_prompt)
     if cut < 0 or context[cut:] != generation_prompt:
         raise MisalignedError(
-            f"turn {turn} of {trace.trace_id} ends with {context[-len(generation_prompt) :]}, not "
+            f"turn {turn} of {trace_id} ends with {context[-len(generation_prompt) :]}, not "
             f"the generation prompt {generation_prompt}: use one chat template for the whole run"
         )
-    teacher_ids = context[:cut] + hint_ids + generation_prompt + action
     first = len(context) - 1
     student_rows = list(range(first, first + len(action)))
     return HintedView(
-        trace_id=trace.trace_id,
+        trace_id=trace_id,
         turn=turn,
-        teacher_ids=teacher_ids,
+        teacher_ids=context[:cut] + hint_ids + generation_prompt + action,
         student_rows=student_rows,
         teacher_rows=[row + len(hint_ids) for row in student_rows],
         targets=list(action),

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.served_models.messages import Datum, Shape, TrainCall
+from composer_mesh.losses.client_channels import side_of
+from composer_mesh.losses.client_losses import CLIENT_LOSSES
 
 WASTE = 2.0
 """A batch of several models has at most so many times the tokens that its calls have alone."""
@@ -79,19 +81,29 @@ def _shapes(calls: Sequence[TrainCall]) -> tuple[Shape, ...]:
 def microbatches(call: TrainCall, shape: Shape, most_tokens: int) -> list[tuple[Datum, ...]]:
     """Return the parts of a call that is alone, each of at most `most_tokens` padded tokens.
 
-    One that was computed with others is in one part.
+    One that was computed with others is in one part. The sides of a pair stay together.
     """
     if shape.models > 1 or shape.rows * shape.length <= most_tokens:
         return [call.data]
     parts: list[list[Datum]] = [[]]
     longest = 0
-    for datum in call.data:
-        longest = max(longest, len(datum.tokens))
-        if parts[-1] and (len(parts[-1]) + 1) * longest > most_tokens:
+    for group in _inseparable(call):
+        own = max(len(datum.tokens) for datum in group)
+        longest = max(longest, own)
+        if parts[-1] and (len(parts[-1]) + len(group)) * longest > most_tokens:
             parts.append([])
-            longest = len(datum.tokens)
-        parts[-1].append(datum)
+            longest = own
+        parts[-1] += group
     return [tuple(part) for part in parts]
+
+
+def _inseparable(call: TrainCall) -> Iterator[list[Datum]]:
+    """Yield the sequences of a call, a preferred answer with the rejected one after it."""
+    data = iter(call.data)
+    paired = CLIENT_LOSSES[call.loss].has_pairs
+    for datum in data:
+        first = paired and side_of(datum.inputs["preference"]) > 0
+        yield [datum, next(data)] if first else [datum]
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ def padded_inputs(data: Sequence[Datum], like: Tensor) -> dict[str, Tensor]:
             if own.ndim == 2:
                 own[: len(values), : target_count(datum)] = values.reshape(len(values), -1)
             else:
-                own[: len(values)] = values
+                own[: len(values)] = values.reshape(len(values))
     return {name: torch.from_numpy(values).to(like.device) for name, values in found.items()}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from composer_mesh.actors.served_models.model_state import (
     read_state,
     write_state,
 )
+from composer_mesh.actors.served_models.results import TOTAL, joined, metrics_of
 from composer_mesh.actors.served_models.target_logprobs import target_logprobs
 from composer_mesh.actors.served_models.trained_weights import FunctionalModel, Weights
 from composer_mesh.losses.client_losses import CLIENT_LOSSES
@@ -185,7 +186,7 @@ class ClientTrainer:
             if found[-1].error:
                 state.gradient = before
                 return found[-1]
-        return _joined(found, shape)
+        return joined(found, shape)
 
     def _part(self, owners: Sequence[_Rows]) -> list[TrainResult]:
         """Run one forward of some models' rows; places without a model are of zeros."""
@@ -202,19 +203,23 @@ class ClientTrainer:
             found = self._logprobs(model, rows, shape)
             losses = [one.loss(found, rows) for one in owners]
             if backward:
-                torch.stack(losses).sum().backward()
+                torch.stack([total for total, _ in losses]).sum().backward()
         gradients = leaf.grad if backward else None
         logprobs = found.detach().cpu().numpy()
         return [
-            self._settled(one, float(loss.detach()), gradients, logprobs)
+            self._settled(one, metrics_of(*loss), gradients, logprobs)
             for one, loss in zip(owners, losses, strict=True)
         ]
 
     def _settled(
-        self, owner: _Rows, loss: float, gradients: Tensor | None, logprobs: NDArray[np.float32]
+        self,
+        owner: _Rows,
+        metrics: dict[str, float],
+        gradients: Tensor | None,
+        logprobs: NDArray[np.float32],
     ) -> TrainResult:
         """Add a call's gradient where it is finite; return its result."""
-        state, shape = self._held(owner.call.model), owner.shape
+        state, shape, loss = self._held(owner.call.model), owner.shape, metrics[TOTAL]
         if not math.isfinite(loss) or not (
             gradients is None or state.accumulate(gradients[shape.place])
         ):
@@ -222,7 +227,7 @@ class ClientTrainer:
                 error=f"the loss is {loss} or its gradient is not finite: nothing was added; look "
                 "for values that are not finite, or too large, in the data"
             )
-        return TrainResult(owner.cut(logprobs), {"loss:sum": loss}, shape)
+        return TrainResult(owner.cut(logprobs), metrics, shape)
 
     def _logprobs(self, model: Any, rows: Padded, shape: Shape) -> Tensor:
         """Return the log-probs [B, T, K] of all targets."""
@@ -251,14 +256,14 @@ class _Rows:
     def first(self) -> int:
         return self.shape.place * self.shape.rows
 
-    def loss(self, found: Tensor, rows: Padded) -> Tensor:
-        """Return the sum of the loss's terms; padded rows and positions have none."""
+    def loss(self, found: Tensor, rows: Padded) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss and those of its channels; padded rows and positions add nothing."""
         own = found[self.first : self.first + len(self.data)]
         mask = rows.mask[self.first : self.first + len(self.data)].to(own.device)
         if own.shape[2] == 1:
             own, mask = own[..., 0], mask[..., 0]
         inputs = padded_inputs(self.data, own)
-        return CLIENT_LOSSES[self.call.loss].terms(own, inputs, self.call.options, mask).sum()
+        return CLIENT_LOSSES[self.call.loss].total(own, inputs, self.call.options, mask)
 
     def cut(self, logprobs: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
         """Return each row's log-probs in the shape of its targets."""
@@ -284,9 +289,3 @@ def _turns(calls: Sequence[TrainCall]) -> list[list[int]]:
 
 def _shape_of(part: Sequence[Datum]) -> Shape:
     return Shape(1, 0, len(part), max(len(one.tokens) for one in part))
-
-
-def _joined(parts: Sequence[TrainResult], shape: Shape) -> TrainResult:
-    logprobs = tuple(one for part in parts for one in part.logprobs)
-    loss = sum(part.metrics["loss:sum"] for part in parts)
-    return TrainResult(logprobs, {"loss:sum": loss}, shape)

@@ -13,22 +13,14 @@ all episodes of a batch are played together, turn by turn. Each row gets its `tr
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any, cast
 
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.traces import ErrorSite, Split, Trace, Turn
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.rollouts.traces import Split, Trace
+from composer_mesh.tasks.playing import Sample, Sampled, play_episodes
 from composer_mesh.tasks.task import Task
-
-Sampled = tuple[list[list[int]], list[list[float]] | None]
-"""Answers of a batch, each up to and including its stop token, and their log-probs if known."""
-
-Sample = Callable[[list[list[int]]], Sampled]
-"""Answers a batch of contexts."""
 
 
 def episode_rows(count: int, split: Split = "train", first: int = 0) -> list[dict[str, str]]:
@@ -98,25 +90,8 @@ class TaskRollouts:
 
         A context of `longest` ids ends an episode without success.
         """
-        games = [_Game(self.task, self.chat, episode) for episode in episodes]
-        for game in games:
-            if game.length >= longest:
-                raise ValueError(
-                    f"{game.episode.split}/{game.episode.index} begins with {game.length} tokens, "
-                    f"but max_context is {longest}: raise it, or leave the row out"
-                )
-        live = games
-        while live := [game for game in live if game.length < longest]:
-            answers, logprobs = sample([game.context for game in live])
-            for place, (game, answer) in enumerate(zip(live, answers, strict=True)):
-                cut = longest - game.length
-                game.turn(answer[:cut], None if logprobs is None else logprobs[place][:cut])
-            live = [game for game in live if not game.done]
-        groups = accumulate((one != other for one, other in pairwise(episodes)), initial=0)
-        traces = []
-        for place, (game, group) in enumerate(zip(games, groups, strict=True)):
-            traces.append(game.trace(self._played + group, place))
-        self._played += traces[-1].group_id - self._played + 1 if traces else 0
+        traces = play_episodes(self.task, self.chat, episodes, sample, longest, self._played)
+        self._played = traces[-1].group_id + 1 if traces else self._played
         return traces
 
     def _episode(self, prompt: Any) -> Episode:
@@ -135,62 +110,3 @@ def _logprobs(trace: Trace) -> list[float]:
     for turn in trace.turns:
         found += [0.0] * len(turn.context_ids) + turn.logprobs
     return found
-
-
-@dataclass
-class _Game:
-    """One episode under way."""
-
-    task: Task
-    chat: ChatFormat
-    episode: Episode
-    done: bool = False
-    turns: list[tuple[list[int], list[int], list[float] | None]] = field(default_factory=list)
-    sites: list[ErrorSite] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._session = SyncSession(self.task, self.episode)
-        self._fresh = self.chat.first_prompt(self._session.messages)
-        self.context = list(self._fresh)
-
-    @property
-    def length(self) -> int:
-        return len(self.context)
-
-    def turn(self, answer: list[int], logprobs: list[float] | None) -> None:
-        """Apply what was sampled."""
-        self.turns.append((self._fresh, answer, logprobs))
-        step = self._session.step(self.chat.action_text(answer))
-        if step.error is not None:
-            self.sites.append(step.error)
-        self.done = step.done
-        self._fresh = [] if step.done else self.chat.continuation(step.messages, answer)
-        self.context += answer + self._fresh
-
-    def trace(self, group_id: int, place: int) -> Trace:
-        """Score the episode and return it, without log-probs where none are known."""
-        outcome, episode = self._session.outcome(), self.episode
-        self._session.close()
-        turns = [
-            Turn(context, answer, logprobs or [0.0] * len(answer), [0] * len(answer), "stop")
-            for context, answer, logprobs in self.turns
-        ]
-        return Trace(
-            f"{episode.split}-{group_id:06d}-{place:03d}",
-            group_id,
-            place,
-            episode.task,
-            episode.split,
-            episode.index,
-            turns,
-            outcome.messages,
-            outcome.reward,
-            outcome.success,
-            self.sites,
-            dict(outcome.rewards),
-            outcome.answer,
-            penalty=outcome.penalty,
-            left_out=list(outcome.left_out),
-            turn_rewards=outcome.turn_rewards,
-            screened=outcome.screened,
-        )

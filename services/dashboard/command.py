@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-
-import uvicorn
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from composer_mesh.services.dashboard.access import Sessions
 from composer_mesh.services.dashboard.app import Dashboard, make_app
 from composer_mesh.services.dashboard.options import DashboardOptions
 from composer_mesh.services.serve_env.access import Access
+from composer_mesh.services.serve_env.http_server import http_config, listening
 from composer_mesh.services.serve_env.options import ServeRefused
 from composer_mesh.services.serve_env.sockets import reusable_socket
 
@@ -55,39 +54,11 @@ async def serving(options: DashboardOptions, token: str) -> AsyncIterator[int]:
     dashboard = Dashboard.of(options, Sessions(token))
     threading.Thread(target=dashboard.catalog.read_all, name="runs", daemon=True).start()
     app = Access(make_app(dashboard), options.names, "")
-    server = _Server(_uvicorn_config(app))
+
+    def close_streams() -> None:
+        dashboard.live.closing = True
+
     with reusable_socket(options.host, options.port) as listener:
-        running = asyncio.create_task(server.serve([listener]))
-        try:
-            while not server.started:
-                await asyncio.wait([running], timeout=0.01)
-                if running.done():
-                    await running
-                    raise RuntimeError("the server has ended before it began to serve")
-            yield int(listener.getsockname()[1])
-        finally:
-            dashboard.live.closing = True
-            server.should_exit = True
-            await running
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the command."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _uvicorn_config(app: Access) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=CLOSING_S,
-    )
+        config = http_config(app, CLOSING_S)
+        async with listening(config, listener, before_end=close_streams) as port:
+            yield port

@@ -11,7 +11,7 @@ GET  /api/v1/training_runs/{id}/checkpoints/{kind}/{name}/archive, DELETE the sa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,8 +23,10 @@ from starlette.routing import Route
 from composer_mesh.services.serve import listings, requests
 from composer_mesh.services.serve.access import CLIENT
 from composer_mesh.services.serve.archives import Archives
-from composer_mesh.services.serve.errors import TOO_LARGE, UNAVAILABLE, UNSUPPORTED, Refused
+from composer_mesh.services.serve.bodies import read_body
+from composer_mesh.services.serve.errors import UNAVAILABLE, UNSUPPORTED, Refused
 from composer_mesh.services.serve.operations import Accepted
+from composer_mesh.services.serve.paging import cursor, page_of
 from composer_mesh.services.serve.requests import ClientRequest, parsed
 from composer_mesh.services.serve.results import Result, try_again
 from composer_mesh.services.serve.server import TrainingServer
@@ -32,8 +34,6 @@ from composer_mesh.services.serve.training_data import read_training_request
 
 WAIT_S = 20.0
 """Seconds that `retrieve_future` waits for an answer; SDKs wait 45 for it."""
-BODY_S = 60.0
-"""Seconds in which a request has to arrive."""
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 INLINE_BYTES = 256 * 1024
 """Size above which a body is decoded in a thread."""
@@ -170,9 +170,8 @@ class Routes:
 
     async def sessions(self, request: Request) -> Response:
         own = self._registry.sessions(client(request))
-        return JSONResponse(
-            {"sessions": [one.id for one in own[_offset(request) : _until(request)]]}
-        )
+        first, until = page_of(request)
+        return JSONResponse({"sessions": [one.id for one in own[first:until]]})
 
     async def session(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -181,9 +180,9 @@ class Routes:
 
     async def training_runs(self, request: Request) -> Response:
         own = self._registry.models(client(request))
-        first, until = _offset(request), _until(request)
+        first, until = page_of(request)
         runs = [self._run(one) for one in own[first:until]]
-        return JSONResponse({"training_runs": runs, "cursor": _cursor(first, until, len(own))})
+        return JSONResponse({"training_runs": runs, "cursor": cursor(first, until, len(own))})
 
     async def training_run(self, request: Request) -> Response:
         model = self._registry.model(client(request), request.path_params["id"])
@@ -198,9 +197,9 @@ class Routes:
         if model_id is not None:
             self._registry.model(client(request), model_id)
         own = self._registry.all_saved(client(request), model_id)
-        first, until = _offset(request), _until(request)
+        first, until = page_of(request)
         shown = [listings.checkpoint(one) for one in own[first:until]]
-        return JSONResponse({"checkpoints": shown, "cursor": _cursor(first, until, len(own))})
+        return JSONResponse({"checkpoints": shown, "cursor": cursor(first, until, len(own))})
 
     async def delete_checkpoint(self, request: Request) -> Response:
         await self._server.delete_saved(client(request), _saved_path(request))
@@ -218,24 +217,13 @@ class Routes:
         return parsed(kind, await self._body(request) or b"{}")
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body; refused where it is too long or slow, before it is whole."""
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refused(UNSUPPORTED, "the body is compressed: send it as it is")
-        most = int(self._server.served.limits.max_request_mb * 1e6)
-        found = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for piece in request.stream():
-                    found += piece
-                    if len(found) > most:
-                        raise Refused(TOO_LARGE, f"the body is above {most:,} bytes: send less")
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive in {BODY_S:g} s: send it faster") from None
-        return bytes(found)
+        return await read_body(request, self._server.served.limits.max_request_mb)
 
 
-def make_app(server: TrainingServer, cancel: Cancel, archives: Archives) -> Starlette:
-    """Return the application."""
+def make_app(
+    server: TrainingServer, cancel: Cancel, archives: Archives, further: Sequence[Route] = ()
+) -> Starlette:
+    """Return the application, with the routes of further APIs."""
     do = Routes(server, cancel, archives)
     posts = {
         "client/config": do.client_config,
@@ -275,6 +263,7 @@ def make_app(server: TrainingServer, cancel: Cancel, archives: Archives) -> Star
     routes = [Route(f"/api/v1/{path}", call, methods=["POST"]) for path, call in posts.items()]
     routes += [Route(f"/api/v1/{path}", call) for path, call in gets.items()]
     routes.append(Route(f"/api/v1/{checkpoint}", do.delete_checkpoint, methods=["DELETE"]))
+    routes += further
     handlers: Any = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
     return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -295,25 +284,6 @@ def _result(found: Result) -> Response:
 def _saved_path(request: Request) -> str:
     parts = request.path_params
     return f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}"
-
-
-def _offset(request: Request) -> int:
-    return _number(request, "offset", 0)
-
-
-def _until(request: Request) -> int:
-    return _offset(request) + min(1000, _number(request, "limit", 100))
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise HTTPException(400, f"{name} is {text[:40]!r}: send a number from 0")
-    return int(text)
-
-
-def _cursor(first: int, until: int, total: int) -> Mapping[str, int]:
-    return {"offset": first, "limit": until - first, "total_count": total}
 
 
 async def _refused(_: Request, error: Exception) -> Response:

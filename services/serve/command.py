@@ -18,6 +18,7 @@ from composer_mesh.mesh.heartbeat import HeartbeatRules
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.serve import operation_log as log
@@ -25,21 +26,23 @@ from composer_mesh.services.serve.access import ClientAccess
 from composer_mesh.services.serve.app import make_app
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.export import archive_files
-from composer_mesh.services.serve.http_server import listening
 from composer_mesh.services.serve.mesh_backend import (
     MeshSampleBackend,
     MeshTrainBackend,
     ServeMesh,
 )
+from composer_mesh.services.serve.openai_api import OpenAiRoutes
 from composer_mesh.services.serve.options import base_model_of, check_same_policy, tokenizer_of
 from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
 from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
+from composer_mesh.services.serve_env.http_server import http_config, listening
 from composer_mesh.services.serve_env.options import ServeOptions
 from composer_mesh.services.serve_env.sockets import reusable_socket
 
 LOG = "operations.sqlite"
+BACKLOG, CLOSING_S = 2048, 5
 FAILED = 1
 
 Say = Callable[[str], None]
@@ -136,9 +139,13 @@ async def _serve_on(
         files = partial(
             archive_files, parts.config, parts.mesh.folder, tasks.server.served.base_model
         )
-        app = make_app(tasks.server, tasks.sampling.cancel, Archives(tasks.folder, files))
+        cancel = tasks.sampling.cancel
+        format = await asyncio.to_thread(CaptureFormat.of, parts.chat, mesh.vocabulary)
+        openai = OpenAiRoutes(tasks.server, cancel, format).routes()
+        app = make_app(tasks.server, cancel, Archives(tasks.folder, files), openai)
         names = parts.options.names
-        async with listening(ClientAccess(app, names, keys), listener) as port:
+        config = http_config(ClientAccess(app, names, keys), CLOSING_S, backlog=BACKLOG)
+        async with listening(config, listener) as port:
             name = f"[{parts.options.host}]" if ":" in parts.options.host else parts.options.host
             base = tasks.server.served.base_model
             say(f"serving {base} at http://{name}:{port}, {left} operations left")

@@ -34,9 +34,13 @@ class GroupCommit:
 
     async def run(self, job: Callable[[sqlite3.Connection], T]) -> T:
         """Run a job after the earlier ones. Waits until it is on disk; it runs if cancelled too."""
+        return await asyncio.shield(self.start(job))
+
+    def start(self, job: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        """Queue a job behind those that were queued before; its result comes when it is on disk."""
         done: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put((job, done))
-        return await asyncio.shield(done)
+        return done
 
     def close(self) -> None:
         """Wait for all jobs; takes no more."""

@@ -9,7 +9,7 @@ Axes: T tokens of a sequence, K targets of a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from composer_mesh.actors.served_models.messages import Datum
+from composer_mesh.losses.client_channels import side_of
 from composer_mesh.losses.client_losses import CLIENT_LOSSES, ClientLoss
 from composer_mesh.services.serve.errors import bad
 from composer_mesh.services.serve.protobuf_messages import (
@@ -77,6 +78,8 @@ def read_training_request(body: bytes, limits: DataLimits) -> TrainingRequest:
         _datum(one, f"data[{n}]", message.loss_fn, loss, limits)
         for n, one in enumerate(message.data)
     )
+    if loss.has_pairs:
+        _check_pairs(data)
     return TrainingRequest(
         message.model_id,
         message.seq_id,
@@ -86,6 +89,22 @@ def read_training_request(body: bytes, limits: DataLimits) -> TrainingRequest:
         data,
         message.SerializeToString(deterministic=True),
     )
+
+
+def _check_pairs(data: Sequence[Datum]) -> None:
+    """Raise `Refused` unless each preferred answer is followed by the rejected one."""
+    sides = []
+    for number, datum in enumerate(data):
+        try:
+            sides.append(side_of(datum.inputs["preference"]))
+        except ValueError as error:
+            raise bad(f"data[{number}]: {error}") from None
+    for number, (side, after) in enumerate(zip(sides, [*sides[1:], 0], strict=True)):
+        if (side > 0) != (after < 0) or (number == 0 and side < 0):
+            raise bad(
+                f"data[{number}] is no pair with data[{number + 1}]: send the sequence whose "
+                "preference is above 0, then the one whose preference is below, in one request"
+            )
 
 
 def _options(message: Any, loss: ClientLoss) -> dict[str, float]:

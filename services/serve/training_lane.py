@@ -1,8 +1,9 @@
 """Executes the operations of models: takes them from the queue, has them computed, writes answers.
 
 One group of operations is executed at a time. Its answers, the positions of its models and what it
-saved are written in one transaction; if the trainer is lost before, the group is executed again on
-models as they were.
+saved are written in one transaction, while the next group is executed already; clients get answers
+after it. If the trainer is lost before, the group is executed again on models as they were. Should
+the log not be written, the lane ends, and the server with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.served_models.messages import CHANGES, TrainCall, TrainResult
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import BackendLost, TrainBackend
 from composer_mesh.services.serve.calls import call_of
@@ -83,6 +85,7 @@ class TrainingLane:
         self._models_at_once, self._tokens_at_once = models_at_once, tokens_at_once
         self._save_every, self._gap_s = save_every, gap_s
         self._wake = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
         self.groups = 0
         """Number of groups that were executed."""
 
@@ -92,22 +95,36 @@ class TrainingLane:
 
     async def run(self) -> None:
         """Execute operations, forever."""
-        while True:
-            self._wake.clear()
-            await self._give_up_gaps()
-            group = self._queue.take(self._models_at_once, EACH, self._tokens_at_once)
-            if group:
-                await self._execute_until_done(group)
-            else:
-                await self._wait()
+        try:
+            while True:
+                self._wake.clear()
+                await self._give_up_gaps()
+                group = self._queue.take(self._models_at_once, EACH, self._tokens_at_once)
+                if group:
+                    await self._execute_until_done(group)
+                else:
+                    await self._wait()
+        finally:
+            if self._writing is not None:
+                await cancel_and_wait([self._writing])
 
     async def _wait(self) -> None:
+        """Wait for operations; raises where the last group could not be written."""
         wait_s = self._gap_s / 2 if len(self._queue) else None
+        woken: asyncio.Future[Any] = asyncio.ensure_future(self._wake.wait())
+        waited = [woken, *filter(None, [self._writing])]
         try:
-            async with asyncio.timeout(wait_s):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+            await asyncio.wait(waited, timeout=wait_s, return_when="FIRST_COMPLETED")
+        finally:
+            woken.cancel()
+        if self._writing is not None and self._writing.done():
+            await self._written()
+
+    async def _written(self) -> None:
+        """Wait until the answers of the last group are in the log; raises where they are not."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
 
     async def _give_up_gaps(self) -> None:
         for operation, missing in self._queue.overdue(self._clock() - self._gap_s):
@@ -128,9 +145,10 @@ class TrainingLane:
 
     async def _execute_alone(self, part: list[Operation]) -> None:
         while part:
+            now = part[:1] if part[0].lost else part
             try:
-                await self._execute(part if not part[0].lost else part[:1])
-                part = [one for one in part if not one.done.is_set()]
+                await self._execute(now)
+                part = part[len(now) :]
             except BackendLost as error:
                 self._store.lost()
                 part[0].lost += 1
@@ -187,7 +205,7 @@ class TrainingLane:
     async def _settle(
         self, group: Sequence[Operation], targets: Sequence[Target], results: Sequence[TrainResult]
     ) -> None:
-        """Write a group's answers, then give them."""
+        """Begin to write a group's answers. Waits until those of the last one are written."""
         outcome, now = _Outcome(), self._clock()
         for operation, target, result in zip(group, targets, results, strict=True):
             self._add(outcome, operation, target, result, now)
@@ -199,21 +217,37 @@ class TrainingLane:
             outcome.models[model] = replace(
                 held, file=file, saved_position=held.position, saved_steps=held.steps
             )
-        await self._commits.run(outcome.write)
-        for held in outcome.models.values():
-            former = self._registry.held(held.id).file
-            self._registry.set_model(held)
-            if former and former != held.file:
-                await asyncio.to_thread((self._folder / former).unlink, missing_ok=True)
+        await self._written()
+        former = self._remember(outcome)
+        # Queued here, not in the task, so that no later job of the log comes before it.
+        written = self._commits.start(outcome.write)
+        self._writing = asyncio.create_task(self._answer(written, outcome, former))
+        for held in list(outcome.models.values()):
+            if held.steps - held.saved_steps >= self._save_every:
+                await self._save(held.id)
+
+    def _remember(self, outcome: _Outcome) -> list[str]:
+        """Let the next group see what this one did; return the files that no model needs then."""
+        held = outcome.models.values()
+        former = [self._registry.held(one.id).file for one in held]
+        gone = [file for file, one in zip(former, held, strict=True) if file and file != one.file]
+        for model in held:
+            self._registry.set_model(model)
         for saved in outcome.saved:
             self._registry.set_saved(saved)
         for sampler in outcome.samplers:
             self._registry.set_sampler(sampler)
+        return gone
+
+    async def _answer(
+        self, written: asyncio.Future[None], outcome: _Outcome, former: Sequence[str]
+    ) -> None:
+        """Give a group's answers once they are in the log."""
+        await asyncio.shield(written)
         for operation, answer in outcome.answers:
             self._answered(operation, answer)
-        for held in list(outcome.models.values()):
-            if held.steps - held.saved_steps >= self._save_every:
-                await self._save(held.id)
+        for file in former:
+            await asyncio.to_thread((self._folder / file).unlink, missing_ok=True)
 
     def _add(
         self,

@@ -18,13 +18,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-import uvicorn
-
 from composer_mesh.mesh.environment import use_import_paths
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.services.serve_env.access import Access
 from composer_mesh.services.serve_env.app import Served, make_app
 from composer_mesh.services.serve_env.forwarding import Forwarding
+from composer_mesh.services.serve_env.http_server import http_config, listening
 from composer_mesh.services.serve_env.late_rewards import LateRewards
 from composer_mesh.services.serve_env.mcp_sessions import McpSessions
 from composer_mesh.services.serve_env.open_sockets import OpenSocket
@@ -84,7 +83,15 @@ class Worker:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
         """Serve for a block; yields the port. Closes all sessions at its end."""
-        server = uvicorn.Server(_uvicorn_config(self._app))
+        config = http_config(
+            self._app,
+            CLOSING_S,
+            ws=OpenSocket,
+            ws_max_size=MOST_REQUEST_BYTES,
+            ws_per_message_deflate=False,
+            ws_ping_interval=None,
+            backlog=BACKLOG,
+        )
         beside = self._forwarding.path(self._start.number)
         beside.unlink(missing_ok=True)
         with (
@@ -93,41 +100,12 @@ class Worker:
             self._counts,
         ):
             local.bind(str(beside))
-            running = asyncio.create_task(server.serve([listener, local]))
-            await _started(server, running)
             try:
-                yield int(listener.getsockname()[1])
+                async with listening(config, listener, local, own_signals=True) as port:
+                    yield port
             finally:
-                server.should_exit = True
-                await running
                 await self._mcp.close()
                 await self._forwarding.close()
-
-
-async def _started(server: uvicorn.Server, running: asyncio.Task[None]) -> None:
-    while not server.started:
-        await asyncio.wait([running], timeout=0.01)
-        if running.done():
-            await running
-            raise RuntimeError("the server has ended before it began to serve")
-
-
-def _uvicorn_config(app: Access) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="h11",
-        ws=OpenSocket,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        ws_max_size=MOST_REQUEST_BYTES,
-        ws_per_message_deflate=False,
-        ws_ping_interval=None,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=CLOSING_S,
-    )
 
 
 async def _serve(start: WorkerStart, read: Callable[[], str], say: Callable[[str], None]) -> None:

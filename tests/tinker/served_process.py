@@ -68,7 +68,12 @@ def run_script(
     """Start a script of this folder with an SDK."""
     return subprocess.Popen(
         [str(python), str(Path(__file__).with_name(script)), *arguments],
-        env={**os.environ, "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0"},
+        env={
+            **os.environ,
+            "TINKER_API_KEY": key,
+            "TINKER_TELEMETRY": "0",
+            "PYTHONPATH": str(ROOT / "src"),
+        },
         stdout=subprocess.PIPE,
         text=True,
     )

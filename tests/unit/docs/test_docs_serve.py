@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from guides import Guide
@@ -37,3 +38,16 @@ def test_the_versions_of_the_page_are_those_that_are_tested() -> None:
         if line.startswith("test-tinker:")
     )
     assert re.findall(r"TINKER\)/([0-9.]+)/", rule) == [*versions.groups()]
+
+
+def test_the_python_of_the_page_imports_what_the_client_library_has() -> None:
+    (block,) = PAGE.blocks("python")
+    imports = [one for one in ast.parse(block).body if isinstance(one, ast.ImportFrom)]
+    assert len(imports) == 4
+    for one in imports:
+        module = (one.module or "").removeprefix("composer_mesh.").replace(".", "/")
+        tree = ast.parse((ROOT / f"{module}.py").read_text())
+        defined = {
+            node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
+        assert {alias.name for alias in one.names} <= defined

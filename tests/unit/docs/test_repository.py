@@ -11,7 +11,7 @@ from repository import ROOT
 
 FLOORS = (
     *("configs", "planning", "losses", "rollouts", "tasks", "mesh", "actors"),
-    *("services", "integrations"),
+    *("services", "integrations", "client"),
 )
 SOURCES = sorted(path for layer in FLOORS for path in (ROOT / layer).rglob("*.py"))
 LAUNCHERS = {"subprocess", "multiprocessing"}

@@ -24,6 +24,7 @@ FOLDERS = (
     "actors",
     "services",
     "integrations",
+    "client",
     "examples",
     "benchmarks",
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 
 from composer_mesh.actors.served_models.messages import (
     CHANGES,
@@ -24,12 +25,15 @@ from composer_mesh.actors.served_models.messages import (
 )
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.access import ClientAccess
 from composer_mesh.services.serve.app import make_app
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.backend import BackendLost
+from composer_mesh.services.serve.group_commit import GroupCommit
+from composer_mesh.services.serve.openai_api import OpenAiRoutes
 from composer_mesh.services.serve.protobuf_messages import ForwardBackwardRequest
 from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
@@ -46,6 +50,8 @@ class BookkeepingTrainer:
     def __init__(self) -> None:
         self.models: dict[str, list[str]] = {}
         self.executed = 0
+        self.begun: asyncio.Queue[int] = asyncio.Queue()
+        """Gets the size of each group when its execution begins."""
         self.dies_in: list[str] = []
         """Endpoints in which it dies next, after they did their work."""
         self.gate = asyncio.Event()
@@ -65,6 +71,7 @@ class BookkeepingTrainer:
         self._dies("close")
 
     async def execute(self, calls: Sequence[TrainCall]) -> list[TrainResult]:
+        self.begun.put_nowait(len(calls))
         await self.gate.wait()
         found = [self._one(call) for call in calls]
         self.executed += len(calls)
@@ -162,8 +169,18 @@ class EchoSamplers:
 class World:
     """One run of a server on a folder, and clients of it."""
 
-    def __init__(self, tasks: ServerTasks, trainer: Any, samplers: Any, app: Any) -> None:
-        self.tasks, self.trainer, self.samplers, self._app = tasks, trainer, samplers, app
+    def openai(self, key: str = "tml-one") -> openai.AsyncOpenAI:
+        """Return a client of OpenAI's own."""
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(self._app))
+        return openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0
+        )
+
+    def __init__(
+        self, tasks: ServerTasks, commits: GroupCommit, trainer: Any, samplers: Any, app: Any
+    ) -> None:
+        self.tasks, self.commits, self.trainer = tasks, commits, trainer
+        self.samplers, self._app = samplers, app
 
     def client(self, key: str = "tml-one") -> Client:
         transport = httpx.ASGITransport(self._app)
@@ -180,11 +197,19 @@ async def served(
     keys: Sequence[str] = (),
     trainer: Any = None,
     runs: bool = True,
+    format: CaptureFormat | None = None,
 ) -> AsyncIterator[World]:
-    """Serve from a folder for a block, at whose end everything is as after a kill."""
+    """Serve from a folder for a block, at whose end everything is as after a kill.
+
+    With a chat format OpenAI's API is served too, and the context is long enough for it.
+    """
     data = DataLimits(VOCABULARY, CONTEXT, 8, 5)
+    if format is not None:
+        data = DataLimits(format.vocabulary, 20 * CONTEXT, 8, 5)
     base = Served("base", "", data, limits or ServeConfig())
-    facts = SamplingFacts(CONTEXT, (1,), lambda ids: "".join(chr(97 + one % 26) for one in ids))
+    facts = SamplingFacts(
+        data.context, (1,), lambda ids: "".join(chr(97 + one % 26) for one in ids)
+    )
     trainer, samplers = trainer or BookkeepingTrainer(), EchoSamplers()
     with opened_log(folder / "log.sqlite") as commits:
         found = await commits.run(log.remembered)
@@ -192,12 +217,12 @@ async def served(
         tasks = ServerTasks(base, folder, commits, found, trainer, samplers, facts, sizes)
         await tasks.recover()
         archives = Archives(folder, lambda path: {"weights": path.read_bytes()})
-        app = ClientAccess(
-            make_app(tasks.server, tasks.sampling.cancel, archives), ["localhost"], keys
-        )
+        cancel = tasks.sampling.cancel
+        more = [] if format is None else OpenAiRoutes(tasks.server, cancel, format).routes()
+        app = ClientAccess(make_app(tasks.server, cancel, archives, more), ["localhost"], keys)
         running = [asyncio.create_task(tasks.run())] if runs else []
         try:
-            yield World(tasks, trainer, samplers, app)
+            yield World(tasks, commits, trainer, samplers, app)
             for one in running:
                 if one.done():
                     one.result()
@@ -272,3 +297,9 @@ def training_body(
     targets.dense, targets.dtype = rng.integers(2, 99, 6).astype("<i8").tobytes(), 2
     targets.shape.append(6)
     return bytes(message.SerializeToString())
+
+
+async def named_snapshot(client: Client, model: str) -> str:
+    asked = await client.post("save_weights_for_sampler", model_id=model, path="snap")
+    path: str = (await client.result(asked))["path"]
+    return path

@@ -267,3 +267,15 @@ def test_an_unexpected_failure_of_one_models_data_harms_no_other(base: Any) -> N
     assert not results[1].error
     assert [trainer.models[name].position for name in ("a", "b")] == [0, 1]
     assert trainer.models["a"].gradient is None
+
+
+def test_targets_of_one_column_are_those_without(base: Any) -> None:
+    trainer, flat = make_trainer(base), datum(3)
+    column = Datum(flat.tokens, {name: one[:, None] for name, one in flat.inputs.items()})
+    trainer.open("a", SPEC, None)
+    found = [
+        trainer.execute([train_call("a", 0, one, kind="forward")])[0] for one in (flat, column)
+    ]
+    assert not found[1].error
+    assert found[0].metrics == found[1].metrics
+    assert found[1].logprobs[0].shape == (9, 1)

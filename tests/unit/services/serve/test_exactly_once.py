@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,24 @@ async def test_an_idle_model_goes_to_disk_and_comes_back(tmp_path: Path) -> None
                 assert set(world.trainer.models) == {model}
         assert [changes(world, model) for model in models] == [2, 2, 2]
         assert world.tasks.store.repeated == 0
+
+
+async def test_answers_wait_for_the_log_and_the_next_operation_does_not(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        client, written = world.client(), threading.Event()
+        model = await client.model()
+        world.trainer.gate.clear()
+        first = await client.train(model, 1, seed=1)
+        await world.trainer.begun.get()
+        second = await client.train(model, 2, seed=2)
+        world.commits.start(lambda _: written.wait())
+        answers = [asyncio.create_task(client.raw(one)) for one in (first, second)]
+        world.trainer.gate.set()
+        try:
+            await world.trainer.begun.get()
+            assert not any(one.done() for one in answers)
+        finally:
+            written.set()
+        for one in answers:
+            assert b'"error"' not in (await one).content
+        assert changes(world, model) == 2

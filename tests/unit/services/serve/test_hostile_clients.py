@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served_world import CONTEXT, Client, served, training_body
+from served_world import CONTEXT, named_snapshot, served, training_body
 
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.services.serve.protobuf_messages import ForwardBackwardRequest
@@ -57,12 +57,6 @@ async def test_others_models_weights_samplers_and_answers_are_unknown(tmp_path: 
         assert [run["training_run_id"] for run in runs] == [f"{theirs.session}:train:0"]
         own = await theirs.post("cancel_future", 204, request_id=asked["request_id"])
         assert own is None
-
-
-async def named_snapshot(client: Client, model: str) -> str:
-    asked = await client.post("save_weights_for_sampler", model_id=model, path="snap")
-    path: str = (await client.result(asked))["path"]
-    return path
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", ".hidden", "x" * 200, "a\x00b", "-rf"])
@@ -247,3 +241,35 @@ async def test_a_dropped_answer_is_gone_and_says_so(tmp_path: Path) -> None:
         await world.tasks.housekeeping.tidy()
         refusal = (await client.raw(asked, status=410)).json()
         assert "the answer was dropped" in refusal["detail"]
+
+
+def pair_body(model: str, *sides: float) -> bytes:
+    """Return a request of the three-channel loss whose sequences have these preferences."""
+    message = ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="three_channel")
+    for side in sides:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([3, 4], "<i4").tobytes()
+        values = {"preference": [0.0, side], "logprobs": [0, -1], "advantages": 0, "weights": 0}
+        for name, value in values.items():
+            one = datum.loss_fn_inputs[name]
+            one.dense = np.broadcast_to(np.float32(value), 2).astype("<f4").tobytes()
+            one.dtype = 1
+            one.shape.append(2)
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dense, targets.dtype = np.array([4, 5], "<i8").tobytes(), 2
+        targets.shape.append(2)
+    return bytes(message.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "sides", [(1.0,), (-1.0,), (1.0, 0.0, -1.0), (1.0, 1.0), (1.0, -1.0, -1.0)]
+)
+async def test_pairs_without_both_sides_in_order_are_refused(
+    tmp_path: Path, sides: tuple[float, ...]
+) -> None:
+    async with served(tmp_path) as world:
+        client = world.client()
+        model = await client.model()
+        refusal = await client.send(pair_body(model, *sides), 400)
+        assert "is no pair with" in refusal["detail"]
+        await client.raw(await client.send(pair_body(model, 1.0, -1.0, 0.0)))

@@ -1,0 +1,114 @@
+"""Plays episodes of a task turn by turn, all together, with answers that its caller samples.
+
+For loops that belong to others: a trainer of another framework, or a client of a training server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
+from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.task import Task
+
+Sampled = tuple[list[list[int]], list[list[float]] | None]
+"""Answers of a batch, each up to and including its stop token, and their log-probs if known."""
+
+Sample = Callable[[list[list[int]]], Sampled]
+"""Answers a batch of contexts."""
+
+
+def play_episodes(
+    task: Task,
+    chat: ChatFormat,
+    episodes: Sequence[Episode],
+    sample: Sample,
+    longest: int,
+    first_group: int = 0,
+) -> list[Trace]:
+    """Play every episode to its end, together; equal neighbours are one group.
+
+    A context of `longest` ids ends an episode without success. Groups count from `first_group` on.
+    """
+    games = [_Playing(task, chat, episode) for episode in episodes]
+    for game in games:
+        if game.length >= longest:
+            raise ValueError(
+                f"{game.episode.split}/{game.episode.index} begins with {game.length} tokens, "
+                f"but max_context is {longest}: raise it, or leave the row out"
+            )
+    live = games
+    while live := [game for game in live if game.length < longest]:
+        answers, logprobs = sample([game.context for game in live])
+        for place, (game, answer) in enumerate(zip(live, answers, strict=True)):
+            cut = longest - game.length
+            game.turn(answer[:cut], None if logprobs is None else logprobs[place][:cut])
+        live = [game for game in live if not game.done]
+    groups = accumulate((one != other for one, other in pairwise(episodes)), initial=0)
+    return [
+        game.trace(first_group + group, place)
+        for place, (game, group) in enumerate(zip(games, groups, strict=True))
+    ]
+
+
+@dataclass
+class _Playing:
+    """One episode under way."""
+
+    task: Task
+    chat: ChatFormat
+    episode: Episode
+    done: bool = False
+    turns: list[tuple[list[int], list[int], list[float] | None]] = field(default_factory=list)
+    sites: list[ErrorSite] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._session = SyncSession(self.task, self.episode)
+        self._fresh = self.chat.first_prompt(self._session.messages)
+        self.context = list(self._fresh)
+
+    @property
+    def length(self) -> int:
+        return len(self.context)
+
+    def turn(self, answer: list[int], logprobs: list[float] | None) -> None:
+        """Apply what was sampled."""
+        self.turns.append((self._fresh, answer, logprobs))
+        step = self._session.step(self.chat.action_text(answer))
+        if step.error is not None:
+            self.sites.append(step.error)
+        self.done = step.done
+        self._fresh = [] if step.done else self.chat.continuation(step.messages, answer)
+        self.context += answer + self._fresh
+
+    def trace(self, group_id: int, place: int) -> Trace:
+        """Score the episode and return it, without log-probs where none are known."""
+        outcome, episode = self._session.outcome(), self.episode
+        self._session.close()
+        turns = [
+            Turn(context, answer, logprobs or [0.0] * len(answer), [0] * len(answer), "stop")
+            for context, answer, logprobs in self.turns
+        ]
+        return Trace(
+            f"{episode.split}-{group_id:06d}-{place:03d}",
+            group_id,
+            place,
+            episode.task,
+            episode.split,
+            episode.index,
+            turns,
+            outcome.messages,
+            outcome.reward,
+            outcome.success,
+            self.sites,
+            dict(outcome.rewards),
+            outcome.answer,
+            penalty=outcome.penalty,
+            left_out=list(outcome.left_out),
+            turn_rewards=outcome.turn_rewards,
+            screened=outcome.screened,
+        )

@@ -1,0 +1,43 @@
+"""Servers answer at once, and end when their caller says so."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from composer_mesh.services.serve_env.http_server import http_config, listening
+from composer_mesh.services.serve_env.sockets import reusable_socket
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answer any request with one byte."""
+    del scope, receive
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x"})
+
+
+def test_accepted_connections_do_not_wait_to_fill_packets() -> None:
+    with reusable_socket("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+async def test_a_server_ends_with_its_block_after_what_it_was_told_to_do_first() -> None:
+    ended: list[str] = []
+    with reusable_socket("127.0.0.1", 0) as listener:
+        config = http_config(answer, 1)
+        async with listening(config, listener, before_end=lambda: ended.append("told")) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"x\r\n0\r\n\r\n")
+            writer.close()
+            assert not ended
+    assert ended == ["told"]
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
