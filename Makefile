@@ -190,18 +190,21 @@ test-areal: $(AREAL)/.installed
 	COMPOSER_MESH_TEST_AREAL=1 $(AREAL)/bin/python -m pytest tests/areal -rs -p no:cacheprovider $(PYTEST_ARGS)
 
 # The Tinker SDK, the oldest and the newest of the served range, against `composer-mesh serve`: every call,
-# and 20 kills under 8 clients. Takes some minutes.
-test-tinker: $(STAMPS)/dev $(TINKER)/0.25.0/.installed $(TINKER)/0.38.0/.installed
+# 20 kills under 8 clients, the three-channel step, and the loops of tinker-cookbook. Takes some minutes.
+test-tinker: $(STAMPS)/dev $(TINKER)/0.25.0/.installed $(TINKER)/0.38.0/.installed $(TINKER)/cookbook/.installed
 	COMPOSER_MESH_TEST_TINKER=$(TINKER) $(BIN)/python -m pytest tests/tinker -rs --timeout=1200 $(PYTEST_ARGS)
 
 # The SDK and what it needs beside our packages, which it finds through a .pth file: torch is not installed again.
 $(TINKER)/%/.installed: $(STAMPS)/dev
 	$(PYTHON) -m venv $(TINKER)/$*
 	$(TINKER)/$*/bin/python -m pip --disable-pip-version-check install --no-compile --no-deps \
-		tinker==$* 'pyqwest>=0.4.1' orjson distro zstandard 'click>=8'
+		$(if $(filter cookbook,$*),tinker==0.38.0 $(COOKBOOK),tinker==$*) 'pyqwest>=0.4.1' orjson distro zstandard 'click>=8'
 	$(abspath $(BIN))/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(TINKER)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/composer_mesh_packages.pth"
 	@touch $@
+
+# Without tml-renderers, which Python 3.11 has no version of, and which only one model family needs.
+COOKBOOK := tinker-cookbook==0.6.1 chz termcolor 'tiktoken>=0.12' blobfile pyrage pycryptodomex lxml
 
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
 # writes it anew. Takes a few minutes.

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -50,6 +51,11 @@ class ClientAccess:
         given = _key(headers).encode(errors="replace")
         known = [hmac.compare_digest(given, key) for key in self._keys]
         return None if any(known) else (UNAUTHORIZED, "send a key of this server: X-API-Key: KEY")
+
+
+def client(request: Request) -> str:
+    """Return the client that sent a request."""
+    return str(request.scope["state"][CLIENT])
 
 
 def client_of(key: str) -> str:

@@ -4,14 +4,13 @@ POST /api/v1/create_session session_heartbeat create_model get_info unload_model
 POST /api/v1/forward_backward optim_step save_weights save_weights_for_sampler load_weights
 POST /api/v1/create_sampling_session asample retrieve_future cancel_future weights_info
 POST /api/v1/client/config client/dynamic_config telemetry
-GET  /api/v1/healthz get_server_capabilities sessions samplers/{id} training_runs checkpoints
-GET  /api/v1/training_runs/{id}/checkpoints/{kind}/{name}/archive, DELETE the same without /archive
+GET  /api/v1/healthz get_server_capabilities metrics      lists and checkpoints: `rest_routes`
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,13 +20,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from composer_mesh.services.serve import listings, requests
-from composer_mesh.services.serve.access import CLIENT
+from composer_mesh.services.serve.access import client
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.bodies import read_body
 from composer_mesh.services.serve.errors import UNAVAILABLE, UNSUPPORTED, Refused
 from composer_mesh.services.serve.operations import Accepted
-from composer_mesh.services.serve.paging import cursor, page_of
 from composer_mesh.services.serve.requests import ClientRequest, parsed
+from composer_mesh.services.serve.rest_routes import RestRoutes
 from composer_mesh.services.serve.results import Result, try_again
 from composer_mesh.services.serve.server import TrainingServer
 from composer_mesh.services.serve.training_data import read_training_request
@@ -45,8 +44,8 @@ Cancel = Callable[[str, str], Awaitable[None]]
 class Routes:
     """The handlers of one server."""
 
-    def __init__(self, server: TrainingServer, cancel: Cancel, archives: Archives) -> None:
-        self._server, self._cancel, self._archives = server, cancel, archives
+    def __init__(self, server: TrainingServer, cancel: Cancel) -> None:
+        self._server, self._cancel = server, cancel
         self._registry = server.registry
 
     async def healthz(self, _: Request) -> Response:
@@ -164,55 +163,6 @@ class Routes:
         saved = self._registry.saved(client(request), asked.tinker_path)
         return JSONResponse(listings.weights_info(saved, self._server.served))
 
-    async def sampler(self, request: Request) -> Response:
-        found = self._registry.sampler(client(request), request.path_params["id"])
-        return JSONResponse(listings.sampler(found, self._server.served))
-
-    async def sessions(self, request: Request) -> Response:
-        own = self._registry.sessions(client(request))
-        first, until = page_of(request)
-        return JSONResponse({"sessions": [one.id for one in own[first:until]]})
-
-    async def session(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        self._registry.session(client(request), name)
-        return JSONResponse(listings.session(name, client(request), self._registry))
-
-    async def training_runs(self, request: Request) -> Response:
-        own = self._registry.models(client(request))
-        first, until = page_of(request)
-        runs = [self._run(one) for one in own[first:until]]
-        return JSONResponse({"training_runs": runs, "cursor": cursor(first, until, len(own))})
-
-    async def training_run(self, request: Request) -> Response:
-        model = self._registry.model(client(request), request.path_params["id"])
-        return JSONResponse(self._run(model))
-
-    def _run(self, model: Any) -> Mapping[str, Any]:
-        saved = self._registry.all_saved(model.client, model.id)
-        return listings.training_run(model, saved, self._server.served)
-
-    async def checkpoints(self, request: Request) -> Response:
-        model_id = request.path_params.get("id")
-        if model_id is not None:
-            self._registry.model(client(request), model_id)
-        own = self._registry.all_saved(client(request), model_id)
-        first, until = page_of(request)
-        shown = [listings.checkpoint(one) for one in own[first:until]]
-        return JSONResponse({"checkpoints": shown, "cursor": cursor(first, until, len(own))})
-
-    async def delete_checkpoint(self, request: Request) -> Response:
-        await self._server.delete_saved(client(request), _saved_path(request))
-        return Response(status_code=204)
-
-    async def archive(self, request: Request) -> Response:
-        saved = self._registry.saved(client(request), _saved_path(request))
-        url, expires = self._archives.url(saved, str(request.base_url))
-        return JSONResponse({"url": url, "expires": expires.isoformat()})
-
-    async def download(self, request: Request) -> Response:
-        return await self._archives.response(request.path_params["signed"])
-
     async def _parsed(self, request: Request, kind: type[Model]) -> Model:
         return parsed(kind, await self._body(request) or b"{}")
 
@@ -224,7 +174,7 @@ def make_app(
     server: TrainingServer, cancel: Cancel, archives: Archives, further: Sequence[Route] = ()
 ) -> Starlette:
     """Return the application, with the routes of further APIs."""
-    do = Routes(server, cancel, archives)
+    do, rest = Routes(server, cancel), RestRoutes(server, archives)
     posts = {
         "client/config": do.client_config,
         "client/dynamic_config": do.dynamic_config,
@@ -245,32 +195,16 @@ def make_app(
         "cancel_future": do.cancel_future,
         "weights_info": do.weights_info,
     }
-    checkpoint = "training_runs/{id}/checkpoints/{kind}/{name}"
     gets = {
         "healthz": do.healthz,
         "get_server_capabilities": do.capabilities,
         "metrics": do.metrics,
-        "sessions": do.sessions,
-        "sessions/{id}": do.session,
-        "samplers/{id}": do.sampler,
-        "checkpoints": do.checkpoints,
-        "training_runs": do.training_runs,
-        "training_runs/{id}": do.training_run,
-        "training_runs/{id}/checkpoints": do.checkpoints,
-        f"{checkpoint}/archive": do.archive,
-        "archives/{signed}": do.download,
     }
     routes = [Route(f"/api/v1/{path}", call, methods=["POST"]) for path, call in posts.items()]
     routes += [Route(f"/api/v1/{path}", call) for path, call in gets.items()]
-    routes.append(Route(f"/api/v1/{checkpoint}", do.delete_checkpoint, methods=["DELETE"]))
-    routes += further
+    routes += [*rest.routes(), *further]
     handlers: Any = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
     return Starlette(routes=routes, exception_handlers=handlers)
-
-
-def client(request: Request) -> str:
-    """Return the client that sent a request."""
-    return str(request.scope["state"][CLIENT])
 
 
 def _accepted(accepted: Accepted, model: str) -> Response:
@@ -279,11 +213,6 @@ def _accepted(accepted: Accepted, model: str) -> Response:
 
 def _result(found: Result) -> Response:
     return Response(found.content, media_type=PROTOBUF if found.media == "protobuf" else JSON)
-
-
-def _saved_path(request: Request) -> str:
-    parts = request.path_params
-    return f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}"
 
 
 async def _refused(_: Request, error: Exception) -> Response:

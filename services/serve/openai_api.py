@@ -39,8 +39,9 @@ from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
 from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import StopReason
 from composer_mesh.services.serve import requests
-from composer_mesh.services.serve.access import CLIENT
+from composer_mesh.services.serve.access import client
 from composer_mesh.services.serve.bodies import read_body
 from composer_mesh.services.serve.errors import Refused
 from composer_mesh.services.serve.protobuf_messages import STOP, SampleResponse
@@ -124,7 +125,7 @@ def _sequence(found: Result | None, request_id: str) -> GenerationResult:
     sequence = SampleResponse.FromString(found.content).sequences[0]
     ids = np.frombuffer(sequence.tokens, "<i4").tolist()
     logprobs = np.frombuffer(sequence.logprobs, "<f4").tolist()
-    reason = "stop" if sequence.stop_reason == STOP else "length"
+    reason: StopReason = "stop" if sequence.stop_reason == STOP else "length"
     return GenerationResult(request_id, ids, logprobs, [0] * len(ids), reason)
 
 
@@ -145,7 +146,7 @@ class OpenAiRoutes:
         return found
 
     async def _models(self, request: Request) -> Response:
-        saved = self._server.registry.all_saved(_client(request))
+        saved = self._server.registry.all_saved(client(request))
         paths = [one.path for one in saved if one.kind == "sampler"]
         about = {"object": "model", "created": 0, "owned_by": "composer-mesh"}
         longest = {"max_model_len": self._server.served.data.context}
@@ -155,14 +156,14 @@ class OpenAiRoutes:
 
     def _answering(self, read: ReadRequest) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            served, client = self._server.served, _client(request)
+            served, own = self._server.served, client(request)
             body = await read_body(request, served.limits.max_request_mb)
             asked = _parameters(body)
             generation = SampledByOperations(
-                self._server, self._cancel, client, self._where(client, asked.model)
+                self._server, self._cancel, own, self._where(own, asked.model)
             )
             sampling = asked.sampling(served.data.context)
-            sample = Sample(Episode("", "", 0, ""), 0, 0, sampling)
+            sample = Sample(Episode("", "heldout", 0), 0, 0, sampling)
             episode = AgentEpisode(self._format, generation, sample, sampling, 0.0)
             try:
                 reading = read(body, episode, asked.model)
@@ -186,21 +187,28 @@ class OpenAiRoutes:
         async def handle(request: Request) -> Response:
             try:
                 return await call(request)
-            except Refusal as refusal:
+            except REFUSED as error:
+                refusal = _refusal_of(error)
                 return JSONResponse(refusal.body(), refusal.status)
-            except Refused as refused:
-                refusal = Refusal(HTTPStatus(refused.status), refused.text)
-            except SampleFailed as failed:
-                text, category = failed.args
-                own = HTTPStatus.BAD_REQUEST if category == "user" else HTTPStatus.BAD_GATEWAY
-                refusal = Refusal(own, text)
-            except ContextFull as error:
-                refusal = bad_request(str(error), None, "context_length_exceeded")
-            except (UnusableMessages, TooManyTurns) as error:
-                refusal = bad_request(str(error))
-            return JSONResponse(refusal.body(), refusal.status)
 
         return handle
+
+
+REFUSED = (Refusal, Refused, SampleFailed, ContextFull, UnusableMessages, TooManyTurns)
+
+
+def _refusal_of(error: Exception) -> Refusal:
+    """Return an error as OpenAI's API has it."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, Refused):
+        return Refusal(HTTPStatus(error.status), error.text)
+    if isinstance(error, SampleFailed):
+        text, category = error.args
+        own = HTTPStatus.BAD_REQUEST if category == "user" else HTTPStatus.BAD_GATEWAY
+        return Refusal(own, text)
+    code = "context_length_exceeded" if isinstance(error, ContextFull) else None
+    return bad_request(str(error), None, code)
 
 
 def _parameters(body: bytes) -> SamplingParameters:
@@ -231,7 +239,3 @@ async def _while_connected(request: Request, answering: Coroutine[Any, Any, Exch
         return asking.result()
     finally:
         await cancel_and_wait([asking, leaving])
-
-
-def _client(request: Request) -> str:
-    return str(request.scope["state"][CLIENT])

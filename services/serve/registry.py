@@ -131,6 +131,12 @@ class Registry:
         await self._commits.run(partial(log.delete_saved, path=one.path))
         self._saved.pop(one.path, None)
 
+    async def set_ttl(self, one: Saved, ttl_s: int | None) -> None:
+        """Let saved weights expire so many seconds from now, or never."""
+        kept = replace(one, expires=None if ttl_s is None else self._clock() + ttl_s)
+        await self._commits.run(partial(log.put_saved, one=kept))
+        self._saved[kept.path] = kept
+
     def expired(self) -> list[Saved]:
         """Return the saved weights whose time is over."""
         return [one for one in self._saved.values() if self._is_over(one)]

@@ -200,3 +200,7 @@ class Sample(ClientRequest):
 
 class WeightsInfo(ClientRequest):
     tinker_path: Name
+
+
+class TimeToLive(ClientRequest):
+    ttl_seconds: Annotated[int, Field(ge=1, le=315_360_000)] | None = None

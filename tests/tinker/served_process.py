@@ -45,8 +45,8 @@ class Server:
         while time.monotonic() < until:
             assert self.process is not None
             text = self._log.read_bytes()[seen:].decode()
-            if "serving quickstart at http://" in text:
-                return int(text.split("serving quickstart at http://127.0.0.1:")[1].split(",")[0])
+            if " at http://127.0.0.1:" in text:
+                return int(text.split(" at http://127.0.0.1:")[1].split(",")[0])
             assert self.process.poll() is None, text
             time.sleep(0.1)
         raise AssertionError(f"no server within {START_S:g} s: {self._log.read_text()}")

@@ -54,7 +54,8 @@ def test_five_steps_through_the_sdk_are_those_of_the_trainer(
 ) -> None:
     folder = tmp_path / "policy"
     config = load_config(ROOT / "configs" / "quickstart.toml")
-    tokenizer = policy.build_tokenizer([f"word{n} of{7 * n}" for n in range(400)], 400)
+    words = ["".join(chr(97 + n * k % 26) for k in range(8)) for n in range(300)]
+    tokenizer = policy.build_tokenizer(words * 4, 400)
     assert len(tokenizer) >= 300
     policy.save_policy(policy.build_model(config.policy, tokenizer, 1), tokenizer, folder)
     reference, model, hinting = (policy.load_model(folder) for _ in range(3))

@@ -55,6 +55,17 @@ async def test_others_models_weights_samplers_and_answers_are_unknown(tmp_path: 
         assert (await theirs.get("checkpoints"))["checkpoints"] == []
         runs = (await theirs.get("training_runs"))["training_runs"]
         assert [run["training_run_id"] for run in runs] == [f"{theirs.session}:train:0"]
+        await theirs.post(f"sessions/{mine.session}/finish", 404, reason={"type": "success"})
+        await mine.post(f"sessions/{mine.session}/finish", 204, reason={"type": "success"})
+        where = f"/api/v1/training_runs/{model}/checkpoints/weights/w/ttl"
+        assert (await theirs.http.put(where, json={"ttl_seconds": 5})).status_code == 404
+        assert (await mine.http.put(where, json={"ttl_seconds": 0})).status_code == 400
+        for ttl, expires in ((5, True), (None, False)):
+            assert (await mine.http.put(where, json={"ttl_seconds": ttl})).status_code == 204
+            shown = (await mine.get("checkpoints"))["checkpoints"]
+            assert [
+                one["expires_at"] is not None for one in shown if one["tinker_path"] == saved
+            ] == [expires]
         own = await theirs.post("cancel_future", 204, request_id=asked["request_id"])
         assert own is None
 
