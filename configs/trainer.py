@@ -21,6 +21,7 @@ from composer_mesh.configs.base import (
 )
 from composer_mesh.configs.channel_schedule import Decay
 from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.moe import MoeConfig
 
 Sharing = Literal["off", "levels", "row"]
 """How what sequences begin with is computed once: not at all, one forward for each level of a tree
@@ -113,6 +114,9 @@ class TrainerConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own weights."""
 
+    moe: MoeConfig = MoeConfig()
+    """Mixtures of experts: precision of routers, balance of experts, router replay."""
+
     backend: CustomFunction | None = None
     """Class of your own that loads the model and makes its optimizers, instead of AdamW's."""
 
@@ -165,6 +169,18 @@ class TrainerConfig(Section):
                 "would be compiled several times, once for each kind of level: set compile or "
                 "prefix_sharing to false, or on a GPU attention to 'flex'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _routers_can_be_reached(self) -> Self:
+        asked = [name for name in ("router_replay", "load_balancing") if getattr(self.moe, name)]
+        for other in ("prefix_sharing", "compile"):
+            if asked and getattr(self, other):
+                raise ValueError(
+                    f"moe.{asked[0]} is {getattr(self.moe, asked[0])} but {other} is true, where "
+                    f"routers are not reached: set {other} to false, or moe.{asked[0]} to its "
+                    "default"
+                )
         return self
 
     @model_validator(mode="after")

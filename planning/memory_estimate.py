@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig
+from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig, TrainerConfig
 from composer_mesh.planning.memory import (
     CUDA_CONTEXT,
     CUDA_PROCESS,
@@ -133,7 +133,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         sharded=trainer.sharded,
         checkpointing=trainer.activation_checkpointing,
         frozen_copies=copies,
-        longest=config.policy.max_context if trainer.attention in ("sdpa", "eager") else 0,
+        longest=config.policy.max_context if _has_masks(trainer) else 0,
         scored=trainer.attention == "eager",
         on_gpu=config.placement.trainer.gpus > 0,
     )
@@ -148,6 +148,11 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     saved = FLOAT * (whole + 2 * how.trainable) // spread
     copied = Part("a checkpoint's copy", saved)
     return _Model(parts, (offered, copied, _reading(sizes, how, parts, rank, saved)))
+
+
+def _has_masks(trainer: TrainerConfig) -> bool:
+    """Whether attention gets dense masks: of all scores, or of a tree of prefixes."""
+    return trainer.attention == "eager" or trainer.sharing == "levels"
 
 
 def _of_the_teacher(

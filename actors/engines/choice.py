@@ -22,10 +22,16 @@ def _embedded(config: Config, folder: Path) -> Engine:
 
     from composer_mesh.actors.engines import embedded
     from composer_mesh.actors.models.policy import load_model
+    from composer_mesh.actors.models.routed_model import route_experts
     from composer_mesh.mesh.device import own_device
 
     dtype = getattr(torch, config.generator.dtype)
-    model = load_model(folder).to(own_device(), dtype)
+    model = load_model(folder)
+    for weights in model.parameters():  # buffers, such as rotary frequencies, stay as they are
+        weights.data = weights.data.to(dtype)
+    model.to(own_device())
+    moe = config.trainer.moe
+    route_experts(model, moe, dtype, moe.router_replay, like=lambda: model)
     return embedded.Engine(
         model,
         config.generator.max_concurrent,

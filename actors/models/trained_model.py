@@ -6,6 +6,7 @@ All ranks build it together. Where weights are sharded only the first rank reads
 others never hold more than one complete tensor.
 """
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.attention_calls import PACKED
+from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
-from composer_mesh.actors.models.policy import empty_model, load_model
+from composer_mesh.actors.models.policy import attention_of, empty_model, load_model
 from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.routed_model import route_experts
 from composer_mesh.actors.models.rows import broadcast_into
 from composer_mesh.actors.models.sharding import (
     decoder_layers,
@@ -30,6 +33,8 @@ from composer_mesh.actors.models.sharding import (
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_refusals import UnfitModel
+
+logger = logging.getLogger(__name__)
 
 
 def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
@@ -55,6 +60,10 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
         for one in {id(one): one for one in (source, model) if one is not None}.values():
             add_adapters(one, trainer.lora, config.run.seed)
         torch.manual_seed(config.run.seed + ranks.rank)  # for the adapters' dropout
+    if not trainer.compile:
+        dtype, moe = getattr(torch, trainer.compute_dtype), trainer.moe
+        needed = bool(moe.router_replay or moe.load_balancing)
+        route_experts(model, moe, dtype, needed, like=lambda: empty_model(folder))
     _wrap_layers(model, trainer)
     return _placed(model, source, trainer, ranks)
 
@@ -73,10 +82,28 @@ def frozen_model(config: Config, folder: Path, ranks: Ranks) -> Any:
 def _read(folder: Path, trainer: TrainerConfig, ranks: Ranks) -> tuple[Any | None, Any]:
     """Return the loaded weights (None on ranks that do not read them) and the model to train."""
     if not trainer.sharded:
-        model = load_model(folder, trainer.attention)
-        return model, model
-    source = load_model(folder) if ranks.rank == 0 else None
-    return source, empty_model(folder, trainer.attention)
+        source = model = load_model(folder, trainer.attention)
+    else:
+        source = load_model(folder) if ranks.rank == 0 else None
+        model = empty_model(folder, trainer.attention)
+    if trainer.packing and trainer.attention == "sdpa":
+        _attend_by_sequences(folder, [one for one in (source, model) if one is not None])
+    return source, model
+
+
+def _attend_by_sequences(folder: Path, models: list[Any]) -> None:
+    """Let packed rows be computed by sequences; say so where only dense masks know the model."""
+    from composer_mesh.actors.models.packed_attention import computes_by_sequences
+
+    if computes_by_sequences(attention_of(folder)[0], layer_kinds(models[0].config)):
+        for model in models:
+            model.set_attn_implementation(PACKED)
+    else:
+        logger.warning(
+            "packed rows of %s have dense masks, whose memory grows with the square of a row: some "
+            "of its layers hand no window or no arguments to an attention function",
+            type(models[0]).__name__,
+        )
 
 
 def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
