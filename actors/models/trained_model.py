@@ -18,7 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from composer_mesh.actors.models.attention_calls import PACKED
 from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
-from composer_mesh.actors.models.policy import attention_of, empty_model, load_model
+from composer_mesh.actors.models.policy import (
+    attention_of,
+    converted,
+    empty_model,
+    load_model,
+)
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.routed_model import route_experts
 from composer_mesh.actors.models.rows import broadcast_into
@@ -68,14 +73,15 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     return _placed(model, source, trainer, ranks)
 
 
-def frozen_model(config: Config, folder: Path, ranks: Ranks) -> Any:
+def frozen_model(config: Config, folder: Path, ranks: Ranks, dtype: str = "float32") -> Any:
     """Return a folder's frozen model, for forwards only, placed like the trained model.
 
-    Raises `UnsupportedHead`.
+    Its weights are kept in `dtype`. Raises `UnsupportedHead`.
     """
     source, model = _read(folder, config.trainer, ranks)
     if source is not None:
         LanguageModel(source).check_head()
+    converted(model, getattr(torch, dtype))
     return _placed(model.requires_grad_(False), source, config.trainer, ranks)
 
 
@@ -112,8 +118,24 @@ def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
     for layer in decoder_layers(model):
         if trainer.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if trainer.activation_checkpointing:
+        if trainer.activation_offload:
+            layer.forward = partial(_offloaded, layer.forward)
+        elif trainer.activation_checkpointing:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _offloaded(forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer whose input waits for the backward in the host's memory, and nothing else."""
+    if not torch.is_grad_enabled():
+        return forward(states, *args, **kwargs)
+    if not states.requires_grad:  # else a reentrant checkpoint gives its weights no gradients
+        states = states.detach().requires_grad_()
+
+    def run(given: Tensor) -> Any:
+        return forward(given, *args, **kwargs)
+
+    with torch.autograd.graph.save_on_cpu(pin_memory=states.is_cuda):
+        return checkpoint(run, states, use_reentrant=True)
 
 
 def _placed(model: Any, source: Any | None, trainer: TrainerConfig, ranks: Ranks) -> Any:
