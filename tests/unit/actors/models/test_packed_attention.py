@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from largest_tensor import LargestTensor
 from model_families import family_folder
+from step_batches import batch_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -23,10 +25,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.attention_calls import PACKED
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.packed_attention import LEAST_BLOCK, computes_by_sequences
+from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import local
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.planning.model_facts import CHUNKED, FULL, SLIDING, AttentionCall
@@ -182,3 +187,19 @@ def test_the_trainer_says_where_packed_rows_keep_dense_masks(
         model = trained_model(config, folder, Ranks())
     assert model.config._attn_implementation == attention
     assert ("have dense masks" in caplog.text) is (attention == "sdpa")
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_sharded_packed_rows_have_the_losses_and_weights_of_padded_ones(
+    offload: bool, build_config: Any, build_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    save_policy(build_model(1), tokenizer, tmp_path)
+    again = {"activation_checkpointing": True, "activation_offload": offload}
+    weights = []
+    for how in ({"sharding": "none"}, {"sharding": "fsdp2", "packing": True, **again}):
+        config = build_config(trainer={**how, "lr": 1e-3}, policy={"path": tmp_path})
+        learner = Learner(config, tmp_path, Ranks())
+        learner.train(batch_of(load_model(tmp_path), random.Random(0)), None)
+        weights.append({name: local(one) for name, one in learner.export().items()})
+    dist.destroy_process_group()
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-5)

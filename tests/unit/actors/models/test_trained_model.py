@@ -262,7 +262,7 @@ def test_a_frozen_copy_in_bfloat16_is_half_as_large_and_nearly_the_same(
     whole, half = (frozen_model(config, folder, Ranks(), one) for one in ("float32", "bfloat16"))
     assert {one.dtype for one in half.parameters()} == {torch.bfloat16}
     assert {one.dtype for one in half.buffers()} == {torch.float32}
-    torch.testing.assert_close(logits(half).float(), logits(whole), rtol=0.1, atol=0.1)
+    assert float((logits(half).float() - logits(whole)).abs().mean()) < 0.02
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -306,7 +306,8 @@ def test_offloaded_inputs_of_layers_change_no_gradient(
     for offload in (False, True):
         trainer = {"activation_checkpointing": True, "activation_offload": offload, "lora": lora}
         model = stirred(trained_model(build_config(trainer=trainer), folder, Ranks()))
-        model(input_ids=torch.arange(20)[None]).logits.square().mean().backward()
+        # A cache would keep keys of the first forward, through which a second one has no gradient.
+        model(input_ids=torch.arange(20)[None], use_cache=False).logits.square().mean().backward()
         found.append({n: one.grad for n, one in model.named_parameters() if one.requires_grad})
         assert all(one is not None for one in found[-1].values())
     torch.testing.assert_close(*found)
