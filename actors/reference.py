@@ -14,7 +14,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.replay_channel import answer_logprobs, answer_logprobs_by_sides
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.policy import converted, load_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
@@ -42,7 +42,8 @@ class ReferenceActor(MeshActor):
     async def load(self, config: Config, folder: Path) -> None:
         """Load the frozen initial policy."""
         model = await asyncio.to_thread(load_model, folder)
-        frozen = model.requires_grad_(False).to(own_device())
+        dtype = getattr(torch, config.trainer.frozen_dtype)
+        frozen = converted(model, dtype).requires_grad_(False).to(own_device())
         self._model = LanguageModel(
             frozen, sharing="levels" if config.trainer.prefix_sharing else "off"
         )

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from composer_mesh.actors.checkpoints.teacher_average import (
     read_average,
     write_average,
 )
-from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.policy import converted, load_model
 from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import own_weights
 from composer_mesh.actors.teacher_outputs.messages import (
@@ -220,7 +221,8 @@ class SDPOTeacherActor(MeshActor):
 
 def _teacher_of(config: Config, folder: Path) -> TeacherModel:
     """The teacher that a run begins with, on this process's device."""
-    model = load_teacher(config.sdpo, folder).to(own_device())
+    dtype = getattr(torch, config.teacher_dtype)
+    model = converted(load_teacher(config.sdpo, folder), dtype).to(own_device())
     rows = teacher_vocabulary(config.sdpo, folder)
     trainer = config.trainer
     return TeacherModel(

@@ -117,7 +117,7 @@ class TrainerActor(MeshActor):
         self._custom = RunningCall(config.supervision.custom_function_s)
         self._learner = Learner(config, folder, self._ranks, self._custom)
         self._publisher = WeightPublisher(
-            self._learner.export,
+            self._learner.published,
             transport=choose(config.weights),
             dtype=published_dtype(config),
             rank=self._ranks.rank,

@@ -3,7 +3,7 @@
 Performs no I/O; `load` reads files. Imports neither torch nor Monarch.
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -218,6 +218,22 @@ class Config(Section):
         return self.replay.delivery == "same_step"
 
     @property
+    def syncs_adapters(self) -> bool:
+        """Whether generators get adapters alone."""
+        return self.trainer.lora is not None and self.trainer.lora.sync == "adapters"
+
+    @property
+    def teacher_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Precision of the SDPO teacher's weights; an average loses its small steps in bfloat16."""
+        return "float32" if self.sdpo.teacher == "ema" else self.trainer.frozen_dtype
+
+    @property
+    def publishes_half(self) -> bool:
+        """Whether all that receive the trainer's weights keep them in bfloat16."""
+        teacher = self.teacher_dtype if self.sdpo.pulls_weights else "bfloat16"
+        return self.generator.dtype == teacher == "bfloat16"
+
+    @property
     def asks_for_hints(self) -> bool:
         """Whether a model writes the hints of the SDPO channel."""
         return self.sdpo.on and self.sdpo.hints.asked is not None
@@ -265,6 +281,40 @@ class Config(Section):
                 f"judges.when_spent is 'leave_out' but rollouts.workflow is {workflow!r}, which "
                 "makes rewards of its own, from which none can be left out: set it to 'stop'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_tell_their_experts(self) -> Self:
+        if not self.trainer.moe.router_replay:
+            return self
+        repair = "or trainer.moe.router_replay to false"
+        if self.generator.engine != "embedded":
+            raise ValueError(
+                f"trainer.moe.router_replay is true but generator.engine is "
+                f"{self.generator.engine!r}, whose choices of experts are not read: set it to "
+                f"'embedded', {repair}"
+            )
+        if self.rollouts.workflow is not None:
+            raise ValueError(
+                f"trainer.moe.router_replay is true but rollouts.workflow is "
+                f"{self.rollouts.workflow!r}, whose turns do not carry experts: remove it, {repair}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_alone_are_received(self) -> Self:
+        if not self.syncs_adapters:
+            return self
+        for key, found, other in (
+            ("generator.engine", self.generator.engine != "embedded", "'embedded'"),
+            ("sdpo.placement", self.sdpo.pulls_weights, "'inline'"),
+            ("trainer.backend", self.trainer.backend is not None, "nothing"),
+        ):
+            if found:
+                raise ValueError(
+                    f"trainer.lora.sync is 'adapters' but {key} is of a kind that takes whole "
+                    f"weights: set it to {other}, or sync to 'merged'"
+                )
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from composer_mesh.configs.base import (
 )
 from composer_mesh.configs.channel_schedule import Decay
 from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.moe import MoeConfig
 
 Sharing = Literal["off", "levels", "row"]
 """How what sequences begin with is computed once: not at all, one forward for each level of a tree
@@ -47,6 +48,10 @@ class LoraConfig(Section):
     ) = None
     """Names of the linear layers that get an adapter; all of the decoder's without it."""
 
+    sync: Literal["merged", "adapters"] = "merged"
+    """What generators get at each version: all weights, the adapters merged into them; or the
+    adapters alone, which the embedded engine then computes beside its own weights."""
+
 
 class TrainerConfig(Section):
     """Optimizer, precision, sharding and checkpoints of the trainer."""
@@ -63,8 +68,11 @@ class TrainerConfig(Section):
     min_lr_ratio: Share = 0.0
     """Final learning rate as a share of the peak."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """"adamw"; or "muon" for the matrices of the decoder's layers, with AdamW for the rest."""
+
     weight_decay: NotNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of the optimizer."""
 
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's decay of the gradient mean."""
@@ -104,14 +112,24 @@ class TrainerConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; weights, sums and optimizer state stay float32."""
 
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which frozen copies are kept, and compute where they are not sharded: the
+    reference, and SDPO teachers other than an average."""
+
     activation_checkpointing: bool = False
     """Whether a layer's activations are recomputed in the backward pass instead of stored."""
+
+    activation_offload: bool = False
+    """Whether the inputs of checkpointed layers wait for the backward in the host's memory."""
 
     compile: bool = False
     """Whether torch.compile is applied to each layer, which needs a C++ compiler on a CPU."""
 
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own weights."""
+
+    moe: MoeConfig = MoeConfig()
+    """Mixtures of experts: precision of routers, balance of experts, router replay."""
 
     backend: CustomFunction | None = None
     """Class of your own that loads the model and makes its optimizers, instead of AdamW's."""
@@ -168,6 +186,18 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _routers_can_be_reached(self) -> Self:
+        asked = [name for name in ("router_replay", "load_balancing") if getattr(self.moe, name)]
+        for other in ("prefix_sharing", "compile"):
+            if asked and getattr(self, other):
+                raise ValueError(
+                    f"moe.{asked[0]} is {getattr(self.moe, asked[0])} but {other} is true, where "
+                    f"routers are not reached: set {other} to false, or moe.{asked[0]} to its "
+                    "default"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _precision_is_possible(self) -> Self:
         if self.compute_dtype != "float32" and not self.sharded:
             raise ValueError(
@@ -178,6 +208,36 @@ class TrainerConfig(Section):
             raise ValueError(
                 "attention is 'flash' but compute_dtype is 'float32', which flash-attn does not "
                 "know: set compute_dtype to 'bfloat16' or attention to 'sdpa'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _inputs_can_be_offloaded(self) -> Self:
+        if not self.activation_offload:
+            return self
+        if not self.activation_checkpointing:
+            raise ValueError(
+                "activation_offload is true but activation_checkpointing is false, and only inputs "
+                "of checkpointed layers are offloaded: set activation_checkpointing to true"
+            )
+        for name, other in (
+            ("prefix_sharing", self.prefix_sharing),
+            ("moe.load_balancing", self.moe.load_balancing),
+        ):
+            if other:
+                raise ValueError(
+                    f"activation_offload is true but {name} is {other}, whose gradients pass "
+                    f"beside the input of a layer: set {name} to its default, or "
+                    "activation_offload to false"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _matrices_are_whole(self) -> Self:
+        if self.optimizer == "muon" and self.sharded:
+            raise ValueError(
+                "optimizer is 'muon', which needs whole matrices, but weights are sharded: set "
+                "sharding to 'none' and compute_dtype to 'float32', or optimizer to 'adamw'"
             )
         return self
 

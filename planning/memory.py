@@ -86,8 +86,10 @@ class Training:
     """How one trainer rank computes.
 
     `sharded`: each of the `ranks` stores only its shard; `number`: bytes of a number in the forward
-    pass; `trainable`: number of parameters with optimizer state; `longest`: longest row if
-    attention needs a mask, else 0; `scored`: whether attention makes all its scores at once.
+    pass; `trainable`: number of parameters with optimizer state; `frozen_bytes`: bytes of a
+    parameter in all frozen copies; `longest`: longest row if attention needs a mask, else 0;
+    `scored`: whether attention makes all its scores at once; `offloaded`: whether the inputs of
+    checkpointed layers wait in host memory.
     """
 
     ranks: int
@@ -96,7 +98,8 @@ class Training:
     number: int = FLOAT
     sharded: bool = True
     checkpointing: bool = False
-    frozen_copies: int = 0
+    offloaded: bool = False
+    frozen_bytes: int = 0
     longest: int = 0
     scored: bool = False
     on_gpu: bool = False
@@ -111,7 +114,7 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
         Part("master weights", FLOAT * parameter_count(sizes) // shards),
         Part("gradients", states),
         Part("Adam's moments", 2 * states),
-        Part("frozen copies", how.frozen_copies * FLOAT * parameter_count(sizes) // shards),
+        Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
         Part("gathered for compute", _gathered(sizes, how)),
         # The optimizer's own temporaries are allocated after activations are freed.
         Part("activations", max(passing, states)),
@@ -144,9 +147,16 @@ def activation_bytes(sizes: ModelSizes, number: int) -> int:
 def _passing(sizes: ModelSizes, how: Training) -> int:
     """Return the bytes stored for a backward: each layer's activations, or only its inputs."""
     layer, layers = activation_bytes(sizes, how.number), sizes.num_hidden_layers
-    kept = layers * sizes.hidden_size * how.number if how.checkpointing else (layers - 1) * layer
+    kept = offloaded_bytes(sizes, how.number) if how.checkpointing else (layers - 1) * layer
+    if how.offloaded:
+        kept = 0
     # The layer whose backward runs has its gradients next to its activations.
     return how.tokens * (kept + 2 * layer + 3 * FLOAT * sizes.hidden_size)
+
+
+def offloaded_bytes(sizes: ModelSizes, number: int) -> int:
+    """Return the bytes of a token's inputs to all layers."""
+    return sizes.num_hidden_layers * sizes.hidden_size * number
 
 
 def _attention_scores(sizes: ModelSizes, how: Training) -> int:

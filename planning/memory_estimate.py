@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig
+from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig, TrainerConfig
 from composer_mesh.planning.memory import (
     CUDA_CONTEXT,
     CUDA_PROCESS,
@@ -23,6 +23,7 @@ from composer_mesh.planning.memory import (
     Training,
     cache_bytes,
     forward_parts,
+    offloaded_bytes,
     total,
     training_parts,
     weight_parts,
@@ -103,14 +104,23 @@ def _boxes(config: Config) -> Parts:
     return (Part("boxes", boxes * max(limits) * MB),)
 
 
+def number_of(dtype: str) -> int:
+    """Return the bytes of a number of a dtype."""
+    return HALF if dtype == "bfloat16" else FLOAT
+
+
 def served_bytes(config: Config) -> int:
     """Return the bytes per number of the weights that generators serve."""
-    return HALF if config.generator.dtype == "bfloat16" else FLOAT
+    return number_of(config.generator.dtype)
 
 
 def _arriving(config: Config, sizes: ModelSizes, parts: int = 1) -> int:
     """Return the bytes of one version in transfer, or of a part: half precision if all use it."""
-    number = FLOAT if config.sdpo.pulls_weights else served_bytes(config)
+    number = HALF if config.publishes_half else FLOAT
+    if not config.sdpo.pulls_weights:
+        number = served_bytes(config)
+    if config.syncs_adapters and config.trainer.lora is not None:
+        return number * _adapters(sizes, config.trainer.lora)  # complete on every rank
     return number * parameter_count(sizes) // parts
 
 
@@ -122,18 +132,20 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     trainer = config.trainer
     inline = config.sdpo.on and config.sdpo.placement == "inline"
     own_teacher = inline and config.sdpo.teacher not in ("live", "model")
-    copies = int(config.loss.needs_reference) + int(own_teacher)
+    copies = number_of(trainer.frozen_dtype) * int(config.loss.needs_reference)
+    copies += number_of(config.teacher_dtype) * int(own_teacher)
     lora = trainer.lora
     whole = parameter_count(sizes)
     how = Training(
         ranks=trainer.ranks,
         tokens=trainer.microbatch_tokens,
         trainable=_adapters(sizes, lora) if lora else whole,
-        number=HALF if trainer.compute_dtype == "bfloat16" else FLOAT,
+        number=number_of(trainer.compute_dtype),
         sharded=trainer.sharded,
         checkpointing=trainer.activation_checkpointing,
-        frozen_copies=copies,
-        longest=config.policy.max_context if trainer.attention in ("sdpa", "eager") else 0,
+        offloaded=trainer.activation_offload,
+        frozen_bytes=copies,
+        longest=config.policy.max_context if _has_masks(trainer) else 0,
         scored=trainer.attention == "eager",
         on_gpu=config.placement.trainer.gpus > 0,
     )
@@ -147,7 +159,14 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
     saved = FLOAT * (whole + 2 * how.trainable) // spread
     copied = Part("a checkpoint's copy", saved)
-    return _Model(parts, (offered, copied, _reading(sizes, how, parts, rank, saved)))
+    waiting = how.tokens * offloaded_bytes(sizes, how.number) * how.offloaded
+    inputs = Part("offloaded activations", waiting)
+    return _Model(parts, (offered, copied, inputs, _reading(sizes, how, parts, rank, saved)))
+
+
+def _has_masks(trainer: TrainerConfig) -> bool:
+    """Whether attention gets dense masks: of all scores, or of a tree of prefixes."""
+    return trainer.attention == "eager" or trainer.sharing == "levels"
 
 
 def _of_the_teacher(
@@ -162,7 +181,9 @@ def _of_the_teacher(
     if not sdpo.on or sdpo.has_own_actors or other is None:
         return ()
     parts = (
-        *weight_parts(other, FLOAT, split=how.ranks if how.sharded else 1),
+        *weight_parts(
+            other, number_of(config.teacher_dtype), split=how.ranks if how.sharded else 1
+        ),
         *forward_parts(other, how.number, how.tokens, how.on_gpu),
     )
     return (Part("SDPO teacher", total(parts)),)
@@ -232,27 +253,32 @@ def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
     if not share and split > 1:
         device = tuple(Part(part.what, part.bytes * split) for part in device)
     workers = split + 1 if split > 1 else 1
+    if split > 1:  # files in shared memory, which all workers read
+        arrived += (Part("copy for vLLM's workers", _arriving(config, sizes)),)
     return _Model(device, arrived, takes, (CUDA_PROCESS if share else VLLM_PROCESS) * workers)
 
 
 def _sdpo_teacher(config: Config, sizes: ModelSizes) -> _Model:
     copies = 2 if config.sdpo.teacher == "trust_region" else 1
-    loading = _loading(sizes, config.placement.sdpo_teacher.gpus > 0)
+    half = config.teacher_dtype == "bfloat16"
+    loading = _loading(sizes, config.placement.sdpo_teacher.gpus > 0 or half)
     if config.sdpo.pulls_weights:
         loading = (Part("weights that arrive", _arriving(config, sizes)), *loading)
     return _Model(_frozen(config, sizes, "sdpo_teacher", copies), loading)
 
 
 def _reference(config: Config, sizes: ModelSizes) -> _Model:
-    loading = _loading(sizes, config.placement.reference.gpus > 0)
+    half = config.trainer.frozen_dtype == "bfloat16"
+    loading = _loading(sizes, config.placement.reference.gpus > 0 or half)
     return _Model(_frozen(config, sizes, "reference", 1), loading)
 
 
 def _frozen(config: Config, sizes: ModelSizes, kind: str, copies: int) -> Parts:
     tokens, on_gpu = config.trainer.microbatch_tokens, config.placement.gpus(kind) > 0
+    dtype = config.teacher_dtype if kind == "sdpo_teacher" else config.trainer.frozen_dtype
     return (
-        *weight_parts(sizes, FLOAT, copies),
-        *forward_parts(sizes, FLOAT, tokens, on_gpu),
+        *weight_parts(sizes, number_of(dtype), copies),
+        *forward_parts(sizes, number_of(dtype), tokens, on_gpu),
     )
 
 

@@ -61,6 +61,19 @@ class UnknownLayers(UnfitModel):
         )
 
 
+class UnsupportedRouting(UnfitModel):
+    """A mixture whose routers' choices cannot be read or set."""
+
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(model, why)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}: {self.args[1]}, so its choices of experts can be neither read nor "
+            "set: set trainer.moe.router_replay to false and trainer.moe.load_balancing to 0"
+        )
+
+
 class LoraMissing(UnfitModel):
     """Adapters are configured but peft is not installed."""
 

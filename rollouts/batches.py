@@ -10,6 +10,7 @@ from itertools import chain, repeat
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written, rounds
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
@@ -36,6 +37,8 @@ class PolicySample:
     advantage: float | list[float]
     versions: list[int]
     group_id: int = 0
+    experts: ExpertChoices | None = None
+    """Those of all positions but the last, for router replay."""
 
     @property
     def is_zero(self) -> bool:
@@ -155,6 +158,7 @@ def policy_sample(trace: Trace, advantage: Advantage) -> PolicySample:
         _by_id(trace, advantage) if isinstance(advantage, list) else advantage,
         versions,
         trace.group_id,
+        trace.expert_choices(),
     )
 
 

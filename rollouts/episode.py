@@ -29,6 +29,8 @@ class Sampling:
     seed: int
     deadline_s: float | None = None
     truncation: Truncation = WHOLE
+    experts: bool = False
+    """Whether generators tell the experts of a mixture."""
 
     @classmethod
     def training(cls, config: Config) -> "Sampling":
@@ -40,6 +42,7 @@ class Sampling:
             config.run.seed,
             config.run.deadline_s,
             Truncation(generator.top_p, generator.top_k, generator.min_p),
+            config.trainer.moe.router_replay,
         )
 
     @classmethod
@@ -64,6 +67,7 @@ class _Growing:
     fresh: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    routed: int = 0
 
     def read(self, ids: Sequence[int]) -> None:
         self.ids.extend(ids)
@@ -71,9 +75,15 @@ class _Growing:
 
     def act(self, result: GenerationResult) -> None:
         turn = Turn(
-            self.fresh, result.token_ids, result.logprobs, result.versions, result.stop_reason
+            self.fresh,
+            result.token_ids,
+            result.logprobs,
+            result.versions,
+            result.stop_reason,
+            experts=result.experts,
         )
         self.turns.append(turn)
+        self.routed += result.experts.positions if result.experts is not None else 0
         self.prompt_tokens += len(self.ids)
         self.cached_tokens += result.cached_tokens
         self.ids.extend(result.token_ids)
@@ -167,6 +177,7 @@ class EpisodePlayer:
             list(self._chat.stop_ids),
             sampling.deadline_s,
             sampling.truncation,
+            growing.routed if sampling.experts else None,
         )
 
 

@@ -6,6 +6,7 @@ Any engine that serves these types can be a generator.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.message_pickling import pickled_by_position
 from composer_mesh.rollouts.traces import StopReason
 
@@ -48,6 +49,8 @@ class GenerationRequest:
     stop_ids: list[int]
     deadline_s: float | None = None
     truncation: Truncation = WHOLE
+    experts_from: int | None = None
+    """Position from which on the result tells the experts that were chosen; None for none."""
 
 
 @pickled_by_position
@@ -56,7 +59,8 @@ class GenerationResult:
     """Sampled ids with a log-prob (nats) and a policy version for each id.
 
     The stop token, if sampled, is the last id. For `cached_tokens` of the prompt's tokens keys and
-    values were reused, the others were computed.
+    values were reused, the others were computed. `experts` are those of the positions from the
+    request's `experts_from` to the last but one, whose keys are computed.
     """
 
     request_id: str
@@ -65,3 +69,4 @@ class GenerationResult:
     versions: list[int]
     stop_reason: StopReason
     cached_tokens: int = 0
+    experts: ExpertChoices | None = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, TypeAdapter
 
+from composer_mesh.rollouts.expert_choices import ExpertChoices, joined
 from composer_mesh.rollouts.message_pickling import (
     IDS,
     LOGPROBS,
@@ -72,7 +73,9 @@ class Turn:
     `context_ids` are the ids added since the previous action (turn 0: the complete prompt), so a
     trace is the concatenation of its turns. `action_ids`, `logprobs` (nats, of the distribution
     sampled from) and `versions` (policy version of each token) have equal length. A turn that is
-    not `trained` is only context for the policy loss.
+    not `trained` is only context for the policy loss. `experts` are those that an engine of a
+    mixture chose for the positions since the last one of the turn before, up to the last but one
+    of this turn.
     """
 
     context_ids: list[int]
@@ -81,6 +84,7 @@ class Turn:
     versions: list[int]
     stop_reason: StopReason
     trained: bool = True
+    experts: ExpertChoices | None = None
 
     def __post_init__(self) -> None:
         lengths = (len(self.action_ids), len(self.logprobs), len(self.versions))
@@ -93,7 +97,8 @@ class Turn:
     def __reduce__(self) -> Any:
         ids = packed(IDS, self.context_ids), packed(IDS, self.action_ids)
         logprobs, versions = packed(LOGPROBS, self.logprobs), runs_of(self.versions)
-        return _unpickled_turn, (*ids, logprobs, versions, self.stop_reason, self.trained)
+        rest = self.stop_reason, self.trained, self.experts
+        return _unpickled_turn, (*ids, logprobs, versions, *rest)
 
 
 def _unpickled_turn(
@@ -101,11 +106,10 @@ def _unpickled_turn(
     action: bytes,
     logprobs: bytes,
     versions: list[tuple[int, int]],
-    stop_reason: StopReason,
-    trained: bool,
+    *rest: Any,
 ) -> Turn:
     ids = unpacked(IDS, context), unpacked(IDS, action)
-    return Turn(*ids, unpacked(LOGPROBS, logprobs), values_of(versions), stop_reason, trained)
+    return Turn(*ids, unpacked(LOGPROBS, logprobs), values_of(versions), *rest)
 
 
 @pickled_by_position
@@ -185,6 +189,22 @@ class Trace:
         for turn in self.turns:
             mask += [False] * len(turn.context_ids) + [turn.trained] * len(turn.action_ids)
         return mask
+
+    def expert_choices(self) -> ExpertChoices | None:
+        """Return the experts of all positions but the last, None unless each turn has some.
+
+        Raises ValueError if they are of another number of positions.
+        """
+        parts = [turn.experts for turn in self.turns if turn.experts is not None]
+        if not parts or len(parts) < len(self.turns):
+            return None
+        found, wanted = joined(parts), len(self.token_ids()) - 1
+        if found.positions != wanted:
+            raise ValueError(
+                f"{self.trace_id} has experts of {found.positions} positions for {wanted + 1} "
+                "tokens: each but the last has some"
+            )
+        return found
 
     def action_tokens(self) -> int:
         """Return the number of sampled tokens of this trajectory, without those of others."""

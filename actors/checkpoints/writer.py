@@ -16,6 +16,7 @@ from torch import Tensor
 from composer_mesh.actors.checkpoints.folder import CheckpointFailed
 from composer_mesh.actors.checkpoints.manifest import Written, written
 from composer_mesh.actors.checkpoints.state import (
+    ADAPTERS,
     SHARDS,
     WEIGHTS,
     CheckpointReader,
@@ -33,8 +34,8 @@ Export = Callable[[Path, dict[str, Tensor]], None]
 class CheckpointWriter:
     """Writes one checkpoint at a time: `copy`, then `write`; collective over all ranks."""
 
-    def __init__(self, ranks: Ranks, export: Export | None) -> None:
-        """`export` is None on ranks that write no model folder."""
+    def __init__(self, ranks: Ranks, export: Export | None, adapters: Export | None = None) -> None:
+        """`export` is None on ranks that write no model folder, `adapters` where there are none."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         fast = ranks.device.type == "cuda"
@@ -44,7 +45,7 @@ class CheckpointWriter:
             use_async_staging=False,
             use_non_blocking_copy=fast,
         )
-        self._ranks, self._export = ranks, export
+        self._ranks, self._export, self._adapters = ranks, export, adapters
         self._stager = DefaultStager(options)
         self._copied: TrainingState | None = None
 
@@ -69,6 +70,8 @@ class CheckpointWriter:
                 state.write_figures(folder)
                 if export and self._export is not None:
                     self._export(folder, self._whole(state, folder))
+                    if self._adapters is not None:
+                        self._adapters(folder, _of_kind(state, ADAPTERS))
             return written(folder, self._own(folder))
         except UNWRITABLE as error:
             raise CheckpointFailed(str(folder), cause_of(error)) from error
@@ -101,3 +104,9 @@ class CheckpointWriter:
             return own
         paths = [path for path in folder.rglob("*") if path.is_file()]
         return own + [path for path in paths if path.parent.name != SHARDS]
+
+
+def _of_kind(state: TrainingState, kind: str) -> dict[str, Tensor]:
+    """Return the tensors of a kind that are complete on every rank, such as adapters."""
+    own = {name: one for name, one in state.tensors.items() if name.startswith(kind)}
+    return {name.removeprefix(kind): local(one) for name, one in own.items()}

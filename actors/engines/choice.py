@@ -21,11 +21,21 @@ def _embedded(config: Config, folder: Path) -> Engine:
     import torch
 
     from composer_mesh.actors.engines import embedded
-    from composer_mesh.actors.models.policy import load_model
+    from composer_mesh.actors.models.lora import adapter_weights, add_adapters
+    from composer_mesh.actors.models.policy import converted, load_model
+    from composer_mesh.actors.models.routed_model import route_experts
     from composer_mesh.mesh.device import own_device
+    from composer_mesh.mesh.weights.manifest import UPDATED
 
     dtype = getattr(torch, config.generator.dtype)
-    model = load_model(folder).to(own_device(), dtype)
+    model = converted(load_model(folder), dtype).to(own_device())
+    if config.syncs_adapters and config.trainer.lora is not None:
+        add_adapters(
+            model, config.trainer.lora.model_copy(update={"dropout": 0.0}), config.run.seed
+        )
+        setattr(model.requires_grad_(False), UPDATED, set(adapter_weights(model)))
+    moe = config.trainer.moe
+    route_experts(model, moe, dtype, moe.router_replay, like=lambda: model)
     return embedded.Engine(
         model,
         config.generator.max_concurrent,

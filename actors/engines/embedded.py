@@ -27,9 +27,12 @@ from composer_mesh.actors.engines.port import (
     PromptTokens,
     Weights,
     refuse_too_long,
+    refuse_unknown_experts,
 )
 from composer_mesh.actors.engines.prefix_cache import PrefixCache
 from composer_mesh.actors.engines.radix_tree import Found, Ids
+from composer_mesh.actors.models.expert_routing import choices_of, routers_of
+from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest
 
 
@@ -70,7 +73,7 @@ class Engine:
         self._dropping = False
         self._cache = RowCache(model.config.get_text_config().num_hidden_layers, rows, length)
         self._forward = PackedForward(model, self._cache)
-        self._device = self._forward.device
+        self._device, self._tells_experts = self._forward.device, routers_of(model) > 0
         self._limits = prompt_limits or PromptLimits.of(model)
         capacity = rows * length if prefix_tokens is None else prefix_tokens
         self._held = PrefixCache(self._cache, rows, length, capacity)
@@ -97,6 +100,7 @@ class Engine:
     ) -> None:
         """Queue a request; `admitted`, then `done` are called from within later steps."""
         refuse_too_long(request, self._length)
+        refuse_unknown_experts(request, self._tells_experts)
         generator = torch.Generator().manual_seed(request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
         prompt = np.array(request.prompt_ids, dtype=np.int64)
@@ -177,7 +181,7 @@ class Engine:
         A prompt that begins like one of this forward waits for the next, which can reuse its keys.
         """
         joining, later = JoiningRows(), list[RunningRequest]()
-        if self._long is not None:
+        if self._long is not None and not self._long.rests(bool(self._running)):
             self._go_on(self._long, joining)
         while (
             self._waiting
@@ -222,7 +226,7 @@ class Engine:
         """Assign the last row to a request with a long prompt, and compute its first piece."""
         row = self._rows - 1
         self._long = LongPrompt(new, row, len(new.prompt), found.ready)
-        end = self._long.next_piece(self._limits, len(self._running)).stop
+        end = self._long.next_piece(self._limits, self._decoding_lengths()).stop
         new.cached = self._held.begin(row, new.prompt[:end], found)
         self._count(new)
         self._compute_piece(self._long, Run(row, new.cached, end), joining)
@@ -230,7 +234,7 @@ class Engine:
 
     def _go_on(self, long: LongPrompt[RunningRequest], joining: JoiningRows) -> None:
         """Compute the next piece of a long prompt; with the last one its request runs."""
-        new, piece = long.request, long.next_piece(self._limits, len(self._running))
+        new, piece = long.request, long.next_piece(self._limits, self._decoding_lengths())
         row = long.row
         if piece.stop == long.length:
             row, self._long = len(self._running), None
@@ -241,6 +245,10 @@ class Engine:
             self._running.append(new)
         self._held.announce(new.prompt[: piece.stop])
         self._compute_piece(long, Run(row, piece.start, piece.stop), joining)
+
+    def _decoding_lengths(self) -> list[int]:
+        lengths: list[int] = self._held.known[: len(self._running)].tolist()
+        return lengths
 
     @staticmethod
     def _compute_piece(long: LongPrompt[RunningRequest], run: Run, joining: JoiningRows) -> None:
@@ -313,10 +321,20 @@ class Engine:
             for row, running in enumerate(self._running)
             if (reason := running.finished) is not None
         ]
+        for row, running, _ in ended:
+            running.experts = self._experts_of(row, running.request)
         self._retire([row for row, _, _ in ended])
         for _, running, reason in reversed(ended):
             if self._open.answer(running.request.request_id, running):
                 running.answer(reason)
+
+    def _experts_of(self, row: int, request: GenerationRequest) -> ExpertChoices | None:
+        """Return the experts of a row that its request asks for."""
+        if request.experts_from is None:
+            return None
+        computed = int(self._held.known[row]) - 1
+        numbers = self._cache.experts(row, request.experts_from, computed)
+        return choices_of(numbers, self._model.config)
 
     def _retire(self, rows: list[int]) -> None:
         """Keep the prefixes of running rows, and close the gaps that they leave."""

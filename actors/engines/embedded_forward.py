@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.embedded_attention import NAME, Packed, Run
 from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.actors.models.expert_routing import KEYWORD, ExpertRouting, routers_of
 from composer_mesh.actors.models.language_model import layer_kinds
 from composer_mesh.planning.model_facts import FULL, SLIDING
 from composer_mesh.planning.model_refusals import ModelNotServed
@@ -29,7 +30,7 @@ class PackedForward:
     """Logits of packed tokens; raises `ModelNotServed` for models that it gets wrong."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._routers = model, cache, routers_of(model)
         self._base: Any = getattr(model, model.base_model_prefix, None)
         self.device = next(model.parameters()).device
         self.direct = False
@@ -39,9 +40,14 @@ class PackedForward:
     def __call__(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
         """Return float32 logits `[kept, V]` of ids `[tokens]`: at indices `keep`, None for all."""
         run = self._through_layers if self.direct else self._whole
-        return run(packed, tokens, keep).float()
+        if not self._routers:
+            return run(packed, tokens, keep).float()
+        routing = ExpertRouting()
+        logits = run(packed, tokens, keep, **{KEYWORD: routing}).float()
+        self._cache.write_experts(routing.all_chosen())
+        return logits
 
-    def _whole(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
+    def _whole(self, packed: Packed, tokens: Tensor, keep: Tensor | None, **more: Any) -> Tensor:
         output = self._model(
             input_ids=tokens[None],
             position_ids=packed.positions[None],
@@ -50,11 +56,14 @@ class PackedForward:
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
             packed=packed,
+            **more,
         )
         logits: Tensor = output.logits[0]
         return logits
 
-    def _through_layers(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
+    def _through_layers(
+        self, packed: Packed, tokens: Tensor, keep: Tensor | None, **more: Any
+    ) -> Tensor:
         base, positions = self._base, packed.positions[None]
         hidden = base.embed_tokens(tokens[None])
         angles = base.rotary_emb(hidden, positions)
@@ -67,6 +76,7 @@ class PackedForward:
                 past_key_values=None,
                 use_cache=False,
                 packed=packed,
+                **more,
             )
         hidden = base.norm(hidden)
         logits: Tensor = self._model.lm_head(hidden if keep is None else hidden[:, keep])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from composer_mesh.actors.engines.embedded_attention import Run
 from composer_mesh.actors.engines.port import Admitted, Done
 from composer_mesh.actors.engines.radix_tree import Ids
+from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
@@ -25,6 +26,7 @@ class RunningRequest:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: ExpertChoices | None = None
 
     @property
     def finished(self) -> StopReason | None:
@@ -35,10 +37,8 @@ class RunningRequest:
 
     def answer(self, reason: StopReason) -> None:
         """Hand over the result."""
-        name, cached = self.request.request_id, self.cached
-        self.done(
-            GenerationResult(name, self.token_ids, self.logprobs, self.versions, reason, cached)
-        )
+        name, sampled = self.request.request_id, (self.token_ids, self.logprobs, self.versions)
+        self.done(GenerationResult(name, *sampled, reason, self.cached, self.experts))
 
 
 @dataclass(slots=True)

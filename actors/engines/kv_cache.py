@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 States = tuple[Tensor, ...]
-"""Keys and values of some tokens."""
+"""Keys and values of some tokens, and in a mixture their experts."""
+
+KEYS_AND_VALUES = 2
+EXPERT = torch.int16
+"""Numbers of experts in the cache."""
 
 
 def cut(states: States, start: int, end: int) -> States:
@@ -51,6 +55,22 @@ class RowCache:
             rows = new.transpose(0, 1).reshape(-1, new.shape[2])
             held.view(-1, held.shape[3]).index_copy_(0, index, rows)
         return stored
+
+    def write_experts(self, chosen: Tensor) -> None:
+        """Store the experts `[tokens, layers, per_token]` of the forward at the positions of `aim`.
+
+        They are copied, kept and restored like keys from then on.
+        """
+        if len(self._whole) == KEYS_AND_VALUES:
+            _, layers, per_token = chosen.shape
+            shape = (layers, self._rows, 1, self.length, per_token)
+            self._whole += (torch.zeros(shape, dtype=EXPERT, device=chosen.device),)
+        rows, positions = self._aimed
+        self._whole[-1][:, rows, 0, positions] = chosen.transpose(0, 1).to(EXPERT)
+
+    def experts(self, row: int, start: int, end: int) -> Tensor:
+        """Return the experts of a row's tokens, `[end - start, layers, per_token]`, on the CPU."""
+        return self._whole[-1][:, row, 0, start:end].transpose(0, 1).cpu()
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy a row's first `length` positions to another row."""

@@ -136,6 +136,22 @@ class Engine(Protocol):
         """Free memory and processes."""
 
 
+class ExpertsUnknown(ValueError):
+    """A request for the experts of a model in which they are not read: its id."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} asks for the experts of its tokens, which this engine does not read: "
+            "serve a mixture with trainer.moe.router_replay, or leave experts_from out"
+        )
+
+
+def refuse_unknown_experts(request: GenerationRequest, told: bool) -> None:
+    """Raise `ExpertsUnknown` for a request of experts, unless the engine's are `told`."""
+    if request.experts_from is not None and not told:
+        raise ExpertsUnknown(request.request_id)
+
+
 def refuse_too_long(request: GenerationRequest, length: int) -> None:
     """Raise `RequestTooLong` for a request that needs more than `length` tokens in all."""
     need = len(request.prompt_ids) + request.max_new_tokens

@@ -26,6 +26,7 @@ from composer_mesh.actors.learning.islands import LearnerIsland
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.models.adapter_files import AdapterFolder
 from composer_mesh.actors.models.lora import restore_adapters
 from composer_mesh.actors.models.model_folder import ModelFolder
 from composer_mesh.actors.models.optimizer_state import check_weights
@@ -56,11 +57,15 @@ class Learner:
         self._config, self._ranks = config, ranks
         self._backend = make_backend(config, ranks)
         self.model = self._backend.model(folder)
-        reference = frozen_model(config, folder, ranks) if needs_reference(config) else None
+        reference = None
+        if needs_reference(config):
+            reference = frozen_model(config, folder, ranks, config.trainer.frozen_dtype)
         optimizers = self._backend.optimizers
         self.step = ThreeChannelStep(self.model, reference, config, ranks, custom, optimizers)
         export = ModelFolder(folder) if ranks.rank == 0 else None
-        self._writer = CheckpointWriter(ranks, None if export is None else export.write)
+        self._writer = CheckpointWriter(
+            ranks, None if export is None else export.write, _adapter_export(config)
+        )
         self._island: LearnerIsland | None = None
         if config.islands.on:
             self._island = LearnerIsland(config, self.step.weights, ranks)
@@ -83,9 +88,10 @@ class Learner:
 
     def _frozen_teacher(self, folder: Path) -> Any:
         """Return the teacher's initial weights as a model of their own, placed like the trained."""
-        other = self._config.sdpo.teacher_model
+        config, other = self._config, self._config.sdpo.teacher_model
+        path = folder if other is None else other.path
         try:
-            return frozen_model(self._config, folder if other is None else other.path, self._ranks)
+            return frozen_model(config, path, self._ranks, config.teacher_dtype)
         except UnfitModelFolder as error:
             raise error if other is None else error.at(TEACHER_KEY) from error
 
@@ -137,6 +143,13 @@ class Learner:
         """Return the policy's tensors as generators load them; may run concurrently with a step."""
         return self._backend.published(self.model)
 
+    def published(self) -> dict[str, Tensor]:
+        """Return what generators load at each version: the policy's tensors, or adapters alone."""
+        if not self._config.syncs_adapters:
+            return self.export()
+        adapters = self._backend.adapters(self.model)
+        return {name: weights.detach() for name, weights in adapters.items()}
+
     def copy(self, export: bool = True) -> None:
         """Copy the training state for a checkpoint; without `export`, only what a resume needs.
 
@@ -182,6 +195,15 @@ class Learner:
         if self._island is not None:
             self._island.restore(found.version, found.of(ISLAND))
         self.version = found.version
+
+
+def _adapter_export(config: Config) -> Callable[[Path, dict[str, Tensor]], None] | None:
+    """Return what writes the adapters of the default backend, None without any."""
+    lora = config.trainer.lora
+    if lora is None or config.trainer.backend is not None:
+        return None
+    base = "" if config.policy.path is None else str(config.policy.path)
+    return AdapterFolder(lora, base).write
 
 
 def _add(tensors: dict[str, Tensor], kind: str, more: Mapping[str, Tensor]) -> None:

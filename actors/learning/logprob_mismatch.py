@@ -82,6 +82,10 @@ class LogprobMismatch:
         largest = {f"{prefix}max": size.amax()} if size.numel() else {}
         self.sums.add({f"{prefix}{name}": value for name, value in sums.items()}, largest)
 
+    def note_without_replay(self, logprobs: Tensor, sampling: Tensor, mask: Tensor) -> None:
+        """Accumulate the masked tokens as computed with the experts of the trainer's own choice."""
+        self._note("without_replay/", differences(logprobs, sampling, mask), mask)
+
     def note_weights(self, weights: Tensor, unbounded: Tensor, mask: Tensor) -> None:
         """Accumulate the correction weights of these tokens, with and without their bounds."""
         weights, unbounded = selected(weights, mask).double(), selected(unbounded, mask).double()
@@ -105,6 +109,7 @@ def figures(total: Sums) -> Figures:
     """Return the metrics `logprob_mismatch/…` of a step, without those that have no tokens."""
     sums = {name: float(value) for name, value in total.sums.items()}
     found = _means(sums, total, "") | _means(sums, total, "same_version/")
+    found |= _means(sums, total, "without_replay/")
     if tokens := sums.get("same_version/tokens"):
         found["same_version/tokens"] = tokens
     if tokens := sums.get("weight/tokens"):

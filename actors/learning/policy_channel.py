@@ -208,6 +208,15 @@ class PolicyChannel:
         """Keep what the updates of the step need of some samples."""
         self._start.add(model, samples, hidden, *_ids_and_mask(samples, hidden.computed.device))
 
+    def note_without_replay(
+        self, model: LanguageModel, samples: Sequence[PolicySample], hidden: HiddenStates
+    ) -> None:
+        """Measure the mismatch of states that were computed with the trainer's own experts."""
+        ids, mask = _ids_and_mask(samples, hidden.computed.device)
+        found = model.logprobs(hidden, ids, mask, self._temperature)
+        sampling = padded([sample.logprobs for sample in samples])[:, 1:].to(mask.device)
+        self._logprob_mismatch.note_without_replay(found, sampling, mask)
+
     def remembered(self, ranks: Ranks) -> None:
         """Note that all samples of the step are remembered. Collective."""
         self._start.choose(ranks)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.learning.mixture_losses import MixtureLosses
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import (
     SIDES,
@@ -52,6 +53,9 @@ from composer_mesh.rollouts.step_plan import (
     rounds_of,
     teacher_rounds,
 )
+
+UseOfStates = Callable[[LanguageModel, Sequence[PolicySample], HiddenStates], None]
+"""What is done with the states of some samples."""
 
 
 @dataclass
@@ -104,6 +108,7 @@ class ThreeChannelStep:
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
         self._replay = ReplayChannel(config.replay)
+        self._experts = MixtureLosses(config.trainer.moe)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
         self.divergences: list[TurnDivergences] = []
         """Those of the hinted turns that the last step trained on this rank, at their first use."""
@@ -174,8 +179,12 @@ class ThreeChannelStep:
         divergences: dict[tuple[str, int], TurnDivergences] = {}
         self._policy.begin_step()
         self._weigh_channels(batch.step)
+        once = parts[: len(parts) // self._config.trainer.epochs]
         if self._policy.needs_start(len(parts)):
-            self._remember_start(parts[: len(parts) // self._config.trainer.epochs])
+            self._before_updates(once, self._policy.remember, replayed=True)
+            self._policy.remembered(self._ranks)
+        if self._experts.compares(batch.step):
+            self._before_updates(once, self._policy.note_without_replay, replayed=False)
         for part in parts:
             plans, measured = self._plans(part), self._policy.measured()
             done = self._accumulate(part, plans, None if lost else source, first)
@@ -198,8 +207,8 @@ class ThreeChannelStep:
         return self._metrics(batch, total, sum(norms) / len(norms), rate)
 
     @torch.no_grad()
-    def _remember_start(self, parts: Sequence[StepBatch]) -> None:
-        """Let the policy channel keep the log-probs of all samples before the first update."""
+    def _before_updates(self, parts: Sequence[StepBatch], use: UseOfStates, replayed: bool) -> None:
+        """Let the policy channel use the states of all samples before the first update."""
         for part in parts:
             plans = self._plans(part)
             plan, rounds = plans[self._ranks.rank], self._rounds(part, plans)
@@ -209,14 +218,14 @@ class ThreeChannelStep:
                     microbatch = plan.microbatches[index]
                     samples, pairs = _content(part, microbatch)
                     own, others = [one.ids for one in samples], answer_sequences(pairs)
-                    hidden = self._model.hidden([*own, *others])
+                    experts = [one.experts for one in samples] if replayed else []
+                    hidden = self._model.hidden([*own, *others], experts)
                     if samples:
                         states = hidden.part(slice(len(own)), max(map(len, own)))
-                        self._policy.remember(self._model, samples, states)
+                        use(self._model, samples, states)
                     left -= microbatch.forwards
                 for _ in range(left if self._sharded else 0):
                     self._model.dummy_forward()
-        self._policy.remembered(self._ranks)
 
     def _weigh_channels(self, step: int) -> None:
         """Set the channels' weights in the total of a step (0-based)."""
@@ -296,9 +305,12 @@ class ThreeChannelStep:
         """Add the gradients of a microbatch: one forward, and one backward for all channels."""
         samples, pairs = _content(one.batch, microbatch)
         own, others = [sample.ids for sample in samples], answer_sequences(pairs)
-        hidden = self._model.hidden([*own, *others])
+        hidden = self._model.hidden([*own, *others], [one.experts for one in samples])
+        balance = self._experts.loss(self._model, samples, one.batch, one.sums.figures)
         missing = one.rounds.trained[index] - microbatch.forwards if self._sharded else 0
         losses = [self._model.dummy_forward() for _ in range(missing)]
+        if balance is not None:
+            losses.append(balance)
         if self._sharing != "off":
             one.sums.figures["tokens/dense"] += sum(map(len, [*own, *others]))
             one.sums.figures["tokens/computed"] += len(hidden.computed)

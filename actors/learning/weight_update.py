@@ -5,13 +5,14 @@ rank holds completely, such as adapters, are summed here.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.schedules import learning_rate
-from composer_mesh.actors.models.backend import Optimizers, adamw
+from composer_mesh.actors.models.backend import Optimizers, optimizers_of
 from composer_mesh.actors.models.optimizer_state import (
     Kept,
     check_weights,
@@ -24,7 +25,7 @@ from composer_mesh.configs.schema import Config
 
 
 class WeightUpdate:
-    """The optimizers of a model's trainable weights, AdamW unless others are made."""
+    """The optimizers of a model's trainable weights, the config's unless others are made."""
 
     def __init__(
         self, model: Any, config: Config, ranks: Ranks, make: Optimizers | None = None
@@ -33,7 +34,7 @@ class WeightUpdate:
         self._config, self._ranks, self._steps = trainer, ranks, config.run.steps
         # Stored now, as a sharded model exposes other tensors during a forward.
         self._weights = {n: one for n, one in model.named_parameters() if one.requires_grad}
-        optimizers = [adamw(trainer, self._weights)] if make is None else make(self._weights)
+        optimizers = (make or partial(optimizers_of, trainer))(self._weights)
         self._optimizers = list(optimizers)
         groups = [group for one in self._optimizers for group in one.param_groups]
         self._rates = [(group, group["lr"] / trainer.lr) for group in groups]

@@ -20,7 +20,11 @@ IMPLEMENTATIONS = {
 """transformers' names of what `trainer.attention` may be."""
 
 PASSED_ON = "packed"
-"""The keyword by which the embedded engine hands its layout to its attention function."""
+"""The keyword by which packed rows are handed to attention functions: by the trainer and the
+embedded engine."""
+
+PACKED = "composer_mesh_packed"
+"""transformers' name of `packed_attention`; without the keyword above it is "sdpa"."""
 
 MORE = ("softcap", "s_aux", "position_bias")
 """Arguments of attention beyond query, key, value, mask, scale and window: caps, sinks, biases."""

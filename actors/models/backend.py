@@ -80,7 +80,7 @@ class TrainerBackend(Protocol):
 
 
 class TorchBackend:
-    """A causal LM trained by AdamW: adapters, sharding, precision and the rest of [trainer]."""
+    """A causal LM trained as [trainer] says: optimizer, adapters, sharding, precision."""
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
@@ -90,8 +90,8 @@ class TorchBackend:
         return trained_model(self.context.config, folder, self.context.ranks)
 
     def optimizers(self, weights: Mapping[str, nn.Parameter]) -> Sequence[torch.optim.Optimizer]:
-        """Return AdamW with the config's settings."""
-        return [adamw(self.context.trainer, weights)]
+        """Return those that the config names, with its settings."""
+        return optimizers_of(self.context.trainer, weights)
 
     def published(self, model: Any) -> dict[str, Tensor]:
         """Return the weights, with adapters merged into them."""
@@ -100,6 +100,33 @@ class TorchBackend:
     def adapters(self, model: Any) -> dict[str, Tensor]:
         """Return the weights of `trainer.lora`'s adapters."""
         return dict(adapter_weights(model))
+
+
+def optimizers_of(
+    trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW of these weights, or Muon of the layers' matrices and AdamW of the others."""
+    if trainer.optimizer == "adamw":
+        return [adamw(trainer, weights)]
+    matrices = {n: one for n, one in weights.items() if one.ndim == 2 and _in_a_layer(n)}
+    others = {n: one for n, one in weights.items() if n not in matrices}
+    found: list[torch.optim.Optimizer] = [muon(trainer, matrices)] if matrices else []
+    return found + ([adamw(trainer, others)] if others else [])
+
+
+def _in_a_layer(name: str) -> bool:
+    """Whether a weight is one of a numbered layer, unlike embeddings and heads."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def muon(trainer: TrainerConfig, matrices: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return Muon of these matrices; its updates are as large as AdamW's at the same rate."""
+    return torch.optim.Muon(
+        matrices.values(),
+        lr=trainer.lr,
+        weight_decay=trainer.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
 
 
 def adamw(trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

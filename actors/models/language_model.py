@@ -13,9 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.models.attention_calls import PACKED, PASSED_ON
+from composer_mesh.actors.models.expert_routing import (
+    KEYWORD,
+    ExpertRouting,
+    routers_of,
+    routing_of,
+)
 from composer_mesh.actors.models.hidden_states import HiddenStates
-from composer_mesh.actors.models.packed import Packed
+from composer_mesh.actors.models.packed import Packed, PackedRow
 from composer_mesh.actors.models.shared_prefixes import shared_states
+from composer_mesh.actors.models.tree_masks import attention_masks
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.blocks import softcapped
 from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
@@ -25,6 +33,7 @@ from composer_mesh.planning.model_refusals import (
     UnsupportedPacking,
     UnsupportedSharing,
 )
+from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.prefix_tree import MIN_SHARED, ROOM, PrefixTree
 
 STATES = "decoder_states"
@@ -32,6 +41,8 @@ PROBE_IDS = 3
 PROBE_SCALE = 1e3
 PROBE_TOLERANCE = 1e-3
 PROBE_WINDOW = 8
+IN_ONE_ROW = ("flash_attention_2", "flex_attention", PACKED)
+"""transformers' names of the attentions that compute what a position sees, and no more."""
 MULTIPLIERS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
 """What configs call the number by which a model scales its logits."""
 
@@ -47,6 +58,8 @@ class LanguageModel:
 
     def __init__(self, model: Any, packing: bool = False, sharing: Sharing = "off") -> None:
         self.model, self._sharing, self.forwards = model, sharing, 0
+        self.routing: ExpertRouting | None = None
+        self._experts: Sequence[ExpertChoices | None] = ()
         self._head = model.get_output_embeddings()
         self._packing = packing
         # A sharded model has its own method, which gathers weights first.
@@ -133,13 +146,21 @@ class LanguageModel:
         found = [float((apart - self._shared(tree).whole()).abs().max()) for tree in trees]
         return max(found), float(apart.abs().max())
 
-    def hidden(self, sequences: Sequence[list[int]]) -> HiddenStates:
-        """Return the last hidden states, normed, of some sequences."""
+    def hidden(
+        self, sequences: Sequence[list[int]], experts: Sequence[ExpertChoices | None] = ()
+    ) -> HiddenStates:
+        """Return the last hidden states, normed, of some sequences.
+
+        `experts` are those that the routers of a mixture choose for them, of the first sequences;
+        None leaves the choice to it. `routing` tells what was chosen.
+        """
+        self._experts = experts
         if self._sharing != "off" and len(sequences) > 1:
             tree = PrefixTree.planned(sequences, self._sharing)
             if tree.pays:
                 return self._shared(tree)
-        if self._packing and len(sequences) > 1:
+        by_itself = self.model.config._attn_implementation == PACKED
+        if self._packing and (len(sequences) > 1 or by_itself):
             return self._packed(sequences)
         return self._padded(sequences)
 
@@ -160,13 +181,39 @@ class LanguageModel:
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
         # No mask: causal attention never sees padding on the right.
-        return HiddenStates.padded(self._states(input_ids=padded(sequences, self.device)))
+        ids = padded(sequences, self.device)
+        places = torch.arange(ids.numel()).view(ids.shape)
+        routed = self._routed(sequences, places, ids.numel())
+        return HiddenStates.padded(self._states(input_ids=ids, **routed))
+
+    def _routed(
+        self, sequences: Sequence[Sequence[int]], places: Tensor, count: int
+    ) -> dict[str, Any]:
+        """Return the argument by which the routers of a mixture are told, and tell, the experts."""
+        if not routers_of(self.model):
+            return {}
+        self.routing = routing_of(sequences, self._experts, places, count, self.device)
+        return {KEYWORD: self.routing}
 
     def _packed(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
-        # Flash attention supports restarts only in a single row, where they cost nothing.
-        flash = self.model.config._attn_implementation == "flash_attention_2"
-        packed = Packed.of(sequences, self.device, one_row=flash)
-        return packed.unpacked(self._states(input_ids=packed.ids, position_ids=packed.positions))
+        # In a single row restarts cost nothing, except where a mask of it is dense.
+        how = self.model.config._attn_implementation
+        packed = Packed.of(sequences, self.device, one_row=how in IN_ONE_ROW)
+        inputs: dict[str, Any] = {}
+        if how == PACKED:
+            inputs = {"attention_mask": self._no_mask, PASSED_ON: PackedRow([*map(len, sequences)])}
+        elif how == "flex_attention":
+            seen, windows = packed.seen, windows_of(self.model.config)
+            inputs = {"attention_mask": attention_masks(seen, seen, windows, blocks=True)}
+        inputs |= self._routed(sequences, packed.places, packed.ids.numel())
+        return packed.unpacked(
+            self._states(input_ids=packed.ids, position_ids=packed.positions, **inputs)
+        )
+
+    @property
+    def _no_mask(self) -> Tensor:
+        """A mask of four axes, which transformers hands on unchanged and nothing reads."""
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
     def logprobs(
         self, hidden: HiddenStates, ids: Tensor, mask: Tensor, temperature: float = 1.0

@@ -1,7 +1,8 @@
 """Sequences packed into the rows of one forward, each with its own positions from 0 on.
 
-Given positions and no mask, transformers detects the restarts itself, for every attention
-implementation, and no token attends across one. `rollouts.packing` decides the rows.
+No token attends across a restart of positions: `packed_attention` computes each sequence by itself,
+FlexAttention gets blocks, and otherwise transformers detects restarts, given no mask.
+`rollouts.packing` decides the rows.
 
 Axes: B sequences, T their padded length, R rows, L their length, H hidden size.
 """
@@ -14,19 +15,31 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.hidden_states import HiddenStates
+from composer_mesh.actors.models.tree_masks import Places
 from composer_mesh.rollouts.packing import packed_rows
+
+
+class PackedRow:
+    """The lengths of the sequences in the only row of a forward; they add up to its tokens."""
+
+    __slots__ = ("lengths",)
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
 
 
 @dataclass(frozen=True)
 class Packed:
     """The model's inputs `ids` and `positions` [R, L], and how to unpack its outputs.
 
-    `places` [B, T] is where each token is among the R * L packed positions.
+    `places` [B, T] is where each token is among the R * L packed positions; `owners` [R, L] numbers
+    the sequence at each position of the rows.
     """
 
     ids: Tensor
     positions: Tensor
     places: Tensor
+    owners: Tensor
 
     @classmethod
     def of(
@@ -40,15 +53,22 @@ class Packed:
         # The padding of a row is a separate sequence whose output is unused.
         positions = torch.arange(width).repeat(len(rows), 1)
         places = torch.zeros(len(sequences), longest, dtype=torch.long)
+        owners = torch.full_like(ids, len(sequences))
         for number, row in enumerate(rows):
             ends = list(accumulate(lengths[index] for index in row))
             for index, end in zip(row, ends, strict=True):
                 begin = end - lengths[index]
                 ids[number, begin:end] = torch.as_tensor(sequences[index])
+                owners[number, begin:end] = index
                 positions[number, begin:] = torch.arange(width - begin)
                 places[index, : end - begin] = number * width + torch.arange(begin, end)
             positions[number, ends[-1] :] = torch.arange(width - ends[-1])
-        return cls(ids.to(device), positions.to(device), places.to(device))
+        return cls(ids.to(device), positions.to(device), places.to(device), owners.to(device))
+
+    @property
+    def seen(self) -> Places:
+        """What a position sees, as a tree of prefixes in which every sequence is a root."""
+        return Places(self.owners, self.owners + 1, self.positions)
 
     def unpacked(self, states: Tensor) -> HiddenStates:
         """Return the states [R, L, H] as those of the sequences."""

@@ -151,6 +151,16 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
     return cast("PreTrainedModel", model.eval())
 
 
+def converted(model: Any, dtype: torch.dtype) -> Any:
+    """Convert a model's weights, in place; return it.
+
+    Buffers, such as the frequencies of rotary positions, keep the precision that they need.
+    """
+    for weights in model.parameters():
+        weights.data = weights.data.to(dtype)
+    return model
+
+
 def attention_of(folder: Path) -> tuple[tuple[AttentionCall, ...] | None, tuple[str, ...]]:
     """Return the attention calls of a folder's model, and the implementations that compute them.
 

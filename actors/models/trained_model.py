@@ -6,6 +6,7 @@ All ranks build it together. Where weights are sharded only the first rank reads
 others never hold more than one complete tensor.
 """
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.attention_calls import PACKED
+from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
-from composer_mesh.actors.models.policy import empty_model, load_model
+from composer_mesh.actors.models.policy import (
+    attention_of,
+    converted,
+    empty_model,
+    load_model,
+)
 from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.routed_model import route_experts
 from composer_mesh.actors.models.rows import broadcast_into
 from composer_mesh.actors.models.sharding import (
     decoder_layers,
@@ -30,6 +38,8 @@ from composer_mesh.actors.models.sharding import (
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_refusals import UnfitModel
+
+logger = logging.getLogger(__name__)
 
 
 def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
@@ -55,28 +65,51 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
         for one in {id(one): one for one in (source, model) if one is not None}.values():
             add_adapters(one, trainer.lora, config.run.seed)
         torch.manual_seed(config.run.seed + ranks.rank)  # for the adapters' dropout
+    if not trainer.compile:
+        dtype, moe = getattr(torch, trainer.compute_dtype), trainer.moe
+        needed = bool(moe.router_replay or moe.load_balancing)
+        route_experts(model, moe, dtype, needed, like=lambda: empty_model(folder))
     _wrap_layers(model, trainer)
     return _placed(model, source, trainer, ranks)
 
 
-def frozen_model(config: Config, folder: Path, ranks: Ranks) -> Any:
+def frozen_model(config: Config, folder: Path, ranks: Ranks, dtype: str = "float32") -> Any:
     """Return a folder's frozen model, for forwards only, placed like the trained model.
 
-    Raises `UnsupportedHead`.
+    Its weights are kept in `dtype`. Raises `UnsupportedHead`.
     """
     source, model = _read(folder, config.trainer, ranks)
     if source is not None:
         LanguageModel(source).check_head()
+    converted(model, getattr(torch, dtype))
     return _placed(model.requires_grad_(False), source, config.trainer, ranks)
 
 
 def _read(folder: Path, trainer: TrainerConfig, ranks: Ranks) -> tuple[Any | None, Any]:
     """Return the loaded weights (None on ranks that do not read them) and the model to train."""
     if not trainer.sharded:
-        model = load_model(folder, trainer.attention)
-        return model, model
-    source = load_model(folder) if ranks.rank == 0 else None
-    return source, empty_model(folder, trainer.attention)
+        source = model = load_model(folder, trainer.attention)
+    else:
+        source = load_model(folder) if ranks.rank == 0 else None
+        model = empty_model(folder, trainer.attention)
+    if trainer.packing and trainer.attention == "sdpa":
+        _attend_by_sequences(folder, [one for one in (source, model) if one is not None])
+    return source, model
+
+
+def _attend_by_sequences(folder: Path, models: list[Any]) -> None:
+    """Let packed rows be computed by sequences; say so where only dense masks know the model."""
+    from composer_mesh.actors.models.packed_attention import computes_by_sequences
+
+    if computes_by_sequences(attention_of(folder)[0], layer_kinds(models[0].config)):
+        for model in models:
+            model.set_attn_implementation(PACKED)
+    else:
+        logger.warning(
+            "packed rows of %s have dense masks, whose memory grows with the square of a row: some "
+            "of its layers hand no window or no arguments to an attention function",
+            type(models[0]).__name__,
+        )
 
 
 def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
@@ -85,8 +118,24 @@ def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
     for layer in decoder_layers(model):
         if trainer.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if trainer.activation_checkpointing:
+        if trainer.activation_offload:
+            layer.forward = partial(_offloaded, layer.forward)
+        elif trainer.activation_checkpointing:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _offloaded(forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer whose input waits for the backward in the host's memory, and nothing else."""
+    if not torch.is_grad_enabled():
+        return forward(states, *args, **kwargs)
+    if not states.requires_grad:  # else a reentrant checkpoint gives its weights no gradients
+        states = states.detach().requires_grad_()
+
+    def run(given: Tensor) -> Any:
+        return forward(given, *args, **kwargs)
+
+    with torch.autograd.graph.save_on_cpu(pin_memory=states.is_cuda):
+        return checkpoint(run, states, use_reentrant=True)
 
 
 def _placed(model: Any, source: Any | None, trainer: TrainerConfig, ranks: Ranks) -> Any:

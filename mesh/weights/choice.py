@@ -51,11 +51,9 @@ def choose(config: WeightsConfig, hosts: int = 1) -> Transport:
 def published_dtype(config: Config) -> torch.dtype | None:
     """Return the dtype that floating weights are published in; None keeps the trainer's dtypes.
 
-    Half precision if every receiver serves it: SDPO teachers that pull weights need full precision.
+    Half precision if every receiver keeps it: SDPO teachers that pull weights may need full ones.
     """
-    if config.generator.dtype == "bfloat16" and not config.sdpo.pulls_weights:
-        return torch.bfloat16
-    return None
+    return torch.bfloat16 if config.publishes_half else None
 
 
 def open_sender(transport: Transport, shape: Shape) -> TransportSender:

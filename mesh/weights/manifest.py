@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from composer_mesh.mesh.weights.errors import WeightsMismatch
 
+UPDATED = "updated_weights"
+"""Attribute of a model of which only some tensors are published: their names."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -48,9 +51,11 @@ class WeightManifest:
     def places(self, model: nn.Module) -> list[list[Tensor]]:
         """Return, for each entry, the distinct tensors of a model that it fills.
 
-        Raises `WeightsMismatch` with the name of the first tensor that does not fit.
+        Those are all of its tensors, or the `UPDATED` ones. Raises `WeightsMismatch` with the name
+        of the first tensor that does not fit.
         """
-        own = model.state_dict()
+        own, updated = model.state_dict(), getattr(model, UPDATED, None)
+        own = {name: one for name, one in own.items() if updated is None or name in updated}
         found = [_places(entry, own) for entry in self.entries]
         filled = {identity(place) for places in found for place in places}
         for name, tensor in own.items():

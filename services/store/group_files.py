@@ -3,6 +3,7 @@
     traces/000/000012.safetensors     ids: every trace's ids in order, contexts and actions
                                       logprobs: of the sampled ids, in the same order
                                       versions, runs: their policy versions, run-length encoded
+                                      experts: those of a mixture, if its engine told them
                                       body: JSON; lengths and stop reasons of turns, messages, ...
 
 Contents are restored bit for bit: log-probs are stored in 32 bits if that is exact, else in 64. A
@@ -26,6 +27,12 @@ from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
+from composer_mesh.services.store.group_experts import (
+    EXPERTS,
+    ExpertsReader,
+    experts_array,
+    shapes_of,
+)
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.whole_files import write_whole
 
@@ -79,6 +86,8 @@ class _Head:
     turn_advantages: list[float] = field(default_factory=list)
     episode_id: str = ""
     screened: bool = False
+    experts: list[tuple[int, int, int] | None] = field(default_factory=list)
+    """Positions, layers and experts of a token of each turn; empty if no turn has any."""
 
 
 _HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
@@ -108,6 +117,7 @@ def group_bytes(traces: Sequence[Trace]) -> bytes:
         "versions": versions,
         "runs": runs,
         "body": np.frombuffer(body, np.uint8),
+        **experts_array([turn.experts for turn in turns if turn.experts is not None]),
     }
     return bytes(save(tensors, {"format": FORMAT}))
 
@@ -125,7 +135,9 @@ def traces_of(content: bytes) -> list[Trace]:
         versions = np.repeat(tensors["versions"], tensors["runs"]).tolist()
         arrays = (tensors["ids"].tolist(), tensors["logprobs"].tolist(), versions)
         ids, logprobs, versions = map(iter, arrays)
-        found = [(head.further, _trace(head, ids, logprobs, versions)) for head in heads]
+        experts = ExpertsReader(tensors.get("experts"))
+        found = [(head.further, _trace(head, ids, logprobs, versions, experts)) for head in heads]
+        experts.check_all_taken()
         return _with_others(found)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it is no group's file: {short_reason(error)}") from error
@@ -133,10 +145,11 @@ def traces_of(content: bytes) -> list[Trace]:
 
 def _refuse_other_arrays(tensors: Mapping[str, NDArray[np.generic]]) -> None:
     """Raise ValueError unless the arrays have the names, the dimension and the types of a group."""
-    if set(tensors) != set(KINDS):
+    if set(tensors) - set(EXPERTS) != set(KINDS):
         raise ValueError(f"its arrays are {sorted(tensors)}, not {sorted(KINDS)}")
+    kinds = KINDS | EXPERTS
     for name, array in tensors.items():
-        if array.ndim != 1 or array.dtype.name not in KINDS[name]:
+        if array.ndim != 1 or array.dtype.name not in kinds[name]:
             raise ValueError(f"{name} has {array.ndim} dimensions of {array.dtype.name}")
 
 
@@ -234,13 +247,18 @@ def _head(trace: Trace, further: bool) -> _Head:
         trace.turn_advantages,
         trace.episode_id,
         trace.screened,
+        shapes_of(trace),
     )
 
 
 def _trace(
-    head: _Head, ids: Iterator[int], logprobs: Iterator[float], versions: Iterator[int]
+    head: _Head,
+    ids: Iterator[int],
+    logprobs: Iterator[float],
+    versions: Iterator[int],
+    experts: ExpertsReader,
 ) -> Trace:
-    untrained = set(head.untrained)
+    untrained, shapes = set(head.untrained), head.experts or [None] * len(head.turns)
     turns = [
         Turn(
             list(islice(ids, context)),
@@ -249,8 +267,11 @@ def _trace(
             list(islice(versions, action)),
             stop,
             number not in untrained,
+            experts.take(shape),
         )
-        for number, (context, action, stop) in enumerate(head.turns)
+        for number, ((context, action, stop), shape) in enumerate(
+            zip(head.turns, shapes, strict=True)
+        )
     ]
     return Trace(
         head.trace_id,

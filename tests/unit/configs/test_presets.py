@@ -9,6 +9,8 @@ from code_tasks import ROW
 from repository import ROOT
 
 from composer_mesh.configs.load import load_config
+from composer_mesh.planning.memory import GB, total
+from composer_mesh.planning.memory_estimate import memory_of
 from composer_mesh.planning.model_sizes import parameter_count, sizes_of
 from composer_mesh.services.cli import main
 
@@ -16,6 +18,7 @@ CONFIGS = ROOT / "configs"
 REAL = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-8b-64k": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "qwen3-coder": 30_532_122_624,
 }
@@ -86,7 +89,8 @@ SMALLER = {
         "master weights 1.84 + gradients 1.84 + Adam's moments 3.68",
     ),
     "qwen3-8b": ("gpu_memory_gb=40", "master weights 7.63 + gradients 7.63 + Adam's moments 15.3"),
-    "qwen3-32b": ("gpus=6", "all GPUs: trainer 16 x 1 + generator 3 x 4 = 28, of 24"),
+    "qwen3-8b-64k": ("gpu_memory_gb=60", "gathered for compute 6.07 + activations 29.2"),
+    "qwen3-32b": ("gpus=6", "all GPUs: trainer 16 x 1 + generator 4 x 4 = 32, of 24"),
     "qwen3-coder": ("memory_gb=100", "environment 4 x 16.09"),
 }
 
@@ -118,3 +122,26 @@ def test_the_8b_preset_leaves_no_gpu_idle_and_gives_none_twice(
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if " node " in line]
     gpus = [row[4] for row in rows if row[0].startswith(("trainer", "generator", "sdpo"))]
     assert sorted(gpus) == [str(number) for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand"), [("qwen3-8b-64k", 74.9), ("qwen3-32b", 73.0), ("qwen3-coder", 65.4)]
+)
+def test_long_contexts_fit_by_the_sums_that_the_guide_makes_by_hand(
+    name: str, by_hand: float, problems: Path
+) -> None:
+    config = load_config(preset(name), own(name, problems), model_later=True)
+    needs = total(memory_of("trainer", config, sizes_of(config.policy)).gpu) / GB
+    assert needs == pytest.approx(by_hand, rel=0.1)
+    assert f"{by_hand} |" in (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
+    (host,) = config.placement.hosts
+    assert needs < host.gpu_memory_gb
+
+
+def test_the_32b_preset_leaves_no_gpu_idle(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked("qwen3-32b", problems) == 0
+    rows = [one.split() for one in capsys.readouterr().out.splitlines() if one.startswith(" all ")]
+    assert len(rows) == 4
+    assert all("8" in row for row in rows)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 from guides import ROOT, Guide, as_a_run, names_in_code
 
+from composer_mesh.configs.moe import MoeConfig
 from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig, TrainerConfig
 
 PAGE = Guide.read("trainer.md")
@@ -37,7 +39,7 @@ def test_every_file_and_link_on_the_page_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in TrainerConfig.model_fields if name not in ("lora", "backend")]
+    "name", [name for name in TrainerConfig.model_fields if name not in ("lora", "backend", "moe")]
 )
 def test_each_setting_stands_there_with_its_default(name: str) -> None:
     default = getattr(TrainerConfig(), name)
@@ -45,6 +47,13 @@ def test_each_setting_stands_there_with_its_default(name: str) -> None:
         assert SHOWN[name] == str(default).lower()
     else:
         assert float(SHOWN[name]) == default
+
+
+def test_the_settings_of_mixtures_are_the_ones_that_exist() -> None:
+    (block,) = [one for one in PAGE.blocks("toml") if "[trainer.moe]" in one]
+    shown = tomllib.loads(block)["trainer"]["moe"]
+    assert set(shown) == set(MoeConfig.model_fields)
+    assert MoeConfig.model_validate(shown).router_replay
 
 
 def test_each_setting_of_adapters_stands_there_with_its_default() -> None:

@@ -40,15 +40,45 @@ def ids(rng: random.Random, count: int) -> list[int]:
 
 def test_pieces_are_small_beside_others_and_larger_alone() -> None:
     prompt = LongPrompt("r", row=3, length=100, computed=90)
-    assert prompt.next_piece(LIMITS, decoding=2) == range(90, 98)
-    assert prompt.next_piece(LIMITS, decoding=0) == range(90, 100)
-    assert LongPrompt("r", 3, 100, 0).next_piece(LIMITS, decoding=0) == range(32)
+    assert prompt.next_piece(LIMITS, [10, 10]) == range(90, 98)
+    assert prompt.next_piece(LIMITS, []) == range(90, 100)
+    assert LongPrompt("r", 3, 100, 0).next_piece(LIMITS, []) == range(32)
 
 
 def test_pieces_beside_others_become_shorter_as_tokens_take_longer() -> None:
     limits = PromptLimits(at_once=512, beside_decoding=120, doubled_at=1000)
     assert [limits.beside(position) for position in (0, 1000, 5000, 10**6)] == [120, 60, 20, 8]
     assert PromptLimits(512, 120).beside(10**6) == 120
+
+
+def test_steps_of_others_follow_a_piece_until_they_took_as_long() -> None:
+    limits = PromptLimits(at_once=512, beside_decoding=120, doubled_at=1000, step_tokens=8)
+    assert limits.steps_for(range(120), [0, 0]) == 12
+    assert limits.steps_for(range(120), [1000, 4000]) == 8
+    assert limits.steps_for(range(1000, 1060), [0, 0]) == 12
+    assert limits.steps_for(range(4), [0, 0]) == 1
+    assert PromptLimits(512, 120).steps_for(range(120), [0, 0]) == 1
+    prompt = LongPrompt("r", row=3, length=1000, computed=0)
+    prompt.next_piece(limits, [0, 0])
+    assert [prompt.rests(True) for _ in range(12)] == [True] * 11 + [False]
+    prompt.next_piece(limits, [0, 0])
+    assert not prompt.rests(False)
+
+
+def test_steps_between_pieces_change_no_answer(model: Any, rng: random.Random) -> None:
+    limits = PromptLimits(at_once=32, beside_decoding=8, step_tokens=2)
+    engine, results = Engine(model, 4, 256, prompt_limits=limits), Results()
+    others = [ask(str(number), ids(rng, 10), new=60) for number in range(2)]
+    long = ask("long", ids(rng, 120), new=5)
+    put(engine, others, results)
+    engine.step()
+    put(engine, [long], results)
+    with computed(model) as tokens:
+        while engine.busy:
+            engine.step()
+    assert tokens[:4] == [10, 2, 10, 2]
+    for asked in (*others, long):
+        assert_faithful(model, asked, results[asked.request_id])
 
 
 def test_a_token_takes_twice_as_long_where_attention_multiplies_as_much_as_the_weights(

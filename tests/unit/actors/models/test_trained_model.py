@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from step_batches import batch_of, largest_change, weights_of
 
 from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.backend import optimizers_of
 from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.lora import OtherAdapters, adapted_layers
 from composer_mesh.actors.models.optimizer_state import OtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import decoder_layers
-from composer_mesh.actors.models.trained_model import trained_model
+from composer_mesh.actors.models.trained_model import frozen_model, trained_model
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_folder import UnfitModelFolder
 from composer_mesh.planning.model_refusals import (
@@ -238,3 +239,91 @@ def test_files_that_lack_a_tensor_are_not_filled_with_random_numbers(folder: Pat
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnfitModelFolder, match=r"files that lack model\.norm\.weight"):
         load_model(folder)
+
+
+def test_adapters_of_a_checkpoint_are_loaded_by_peft(
+    build_config: Any, folder: Path, tmp_path: Path, peft: Any
+) -> None:
+    config = build_config(trainer={"lora": ADAPTED, "lr": 1e-2}, policy={"path": folder})
+    learner, rng = Learner(config, folder, Ranks()), random.Random(0)
+    learner.train(batch_of(load_model(folder), rng), None)
+    learner.copy()
+    learner.write(tmp_path / "step-1")
+    loaded = peft.PeftModel.from_pretrained(load_model(folder), tmp_path / "step-1" / "adapter")
+    torch.testing.assert_close(logits(loaded), logits(learner.model))
+    assert loaded.peft_config["default"].base_model_name_or_path == str(folder)
+    assert not torch.equal(logits(loaded), logits(load_model(folder)))
+
+
+def test_a_frozen_copy_in_bfloat16_is_half_as_large_and_nearly_the_same(
+    build_config: Any, folder: Path
+) -> None:
+    config = build_config()
+    whole, half = (frozen_model(config, folder, Ranks(), one) for one in ("float32", "bfloat16"))
+    assert {one.dtype for one in half.parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in half.buffers()} == {torch.float32}
+    assert float((logits(half).float() - logits(whole)).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_goes_on_bit_for_bit_from_a_checkpoint_of_each_optimizer(
+    build_config: Any, folder: Path, tmp_path: Path, optimizer: str
+) -> None:
+    config = build_config(trainer={"optimizer": optimizer, "lr": 1e-3})
+    learner, rng = Learner(config, folder, Ranks()), random.Random(0)
+    batches = [replace(batch_of(load_model(folder), rng), step=step) for step in range(3)]
+    learner.train(batches[0], None)
+    learner.copy()
+    learner.write(tmp_path / "step-1")
+    other = Learner(config, folder, Ranks())
+    other.restore(tmp_path / "step-1")
+    for one in (learner, other):
+        for batch in batches[1:]:
+            one.train(batch, None)
+    assert largest_change(learner.export(), other.export()) == 0
+
+
+def test_muon_gets_the_matrices_of_layers_alone(build_config: Any, build_model: Any) -> None:
+    trainer = build_config(trainer={"optimizer": "muon"}).trainer
+    weights = dict(build_model(1).named_parameters())
+    muon, adamw = optimizers_of(trainer, weights)
+    names = {id(one): name for name, one in weights.items()}
+    of_muon = {names[id(one)] for one in muon.param_groups[0]["params"]}
+    assert of_muon == {n for n in weights if "layers" in n and weights[n].ndim == 2}
+    assert len(adamw.param_groups[0]["params"]) == len(weights) - len(of_muon)
+
+
+def test_muon_is_refused_for_sharded_weights(build_config: Any) -> None:
+    with pytest.raises(ValidationError, match="optimizer is 'muon', which needs whole matrices"):
+        build_config(trainer={"optimizer": "muon", "ranks": 2})
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTED])
+def test_offloaded_inputs_of_layers_change_no_gradient(
+    build_config: Any, folder: Path, lora: Any, peft: Any
+) -> None:
+    found = []
+    for offload in (False, True):
+        trainer = {"activation_checkpointing": True, "activation_offload": offload, "lora": lora}
+        model = stirred(trained_model(build_config(trainer=trainer), folder, Ranks()))
+        # A cache would keep keys of the first forward, through which a second one has no gradient.
+        model(input_ids=torch.arange(20)[None], use_cache=False).logits.square().mean().backward()
+        found.append({n: one.grad for n, one in model.named_parameters() if one.requires_grad})
+        assert all(one is not None for one in found[-1].values())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"activation_checkpointing": False}, "only inputs of checkpointed layers are offloaded"),
+        ({"prefix_sharing": True}, "prefix_sharing is True, whose gradients pass beside the input"),
+        ({"moe": {"load_balancing": 0.1}}, "moe.load_balancing is 0.1, whose gradients pass"),
+    ],
+)
+def test_offloading_is_refused_where_gradients_would_be_lost(
+    build_config: Any, changes: dict[str, Any], why: str
+) -> None:
+    trainer = {"activation_checkpointing": True, "activation_offload": True, **changes}
+    with pytest.raises(ValidationError, match=why):
+        build_config(trainer=trainer)

@@ -52,6 +52,21 @@ def test_half_precision_is_published_where_everybody_serves_it(build_config: Any
     assert of("float32", 0.0) is None
 
 
+@pytest.mark.parametrize(
+    ("teacher", "published"),
+    [("live", torch.bfloat16), ("trust_region", torch.bfloat16), ("ema", None)],
+)
+def test_a_teacher_in_half_precision_lets_weight_sync_be_so_unless_it_is_an_average(
+    teacher: str, published: torch.dtype | None, build_config: Any
+) -> None:
+    config = build_config(
+        generator={"dtype": "bfloat16"},
+        sdpo={"alpha": 1.0, "teacher": teacher},
+        trainer={"frozen_dtype": "bfloat16"},
+    )
+    assert published_dtype(config) is published
+
+
 async def test_a_run_settles_on_one_transport_for_all_its_actors(
     build_config: Any, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from stored_runs import group_of, trace_of
 
+from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.store.group_files import (
     group_bytes,
@@ -133,3 +134,27 @@ def test_a_file_that_was_cut_or_is_gone_is_found(tmp_path: Path) -> None:
 def test_another_file_under_its_name_is_no_group(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it is no group's file"):
         traces_of(b"something else")
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_experts_of_turns_come_back_and_groups_without_them_have_no_array(width: int) -> None:
+    first, second = group_of(3, 2)
+    experts = ExpertChoices(2, 2, width, bytes(range(24)) * width)
+    turns = [replace(first.turns[0], experts=experts), *first.turns[1:]]
+    group = [replace(first, turns=turns), second]
+    content = group_bytes(group)
+    assert traces_of(content) == group
+    assert load(content)["experts"].nbytes == 24 * width
+    assert "experts" not in load(group_bytes([first, second]))
+
+
+@pytest.mark.parametrize(("stated", "why"), [(5, "experts have 24 bytes"), (7, "7 positions are")])
+def test_experts_that_are_not_stated_are_refused(stated: int, why: str) -> None:
+    (first,) = group_of(3, 1)
+    experts = ExpertChoices(2, 2, 1, bytes(range(24)))
+    group = [replace(first, turns=[replace(first.turns[0], experts=experts), *first.turns[1:]])]
+    arrays = load(group_bytes(group))
+    body = arrays["body"].tobytes().replace(b'"experts":[[6,', b'"experts":[[%d,' % stated)
+    arrays["body"] = np.frombuffer(body, np.uint8)
+    with pytest.raises(ValueError, match=why):
+        traces_of(save(arrays, {"format": "composer-mesh group 1"}))

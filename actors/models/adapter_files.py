@@ -1,0 +1,66 @@
+"""Adapters as the files of a folder that peft reads: `adapter_config.json` and its safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save
+from torch import Tensor
+
+from composer_mesh.actors.models.lora import PARTS
+from composer_mesh.configs.trainer import LoraConfig
+
+PREFIX = "base_model.model."
+FOLDER = "adapter"
+"""Folder of a run's adapters in a checkpoint."""
+
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
+"""The matrices A [rank, in] and B [out, rank] of each adapted layer, by its name."""
+
+
+def adapter_files(
+    pairs: Pairs, base: str, rank: int, alpha: float, dropout: float = 0.0
+) -> dict[str, bytes]:
+    """Return the files of a folder for `PeftModel.from_pretrained`, by name."""
+    tensors = {}
+    for name, (down, up) in pairs.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = down.contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = up.contiguous()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "bias": "none",
+        "target_modules": list(pairs),
+        "inference_mode": True,
+    }
+    return {
+        "adapter_config.json": json.dumps(config, indent=2).encode(),
+        "adapter_model.safetensors": save(tensors, {"format": "pt"}),
+    }
+
+
+class AdapterFolder:
+    """Writes the adapters of a run that trains some; `base` names the model that they adapt."""
+
+    def __init__(self, config: LoraConfig, base: str) -> None:
+        self._config, self._base = config, base
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the trained weights, by their names in the model, to `adapter/` in a folder."""
+        down, up = PARTS
+        pairs = {
+            name.removesuffix(down): (weights[name], weights[name.removesuffix(down) + up])
+            for name in weights
+            if name.endswith(down)
+        }
+        config = self._config
+        files = adapter_files(pairs, self._base, config.rank, config.alpha, config.dropout)
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / FOLDER / name).write_bytes(content)

@@ -1,0 +1,122 @@
+"""Attention of a packed row, each sequence by itself, as a transformers attention function.
+
+A mask of the row would be dense, and its scores would grow with the square of the row's length.
+Imported where it is used, since transformers comes with it.
+
+Axes: H query heads, L tokens of the row, D head width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from composer_mesh.actors.models.attention_calls import MORE, PACKED
+from composer_mesh.actors.models.packed import PackedRow
+from composer_mesh.planning.model_facts import FULL, SLIDING, AttentionCall
+
+WINDOWS: dict[str, bool] = {FULL: False, SLIDING: True}
+"""The kinds of layers that can be computed by sequences, and whether they have a window."""
+
+LEAST_BLOCK = 512
+"""Queries of one block in a layer with a window: fewer are no faster."""
+
+
+def computes_by_sequences(calls: Sequence[AttentionCall] | None, kinds: Sequence[str]) -> bool:
+    """Whether a model of these attention calls, of layers of these kinds, attends by sequences.
+
+    All its layers hand their arguments to an attention function, their windows too. One kind is
+    that of all layers.
+    """
+    kinds = [*kinds] * len(calls or ()) if len(kinds) == 1 else kinds
+    if not calls or len(calls) != len(kinds):
+        return False
+    return all(
+        call.replaceable and not call.more and WINDOWS.get(kind) == (call.window is not None)
+        for call, kind in zip(calls, kinds, strict=True)
+    )
+
+
+@torch.compiler.disable
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedRow | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return [1, L, H, D]: each sequence of the row `packed` attends to itself, causally.
+
+    Without `packed`, transformers' "sdpa". Raises ValueError for caps, sinks and biases.
+    """
+    if packed is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **others
+        )
+        return plain
+    if asked := [name for name in MORE if others.get(name) is not None]:
+        raise ValueError(f"attention has {', '.join(asked)}, which packed rows do not compute")
+    queries, keys, values = (one.split(packed.lengths, dim=2) for one in (query, key, value))
+    outputs = [
+        _causal(module, asked, seen, taken, sliding_window, others)
+        for asked, seen, taken in zip(queries, keys, values, strict=True)
+    ]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _causal(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    others: dict[str, Any],
+) -> Tensor:
+    """Return the attention of one sequence [1, L, H, D]."""
+    if window is not None and window < query.shape[2]:
+        return _windowed(module, query, key, value, window, others)
+    output: Tensor = sdpa_attention_forward(module, query, key, value, None, **others)[0]
+    return output
+
+
+def _windowed(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    others: dict[str, Any],
+) -> Tensor:
+    """Return the attention of one sequence in which a token sees `window` tokens, its own last.
+
+    A block of queries sees its own keys and those of the block before, which is no shorter than the
+    window: memory and time grow with the length.
+    """
+    block = max(window, LEAST_BLOCK)
+    queries, keys, values = (one.split(block, dim=2) for one in (query, key, value))
+    outputs = []
+    for number, asked in enumerate(queries):
+        near = slice(max(0, number - 1), number + 1)
+        seen = torch.cat(keys[near], dim=2), torch.cat(values[near], dim=2)
+        mask = _window_mask(asked.shape[2], seen[0].shape[2], window, query.device)
+        outputs.append(sdpa_attention_forward(module, asked, *seen, mask, **others)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return which of the keys [1, 1, queries, keys] the last positions of as many see."""
+    places = torch.arange(keys, device=device)
+    back = places[keys - queries :, None] - places
+    return ((back >= 0) & (back < window))[None, None]
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)
