@@ -20,9 +20,7 @@ def shapes_of(trace: Trace) -> list[Shape | None]:
     found = [turn.experts for turn in trace.turns]
     if not any(found):
         return []
-    return [
-        None if one is None else (one.positions, one.layers, one.per_token) for one in found
-    ]
+    return [None if one is None else (one.positions, one.layers, one.per_token) for one in found]
 
 
 def experts_array(found: Sequence[ExpertChoices]) -> dict[str, NDArray[np.generic]]:
