@@ -68,7 +68,7 @@ class WorkerProcess:
 
 
 def killed_islands(
-    store: str, folder: Path, *, kills: int, seed: int, count: int = 2, steps: int = 150
+    store: str, folder: Path, *, kills: int, seed: int, count: int = 2, steps: int = 240
 ) -> KillOutcome:
     """Kill islands at random moments; return what became of them after the last has ended."""
     drawn, outcome = random.Random(seed), KillOutcome()

@@ -19,12 +19,19 @@ from typing import Any
 import tinker
 from tinker import types
 
-from composer_mesh.client.episodes import Sampler, hinted_turns, pairs_by_vote, rollouts_of
-from composer_mesh.client.sequences import ThreeChannelStep
-from composer_mesh.client.step import submit, submit_public
-from composer_mesh.client.teachers import teacher_topk, with_reference
-from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.tasks.toolbox import ToolboxTask
+from composer_mesh.client import (
+    ChatFormat,
+    Sampler,
+    ThreeChannelStep,
+    ToolboxTask,
+    hinted_turns,
+    pairs_by_vote,
+    rollouts_of,
+    submit,
+    submit_public,
+    teacher_topk,
+    with_reference,
+)
 
 MAX_CONTEXT, MAX_NEW_TOKENS, TOP_K = 384, 40, 20
 GROUP, SITES, HELD_OUT = 8, 16, 100

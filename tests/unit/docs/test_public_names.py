@@ -9,16 +9,19 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from repository import ROOT
 
 import composer_mesh
+from composer_mesh import client
 from composer_mesh.configs.schema import Config
 
 PACKAGES = sorted(path.parent for path in (ROOT / "examples").glob("*/pyproject.toml"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if "runs" not in path.parts)
+PUBLIC = {"composer_mesh": composer_mesh.__all__, "composer_mesh.client": client.__all__}
 IMPORTED = (
     "import sys, json, os, composer_mesh; names = dir(composer_mesh); "
     "print(json.dumps([names, sorted(sys.modules), os.environ['MONARCH_LOG_SUFFIX']]))"
@@ -41,9 +44,16 @@ def test_every_public_name_is_what_its_module_has_and_says_what_it_is(name: str)
     assert found.__doc__
 
 
-def test_another_name_is_no_attribute() -> None:
+@pytest.mark.parametrize("name", client.__all__)
+def test_every_name_for_clients_is_what_its_module_has(name: str) -> None:
+    module = importlib.import_module(f"composer_mesh.{client._MODULES[name]}")
+    assert getattr(client, name) is getattr(module, name)
+
+
+@pytest.mark.parametrize("module", [composer_mesh, client])
+def test_another_name_is_no_attribute(module: Any) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        composer_mesh.nothing  # noqa: B018
+        module.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -52,9 +62,9 @@ def test_an_example_uses_public_names_only(path: Path) -> None:
         if isinstance(node, ast.Import):
             assert not any(one.name.startswith("composer_mesh.") for one in node.names)
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            assert not node.module.startswith("composer_mesh.")
-            if node.module == "composer_mesh":
-                assert {one.name for one in node.names} <= set(composer_mesh.__all__)
+            public = PUBLIC.get(node.module, ())
+            assert node.module in PUBLIC or not node.module.startswith("composer_mesh.")
+            assert node.module not in PUBLIC or {one.name for one in node.names} <= set(public)
 
 
 @pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
