@@ -26,6 +26,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.integrations.trl.callbacks import ClosesPairs
 from composer_mesh.integrations.trl.channels import (
     Captured,
     Figures,
@@ -43,17 +44,22 @@ from composer_mesh.integrations.trl.checks import (
 )
 from composer_mesh.integrations.trl.environments import TaskEnvironment
 from composer_mesh.integrations.trl.gathering import Gathered
+from composer_mesh.integrations.trl.generations import (
+    Traces,
+    batch_sites,
+    batch_traces,
+    views_by_row,
+)
 from composer_mesh.integrations.trl.pairs import PairSettings, PairSource
 from composer_mesh.integrations.trl.parts import Layout, Part, parts_of, view_tokens
-from composer_mesh.integrations.trl.traces import Completion, said_last, trace_of_completion
+from composer_mesh.integrations.trl.traces import said_last
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import PairSample, hinted_sites
+from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.traces import Trace
 
 try:
-    from transformers import TrainerCallback
     from transformers.utils import get_json_schema
     from trl import GRPOTrainer
 except ModuleNotFoundError as error:
@@ -106,7 +112,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         self._figures: Figures = {}
         self._taid: Mapping[str, Any] | None = None
         if pairs is not None:
-            self.add_callback(_ClosesPairs(pairs))
+            self.add_callback(ClosesPairs(pairs))
 
     @property
     def _on(self) -> bool:
@@ -140,68 +146,26 @@ class ComposerGRPOTrainer(GRPOTrainer):
         found = super()._generate_and_score_completions(inputs)
         if not (self._on and self.model.training):
             return found
-        traces = self._traces(inputs, found)
-        layout, count = self._layout(), len(inputs)
-        self._batch = Gathered(self.accelerator)
+        traces, layout = self._traces(inputs, found), self._layout()
+        self._batch, views = Gathered(self.accelerator), list[HintedView]()
         if self._sdpo.on:
             limit = max(1, layout.share(self._sdpo.max_sites_per_step) // layout.ranks)
-            sites = hinted_sites(
-                [one for one in traces if one is not None],
-                self._chat,
-                lambda trace: trace.answer,
-                limit,
-                self._longest,
-                self._sdpo.hints,
-                templates=self._templates,
+            sites = batch_sites(
+                traces, self._sdpo, self._chat, self._templates, limit, self._longest
             )
-            by_trace: dict[str, list[HintedView]] = {}
-            for view in sites.views:
-                by_trace.setdefault(view.trace_id, []).append(view)
-            ids = ["" if trace is None else trace.trace_id for trace in traces]
-            found[VIEWS] = [by_trace.get(one, []) for one in ids]
             own = sum(len(trace.error_sites) for trace in traces if trace is not None)
             self._batch.add("rollouts/error_sites", own)
             self._batch.add("sdpo/sites", len(sites.views))
             self._batch.add("sdpo/refused_hints", sites.refused)
-        else:
-            found[VIEWS] = [[] for _ in range(count)]
+            views = sites.views
+        found[VIEWS] = views_by_row(traces, views)
         self._new_pairs = self._pairs_for([one for one in traces if one is not None], layout)
         return found
 
-    def _traces(self, inputs: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Any:
-        """Return the trace of each row; None where TRL leaves a row out of its loss."""
-        if all(isinstance(row.get("trace"), Trace) for row in inputs):
-            kept = found["completion_mask"].bool().any(-1).tolist()
-            return [row["trace"] if one else None for row, one in zip(inputs, kept, strict=True)]
-        name, group = f"{self.state.global_step:06d}-{self.accelerator.process_index}", 0
+    def _traces(self, inputs: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Traces:
+        name = f"{self.state.global_step:06d}-{self.accelerator.process_index}"
         tools = [tool.__name__ for tool in self.tools]
-        traces: list[Trace | None] = []
-        for place, row in enumerate(inputs):
-            group += place > 0 and row.get("prompt") != inputs[place - 1].get("prompt")
-            completion = self._completion(place, row, found)
-            traces.append(
-                trace_of_completion(
-                    completion, f"{name}-{place:04d}", group, place, tools, row.get("answer")
-                )
-                if completion.ids
-                else None
-            )
-        return traces
-
-    def _completion(
-        self, place: int, row: Mapping[str, Any], found: Mapping[str, Any]
-    ) -> Completion:
-        shown = found["completion_mask"][place].bool()
-        sampled = found["tool_mask"][place][shown] if "tool_mask" in found else shown[shown]
-        prompt, said = row.get("prompt"), self._completions[place]
-        return Completion(
-            found["prompt_ids"][place][found["prompt_mask"][place].bool()].tolist(),
-            found["completion_ids"][place][shown].tolist(),
-            sampled.bool().tolist(),
-            prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}],
-            said if isinstance(said, list) else [{"role": "assistant", "content": str(said)}],
-            self.environments[place] if self.environments else None,
-        )
+        return batch_traces(inputs, found, self._completions, self.environments, tools, name)
 
     def _pairs_for(self, traces: Sequence[Trace], layout: Layout) -> list[PairSample]:
         """Return the pairs of a generation batch, the same on all ranks."""
@@ -332,13 +296,3 @@ class ComposerGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (path := Path(checkpoint) / STATE_FILE).exists():
             self._taid = json.loads(path.read_text())["taid"]
-
-
-class _ClosesPairs(TrainerCallback):
-    """Closes a source of pairs at the end of training."""
-
-    def __init__(self, pairs: PairSource) -> None:
-        self._pairs = pairs
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._pairs.close()
