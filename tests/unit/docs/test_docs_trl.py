@@ -14,6 +14,7 @@ from composer_mesh.tasks.toolbox import ToolboxTask
 
 PAGE = Guide.read("trl.md")
 THEIRS = {
+    "async_grpo_trainer",
     "environment_factory",
     "fsdp_version",
     "generate_single_turn",
@@ -22,6 +23,7 @@ THEIRS = {
     "rollout_func",
     "rollout_worker",
     "steps_per_generation",
+    "tree_fa3",
     "test_trl_ranks",
     "weight_transfer",
 }
