@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from learning import write_policy
+from process_trees import run_tree
 
 SCRIPT = Path(__file__).parents[1] / "unit" / "helpers" / "trl_ranks.py"
 LAUNCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
@@ -18,11 +18,9 @@ LAUNCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"
 @pytest.mark.timeout(600)
 def test_two_processes_train_one_policy_and_end_bit_equal(tmp_path: Path) -> None:
     write_policy(tmp_path)
-    ended = subprocess.run(
+    ended = run_tree(
         [sys.executable, *LAUNCH, str(SCRIPT), str(tmp_path), "1"],
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parent), "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
         timeout=500,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]

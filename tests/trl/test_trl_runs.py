@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from learning import write_policy
+from process_trees import run_tree
 
 SCRIPT = Path(__file__).parents[1] / "unit" / "helpers" / "trl_ranks.py"
 HELPERS = (SCRIPT.parent, SCRIPT.parents[2] / "procs" / "helpers")
@@ -31,10 +32,7 @@ def command(folder: Path, steps: int, *options: str, ranks: int = 1) -> list[str
 
 
 def finished(folder: Path, steps: int, *options: str, ranks: int = 1) -> list[dict[str, Any]]:
-    ended = subprocess.run(
-        command(folder, steps, *options, ranks=ranks), env=ENV, capture_output=True, text=True,
-        timeout=LIMIT_S,
-    )  # fmt: skip
+    ended = run_tree(command(folder, steps, *options, ranks=ranks), env=ENV, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -60,13 +58,11 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_weights_sharded_by_fsdp2_have_the_losses_and_gradients_of_whole_ones() -> None:
     script = SCRIPT.with_name("trl_sharded.py")
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    ended = subprocess.run(
-        [sys.executable, *launch], env=ENV, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    ended = run_tree([sys.executable, *launch], env=ENV, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
