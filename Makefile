@@ -1,7 +1,8 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
-# `make vllm` trains with vLLM on the CPU, `make test-trl`, `test-areal` and `test-prime-rl` train in these stacks,
+# `make vllm` trains with vLLM on the CPU, `make test-trl`, `test-areal`, `test-verl` and `test-prime-rl` train in these stacks,
 # `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
+# `make test-data-juicer` runs the recipes of pair filters with data-juicer,
 # `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
 # `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served,
 # `make test-islands` lets islands meet in an S3 server,
@@ -42,6 +43,8 @@ VERIFIERS := .venv-verifiers
 TRACKERS := .venv-trackers
 PRIME_RL := .prime-rl
 AREAL := .venv-areal
+VERL := .venv-verl
+DATA_JUICER := .venv-data-juicer
 PRIME_RL_COMMIT := 559b44772e471d1538537b8805cc77f3824a5e64
 TINKER := .venv-tinker
 S3 := .venv-s3
@@ -147,7 +150,7 @@ $(STAMPS)/browser/installed: $(STAMPS)/dev
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
 	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
 
-.PHONY: test-trl test-prime-rl test-areal
+.PHONY: test-trl test-prime-rl test-areal test-verl test-data-juicer
 
 # TRL's trainer with three channels: killed and resumed, sharded by FSDP2, in two processes; then its
 # success on the quickstart's task, within 0.03 of ours. Takes about a quarter of an hour on two cores.
@@ -159,7 +162,9 @@ test-trl: $(STAMPS)/dev
 # COMPOSER_MESH_PRIME_RL names.
 test-prime-rl: $(STAMPS)/dev $(PRIME_RL)/.packages
 	@test -n "$$COMPOSER_MESH_PRIME_RL" || test -d $(PRIME_RL)/repository || \
-		git clone -q --filter=blob:none https://github.com/PrimeIntellect-ai/prime-rl $(PRIME_RL)/repository
+		git clone -q --filter=blob:none https://github.com/PrimeIntellect-ai/prime-rl $(PRIME_RL)/repository || \
+		{ echo "PRIME-RL cannot be cloned from here: set COMPOSER_MESH_PRIME_RL to a checkout of its commit" \
+			"$(PRIME_RL_COMMIT)" >&2; exit 1; }
 	@test -n "$$COMPOSER_MESH_PRIME_RL" || git -C $(PRIME_RL)/repository checkout -q $(PRIME_RL_COMMIT)
 	COMPOSER_MESH_PRIME_RL=$${COMPOSER_MESH_PRIME_RL:-$(PRIME_RL)/repository} \
 		COMPOSER_MESH_PRIME_RL_PACKAGES=$(PRIME_RL)/packages \
@@ -188,6 +193,37 @@ $(AREAL)/.installed: $(STAMPS)/dev
 # Its workflows on our generators, its engine with three channels, and its own losses. Takes minutes.
 test-areal: $(AREAL)/.installed
 	COMPOSER_MESH_TEST_AREAL=1 $(AREAL)/bin/python -m pytest tests/areal -rs -p no:cacheprovider $(PYTEST_ARGS)
+
+# verl 0.9.1 on the packages of .venv, over which its own lie: it asks for older transformers, with their
+# own tokenizers and hub, and reads the TRL of its own extra. cachetools, fastapi and uvicorn it does not declare.
+VERL_PACKAGES := cachetools codetiming dill fastapi hydra-core pybind11 pylatexenc ray[default]==2.60.0 tensorboard \
+	torchdata uvicorn wandb==0.31.0 orjson importlib_metadata
+$(VERL)/.installed: $(STAMPS)/dev
+	$(PYTHON) -m venv $(VERL)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(VERL)/bin/python -c 'import site; print(site.getsitepackages()[0])')/over.pth"
+	$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^(torch|numpy|datasets|accelerate|peft|pydantic|httpx)==' > $(VERL)/kept.txt
+	$(VERL)/bin/python -m pip install -q -c $(VERL)/kept.txt $(VERL_PACKAGES)
+	$(VERL)/bin/python -m pip install -q --no-deps verl==0.9.1 transformers==5.10.2 'tokenizers>=0.22,<0.23' \
+		'huggingface_hub>=1.5,<2' tensordict==0.10.0 'pyvers>=0.1,<0.2' trl==0.27.0
+	touch $@
+
+# The estimator, the agent loop and three optimizer steps in its FSDP2 engine on a CPU. Takes some minutes.
+test-verl: $(VERL)/.installed
+	COMPOSER_MESH_TEST_VERL=1 $(VERL)/bin/python -m pytest tests/verl -rs -p no:cacheprovider $(PYTEST_ARGS)
+
+# data-juicer over the packages of .venv. Its executor installs ray by itself where that is missing.
+$(DATA_JUICER)/.installed: $(STAMPS)/dev
+	$(PYTHON) -m venv $(DATA_JUICER)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(DATA_JUICER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/over.pth"
+	$(BIN)/python -m pip freeze --exclude-editable | grep -iE '^torch==' > $(DATA_JUICER)/kept.txt
+	$(DATA_JUICER)/bin/python -m pip install -q -c $(DATA_JUICER)/kept.txt py-data-juicer==1.6.1 ray[default]==2.60.0
+	touch $@
+
+# Both recipes of the pair filters, run by its own command.
+test-data-juicer: $(DATA_JUICER)/.installed
+	COMPOSER_MESH_TEST_DATA_JUICER=$(DATA_JUICER)/bin $(BIN)/python -m pytest tests/data_juicer -rs $(PYTEST_ARGS)
 
 # The Tinker SDK, the oldest and the newest of the served range, against `composer-mesh serve`: every call,
 # and 20 kills under 8 clients. Takes some minutes.
@@ -241,7 +277,7 @@ gpu-check:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(S3) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(TINKER) $(AREAL) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(S3) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(TINKER) $(AREAL) $(VERL) $(DATA_JUICER) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, Outcome
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.task import Task
@@ -20,6 +20,9 @@ Sampled = tuple[list[list[int]], list[list[float]] | None]
 
 Sample = Callable[[list[list[int]]], Sampled]
 """Answers a batch of contexts."""
+
+PlayedTurn = tuple[list[int], list[int], list[float] | None]
+"""Ids new in the context, ids sampled, and the log-probs of these if they are known."""
 
 
 def play_episodes(
@@ -55,6 +58,41 @@ def play_episodes(
     ]
 
 
+def played_trace(
+    episode: Episode,
+    outcome: Outcome,
+    played: Sequence[PlayedTurn],
+    sites: Sequence[ErrorSite],
+    *,
+    group_id: int = 0,
+    place: int = 0,
+) -> Trace:
+    """Return the trace of an episode; unknown log-probs are 0, and all versions are 0."""
+    turns = [
+        Turn(context, answer, logprobs or [0.0] * len(answer), [0] * len(answer), "stop")
+        for context, answer, logprobs in played
+    ]
+    return Trace(
+        f"{episode.split}-{group_id:06d}-{place:03d}",
+        group_id,
+        place,
+        episode.task,
+        episode.split,
+        episode.index,
+        turns,
+        outcome.messages,
+        outcome.reward,
+        outcome.success,
+        list(sites),
+        dict(outcome.rewards),
+        outcome.answer,
+        penalty=outcome.penalty,
+        left_out=list(outcome.left_out),
+        turn_rewards=outcome.turn_rewards,
+        screened=outcome.screened,
+    )
+
+
 @dataclass
 class _Playing:
     """One episode under way."""
@@ -63,7 +101,7 @@ class _Playing:
     chat: ChatFormat
     episode: Episode
     done: bool = False
-    turns: list[tuple[list[int], list[int], list[float] | None]] = field(default_factory=list)
+    turns: list[PlayedTurn] = field(default_factory=list)
     sites: list[ErrorSite] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,28 +125,8 @@ class _Playing:
 
     def trace(self, group_id: int, place: int) -> Trace:
         """Score the episode and return it, without log-probs where none are known."""
-        outcome, episode = self._session.outcome(), self.episode
+        outcome = self._session.outcome()
         self._session.close()
-        turns = [
-            Turn(context, answer, logprobs or [0.0] * len(answer), [0] * len(answer), "stop")
-            for context, answer, logprobs in self.turns
-        ]
-        return Trace(
-            f"{episode.split}-{group_id:06d}-{place:03d}",
-            group_id,
-            place,
-            episode.task,
-            episode.split,
-            episode.index,
-            turns,
-            outcome.messages,
-            outcome.reward,
-            outcome.success,
-            self.sites,
-            dict(outcome.rewards),
-            outcome.answer,
-            penalty=outcome.penalty,
-            left_out=list(outcome.left_out),
-            turn_rewards=outcome.turn_rewards,
-            screened=outcome.screened,
+        return played_trace(
+            self.episode, outcome, self.turns, self.sites, group_id=group_id, place=place
         )
