@@ -89,7 +89,10 @@ def three_channel_step(
 
     `actor` is verl's ActorConfig, whose policy loss is trained. Pairs have the log-probs of a
     reference. Call it on every rank, inside `engine.train_mode()`, each with rows of its own.
+    Raises ValueError where no id of any rank is trained.
     """
+    if not _sum(engine, sum(sum(row.response_mask) for row in rows)):
+        raise ValueError("no response id of the step is trained, so it has no loss: leave it out")
     engine.optimizer_zero_grad()
     found = {"policy": 0.0, "sdpo": 0.0, **_rollouts(engine, rows, channels, actor, temperature)}
     found["replay"] = _pairs(engine, pairs, channels) if channels.beta else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +97,9 @@ def engine_on_cpu(folder: Path, lr: float, tokens: int = 128) -> Any:
     EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])(
         FSDPEngineWithLMHead
     )
-    if not dist.is_initialized():
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    elif not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     engine = EngineRegistry.new(
         model_type="language_model",

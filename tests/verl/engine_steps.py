@@ -72,22 +72,23 @@ def difference(engine: Any, model: Any) -> float:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    rank, ranks = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     model = load_model(folder)
     batch = batch_of(model, random.Random(2), samples=5, pairs=3)
-    rows = [row_of(one, views_of(batch, one)) for one in batch.samples]
+    rows = [row_of(one, views_of(batch, one)) for one in batch.samples][rank::ranks]
+    pairs = batch.pairs[rank::ranks]
     channels, found = Channels(alpha=0.5, beta=0.3), {}
     engine = cpu_engine.engine_on_cpu(folder, RATE)
     with engine.train_mode():
-        steps = [three_channel_step(engine, rows, batch.pairs, channels, actor())]
+        steps = [three_channel_step(engine, rows, pairs, channels, actor())]
         ours = our_step(model, batch)
         found["difference"] = difference(engine, model)
-        steps += [
-            three_channel_step(engine, rows, batch.pairs, channels, actor()) for _ in range(2)
-        ]
+        steps += [three_channel_step(engine, rows, pairs, channels, actor()) for _ in range(2)]
         narrow = Channels(alpha=0.5, top_k=20)
         found["top_k"] = three_channel_step(engine, rows, [], narrow, actor())
-        found["pairs"] = [pair_step(engine, batch.pairs, channels) for _ in range(2)]
-    print(json.dumps({**found, "steps": steps, "ours": ours}))
+        found["pairs"] = [pair_step(engine, pairs, channels) for _ in range(2)]
+    if rank == 0:
+        print(json.dumps({**found, "steps": steps, "ours": ours}))
 
 
 if __name__ == "__main__":

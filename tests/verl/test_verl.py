@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_trees import run_tree
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
@@ -18,22 +18,22 @@ RECORDED = HERE.parent / "unit" / "integrations" / "recorded" / "verl.json"
 LOSSES = ("loss/policy", "loss/sdpo", "loss/replay", "loss/total")
 
 
-def printed(script: str, policy: Path) -> Any:
-    """What a script prints in a process of its own, since the platform is chosen at import."""
-    ended = subprocess.run(
-        [sys.executable, str(HERE / script), str(policy)],
+def printed(script: str, policy: Path, ranks: int = 1) -> Any:
+    """What a script prints in processes of its own, since the platform is chosen at import."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ended = run_tree(
+        [sys.executable, *(launch if ranks > 1 else []), str(HERE / script), str(policy)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=500,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    return next(json.loads(one) for one in ended.stdout.splitlines() if one.startswith("{"))
 
 
-@pytest.fixture(scope="module")
-def trained(policy: Path) -> Any:
-    return printed("engine_steps.py", policy)
+@pytest.fixture(scope="module", params=[1, 2])
+def trained(policy: Path, request: pytest.FixtureRequest) -> Any:
+    """What `engine_steps.py` found, on one rank and on two."""
+    return printed("engine_steps.py", policy, request.param)
 
 
 def test_a_step_in_its_engine_has_the_losses_and_the_weights_of_ours(trained: Any) -> None:

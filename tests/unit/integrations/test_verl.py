@@ -131,6 +131,15 @@ def test_pairs_without_a_reference_or_a_weight_are_refused(build_model: Any) -> 
         pair_step(FakeEngine(model, RATE), [pair], Channels())
 
 
+def test_a_step_in_which_nothing_is_trained_is_refused(build_model: Any) -> None:
+    model = build_model(1)
+    batch = batch_of(model, random.Random(2), samples=1)
+    row = row_of(batch.samples[0], [])
+    screened = dataclasses.replace(row, response_mask=[0] * len(row.response_mask))
+    with pytest.raises(ValueError, match="no response id of the step is trained"):
+        three_channel_step(FakeEngine(model, RATE), [screened], [], CHANNELS, actor_config())
+
+
 def test_logits_of_a_part_of_the_sequence_are_refused() -> None:
     data = {"input_ids": torch.nested.as_nested_tensor([torch.arange(4)], layout=torch.jagged)}
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size 1"):
