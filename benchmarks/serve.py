@@ -245,8 +245,8 @@ async def measure(report: Report, load: Load, samples: int, many: bool) -> None:
             httpx.AsyncClient(base_url=server.url, timeout=120) as http,
         ):
             clients = [Client(http, number) for number in range(MANY if many else CLIENTS)]
-            for one in clients:
-                await one.open()
+            for client in clients:
+                await client.open()
             await all_at_once(clients[:CLIENTS], Load(2))
             asked = 2 * CLIENTS
             for name, size in (("", LONG), (" of 4 x 48 tokens", MIDDLE)):
