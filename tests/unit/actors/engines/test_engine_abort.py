@@ -119,7 +119,7 @@ def test_requests_and_aborts_of_another_thread_are_each_heeded_once(make: Make) 
 
     thread = threading.Thread(target=submit_and_abort)
     thread.start()
-    while engine.busy or not submitted.is_set():
+    while not submitted.is_set() or engine.busy:
         engine.step()
     thread.join()
     assert len(answered) == len(set(answered))

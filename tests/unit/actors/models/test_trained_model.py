@@ -262,7 +262,8 @@ def test_a_frozen_copy_in_bfloat16_is_half_as_large_and_nearly_the_same(
     whole, half = (frozen_model(config, folder, Ranks(), one) for one in ("float32", "bfloat16"))
     assert {one.dtype for one in half.parameters()} == {torch.bfloat16}
     assert {one.dtype for one in half.buffers()} == {torch.float32}
-    assert float((logits(half).float() - logits(whole)).abs().mean()) < 0.02
+    difference = (logits(half).float() - logits(whole)).abs().mean() / logits(whole).std()
+    assert 0 < float(difference) < 0.05
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -167,7 +167,7 @@ def test_a_step_whose_signals_are_lost_is_the_step_without_the_channel(make: Mak
     states = torch.ones(batch.sdpo_tokens, model.config.hidden_size)
     found = step.run(batch, LosesSome(batch, states))
     expected = plain.run(replace(batch, views=[]), None)
-    assert found.pop("sdpo/lost_steps") == 1
+    assert (found.pop("sdpo/lost_steps"), found.pop("sdpo/alpha")) == (1, ALPHA)
     assert found["loss/sdpo"] is None
     assert found == expected
     assert largest_change(weights_of(model), weights_of(other)) == 0

