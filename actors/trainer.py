@@ -43,7 +43,7 @@ class TrainReply:
     metrics: dict[str, Any]
     figures: dict[str, float]
     divergences: list[TurnDivergences] = field(default_factory=list)
-    news: list[tuple[str, str]] = field(default_factory=list)
+    new_events: list[tuple[str, str]] = field(default_factory=list)
     """Events of an island's rounds: kind and text."""
 
 
@@ -147,7 +147,7 @@ class TrainerActor(MeshActor):
             self.activity = "idle"
             figures = {} if source is None else source.figures()
             learner = self._learner
-            return TrainReply(metrics, figures, learner.divergences, learner.news())
+            return TrainReply(metrics, figures, learner.divergences, learner.new_events())
 
     def details(self) -> dict[str, Any]:
         return self._details

@@ -56,10 +56,10 @@ def main() -> None:
 def worlds(report: Report, count: int) -> None:
     """Live worlds with faults of the store, kills, slow islands, wrong clocks and NaN."""
     found = [faulty_world(seed) for seed in range(count)]
-    happened, news = Counter[str](), Counter[str]()
+    happened, new_events = Counter[str](), Counter[str]()
     for one in found:
         happened += Counter(one.happened)
-        news += Counter(one.news)
+        new_events += Counter(one.new_events)
         for text in one.wrong:
             print(f"world {one.seed}: {text}")
     total = {
@@ -68,7 +68,7 @@ def worlds(report: Report, count: int) -> None:
         "worlds_rounds": sum(one.rounds for one in found),
         "worlds_rounds_lost": sum(one.lost for one in found),
         "worlds_hangs": sum(one.hangs for one in found),
-        **{f"worlds_{name}": number for name, number in sorted((happened + news).items())},
+        **{f"worlds_{name}": number for name, number in sorted((happened + new_events).items())},
     }
     report.figures |= total
     report.ratios["wrong_averages"] = sum(len(one.wrong) for one in found)

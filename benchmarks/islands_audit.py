@@ -1,4 +1,4 @@
-"""What a store says afterwards: every average computed once more, by other code than the islands'.
+"""Audit of an object store after a run: recomputes every average, without the islands' own code.
 
 The mean of a round is summed here in float64 from the contributions that its manifest names, and
 the outer optimizer is SGD, written out. Needs a run that has removed nothing (`rounds_kept`).

@@ -77,7 +77,7 @@ class Outcome:
     lost: int = 0
     wrong: list[str] = field(default_factory=list)
     happened: dict[str, int] = field(default_factory=dict)
-    news: dict[str, int] = field(default_factory=dict)
+    new_events: dict[str, int] = field(default_factory=dict)
 
 
 def faulty_world(seed: int) -> Outcome:
@@ -153,10 +153,10 @@ class _Island:
         """Add what happened here, and compare what was merged with the audit."""
         outcome.kills += self._kills
         outcome.lost += sum(int(one["islands/lost"]) for one in self._run.figures)
-        for kind, _ in self._run.news:
-            outcome.news[kind] = outcome.news.get(kind, 0) + 1
+        for kind, _ in self._run.new_events:
+            outcome.new_events[kind] = outcome.new_events.get(kind, 0) + 1
         for text in self._errors:
-            outcome.news[text[:60]] = outcome.news.get(text[:60], 0) + 1
+            outcome.new_events[text[:60]] = outcome.new_events.get(text[:60], 0) + 1
         for name, count in self._faults.happened.items():
             outcome.happened[name] = outcome.happened.get(name, 0) + count
         for number, weights in self._merged:

@@ -54,9 +54,9 @@ def tell(run: Run) -> None:
         "sha256": hashlib.sha256(run.flat.tobytes()).hexdigest(),
         "weights": run.flat.tolist(),
         "figures": run.figures[-1],
-        "news": run.news,
+        "new_events": run.new_events,
     }
-    run.news = []
+    run.new_events = []
     sys.stdout.write(json.dumps(about) + "\n")
     sys.stdout.flush()
 

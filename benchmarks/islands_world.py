@@ -69,7 +69,7 @@ class Run:
     island: Island | None = None
     checkpoint: Checkpoint | None = None
     figures: list[dict[str, float]] = field(default_factory=list)
-    news: list[tuple[str, str]] = field(default_factory=list)
+    new_events: list[tuple[str, str]] = field(default_factory=list)
 
     def open(self) -> None:
         """Start, or go on from the newest checkpoint, as a new process."""
@@ -92,7 +92,7 @@ class Run:
             self.weights.of[name] = (value - np.float32(self.lr) * gradient).astype(np.float32)
         self.step += 1
         self.figures.append(self.island.after_step(self.step))
-        self.news += self.island.news()
+        self.new_events += self.island.new_events()
         if self.step % self.checkpoint_every == 0:
             kept = {name: one.copy() for name, one in self.island.kept().items()}
             weights = {name: one.copy() for name, one in self.weights.of.items()}

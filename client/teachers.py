@@ -1,4 +1,4 @@
-"""Asks samplers about ids that exist already: teachers' most probable ids, references' log-probs.
+"""Scores given ids with samplers: a teacher's top-k log-probs, and log-probs of a reference.
 
 All requests are sent before the first answer is waited for.
 """

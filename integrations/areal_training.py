@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_mesh.integrations.areal import ppo_actor_loss
+from composer_mesh.integrations.pair_gradients import check_references, pair_gradients
 from composer_mesh.losses.distillation import generalized_jsd
-from composer_mesh.losses.preference import dpo_loss
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample
 
@@ -240,11 +240,7 @@ def _pulls(
     losses = {"policy": 0.0, "sdpo": 0.0, "replay": 0.0}
     if not pairs:
         return [], losses
-    missing = next((pair.pair_id for pair in pairs if pair.reference is None), None)
-    if missing is not None:
-        raise ValueError(
-            f"pair {missing} has no reference log-probs: score pairs with the initial policy first"
-        )
+    check_references(pairs)
     sums: dict[int, float] = {}
 
     def add(piece: Piece) -> None:
@@ -252,18 +248,13 @@ def _pulls(
 
     with torch.no_grad():
         _run(engine, [_row(ids) for ids, _ in sides], add, forward_only=True)
-    values = torch.tensor([sums[place] for place in range(len(sides))], requires_grad=True)
-    references = torch.tensor([pair.reference for pair in pairs], dtype=torch.float32)
-    result = dpo_loss(
-        values[0::2],
-        values[1::2],
-        references[:, 0],
-        references[:, 1],
-        beta=channels.dpo_beta,
+    losses["replay"], gradient = pair_gradients(
+        torch.tensor([sums[place] for place in range(len(sides))]),
+        pairs,
+        weight=channels.beta,
+        dpo_beta=channels.dpo_beta,
         normalizer=count,
     )
-    (gradient,) = torch.autograd.grad(channels.beta * result.loss, values)
-    losses["replay"] = float(result.loss.detach())
     return gradient.tolist(), losses
 
 

@@ -16,7 +16,7 @@ from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import Actor, Port, concurrent_endpoint
 
 from composer_mesh.mesh.call_stream import Endpoint, StreamServer
-from composer_mesh.mesh.garbage import leave_out_loaded
+from composer_mesh.mesh.garbage_collection import leave_out_loaded
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.message_batcher import Item
 from composer_mesh.mesh.monarch_log import remove_opened

@@ -17,7 +17,7 @@ from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.failures import recorded_by
-from composer_mesh.mesh.garbage import collect_rarely, leave_out_loaded
+from composer_mesh.mesh.garbage_collection import collect_rarely, leave_out_loaded
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import LocalHost
@@ -46,7 +46,8 @@ class MeshHost:
 
     `async with MeshHost(supervisor) as host:` stops them all at the end of the block. With
     `heartbeat`, an actor that hangs is killed and reported as dead. With `preload`, processes are
-    forked from one that has imported these modules, none of which imports Monarch.
+    forked from one that has imported these modules, none of which imports Monarch. This process
+    collects garbage seldom from then on.
     """
 
     name = NAME

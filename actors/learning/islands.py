@@ -39,7 +39,7 @@ class WholeWeights:
 
 
 class LearnerIsland:
-    """The island of one trainer. Every method but `news` is collective over the ranks."""
+    """The island of one trainer. Every method but `new_events` is collective over the ranks."""
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
         self._weights, self._ranks = weights, ranks
@@ -82,9 +82,9 @@ class LearnerIsland:
             return {}
         return {name: torch.from_numpy(one) for name, one in self._island.kept().items()}
 
-    def news(self) -> list[tuple[str, str]]:
+    def new_events(self) -> list[tuple[str, str]]:
         """Return the events since the last call: kind and text."""
-        return [] if self._island is None else self._island.news()
+        return [] if self._island is None else self._island.new_events()
 
     @torch.no_grad()
     def _gather(self) -> None:

@@ -135,9 +135,9 @@ class Learner:
         if self._island is not None:
             self._island.join()
 
-    def news(self) -> list[tuple[str, str]]:
+    def new_events(self) -> list[tuple[str, str]]:
         """Return the events of this island's rounds since the last call: kind and text."""
-        return [] if self._island is None else self._island.news()
+        return [] if self._island is None else self._island.new_events()
 
     def export(self) -> dict[str, Tensor]:
         """Return the policy's tensors as generators load them; may run concurrently with a step."""

@@ -1,4 +1,4 @@
-"""What a step adds for a mixture of experts: load-balancing loss, figures of routers."""
+"""Load-balancing loss and router metrics of a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client learns of a forward: log-probs, and losses by name."""
+"""Results of a client's forward: log-probs, and losses by name."""
 
 from __future__ import annotations
 

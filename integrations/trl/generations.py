@@ -1,4 +1,4 @@
-"""What a generation batch of TRL has for the further channels: its traces, and their hinted turns.
+"""Traces of one TRL generation batch, with the hinted turns that SDPO trains.
 
 Imports no TRL: rows, outputs and environments are those that its trainer holds.
 """

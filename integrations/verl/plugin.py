@@ -1,4 +1,4 @@
-"""What `import verl` loads by its entry point `verl.plugins`: names that a config of verl may use.
+"""Plugin of verl (entry point `verl.plugins`): registers the names that its configs may use.
 
     algorithm.adv_estimator = grpo_composer
     actor_rollout_ref.actor.policy_loss.loss_mode = composer_grpo | composer_cispo | composer_dppo

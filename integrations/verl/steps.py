@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composer_mesh.integrations.pair_gradients import check_references, pair_gradients
 from composer_mesh.integrations.verl.agent_loop import view_of
 from composer_mesh.integrations.verl.losses import (
     HINT_IDS,
@@ -33,7 +34,6 @@ from composer_mesh.integrations.verl.losses import (
     jagged,
     pull_loss,
 )
-from composer_mesh.losses.preference import dpo_loss
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample
 
@@ -182,31 +182,22 @@ def _pairs(engine: Any, pairs: Sequence[PairSample], channels: Channels) -> floa
             "a data-parallel rank has no pair but others have: give every rank one at least, since "
             "all ranks have to compute together"
         )
-    missing = next((pair.pair_id for pair in pairs if pair.reference is None), None)
-    if missing is not None:
-        raise ValueError(
-            f"pair {missing} has no reference log-probs: score pairs with the initial policy first"
-        )
+    check_references(pairs)
     columns = _columns(
         [(pair.context_ids, ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     )
     columns["loss_mask"] = columns["response_mask"]
     batch = _batch(engine, columns, {"temperature": 1.0})
     output = engine.infer_batch(batch)["model_output"]
-    values = answer_logprobs(output, columns).detach().float().requires_grad_()
-    references = torch.tensor([pair.reference for pair in pairs], device=values.device)
-    result = dpo_loss(
-        values[0::2],
-        values[1::2],
-        references[:, 0],
-        references[:, 1],
-        beta=channels.dpo_beta,
+    loss, columns[PULL] = pair_gradients(
+        answer_logprobs(output, columns),
+        pairs,
+        weight=channels.beta * engine.get_data_parallel_size(),
+        dpo_beta=channels.dpo_beta,
         normalizer=count,
     )
-    weight = channels.beta * engine.get_data_parallel_size()
-    (columns[PULL],) = torch.autograd.grad(weight * result.loss, values)
     engine.forward_backward_batch(_batch(engine, columns, {"temperature": 1.0}), pull_loss)
-    return _sum(engine, float(result.loss.detach()))
+    return _sum(engine, loss)
 
 
 def _columns(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which weights are averaged when: fragments, each in rounds of its own, as in arXiv 2501.18512.
+"""Fragments of the weights, and the schedule of their rounds, as in Streaming DiLoCo (2501.18512).
 
 steps       1 . . 4 . . . 8 . . . 12        4 steps a round in 2 fragments, overlap of 1:
 fragment 0          b m       b m           `b`: its outer gradient is taken and sent

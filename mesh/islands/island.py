@@ -142,7 +142,7 @@ class Island:
         for sync in self._syncs:
             sync.finish()
 
-    def news(self) -> list[tuple[str, str]]:
+    def new_events(self) -> list[tuple[str, str]]:
         """Return the events since the last call: kind and text."""
         told, self._told = self._told, []
         return told

@@ -13,7 +13,7 @@ from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, MeshError
+from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.divergences import TurnDivergences
@@ -34,11 +34,7 @@ KeepDivergences = Callable[[int, Sequence[TurnDivergences]], object]
 """Keeps the divergences of a step (from 0), from all ranks, for whoever looks at them later."""
 
 
-Record = Callable[[str, str, str], object]
-"""Records an event: its kind, an actor and a text."""
-
-
-def record_nothing(_kind: str, _actor: str, _detail: str) -> None:
+def record_nothing(_kind: str, _actor: str, _detail: str, /, **_fields: Any) -> None:
     """Drop an event."""
 
 
@@ -58,7 +54,7 @@ class MeshTraining:
         ranks: Ranks,
         teachers: SdpoTeachers | None,
         keep: KeepDivergences = keep_none,
-        record: Record = record_nothing,
+        record: Recorder = record_nothing,
     ) -> None:
         self._ranks, self._teachers, self._keep = ranks, teachers, keep
         self._trainer, self._record = config.trainer, record
@@ -88,7 +84,7 @@ class MeshTraining:
             )
             work.append(self._teachers.feed(batch, plans, alive, ranks))
         replies: list[TrainReply] = (await together(*work))[: len(ranks)]
-        for kind, text in replies[0].news:
+        for kind, text in replies[0].new_events:
             self._record(kind, ranks[0].name, text)
         if divergences := [one for reply in replies for one in reply.divergences]:
             self._keep(batch.step, divergences)

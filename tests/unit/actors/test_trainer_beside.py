@@ -55,7 +55,7 @@ class Script:
     def join_islands(self) -> None:
         """Be no island."""
 
-    def news(self) -> list[tuple[str, str]]:
+    def new_events(self) -> list[tuple[str, str]]:
         return []
 
     def copy(self, export: bool) -> None:

@@ -97,7 +97,7 @@ def test_two_learners_end_with_common_weights_that_neither_began_with(world: Wor
     assert_same(one, two)
     start = dict(world.model.named_parameters())
     assert any(not torch.equal(start[name], value) for name, value in weights_of(one).items())
-    assert not one.news()
+    assert not one.new_events()
 
 
 def test_a_learner_that_goes_on_from_a_checkpoint_within_a_round_ends_the_same(

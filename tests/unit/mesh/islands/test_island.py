@@ -72,7 +72,7 @@ def test_islands_end_with_common_weights(changes: dict[str, Any]) -> None:
     else:
         assert all((run.flat == runs[0].flat).all() for run in runs)
     assert sum(one["islands/lost"] for run in runs for one in run.figures) == 0
-    assert not [kind for run in runs for kind, _ in run.news]
+    assert not [kind for run in runs for kind, _ in run.new_events]
 
 
 @pytest.mark.parametrize("how", ["int8", "int4"])
@@ -117,7 +117,7 @@ def test_an_island_without_the_others_goes_on_alone_and_tells() -> None:
 
     run.to_the_end()
 
-    assert [kind for kind, _ in run.news] == ["round_lost", "round_lost"]
+    assert [kind for kind, _ in run.new_events] == ["round_lost", "round_lost"]
     np.testing.assert_allclose(run.flat, data_parallel(1, 8, 0.1), atol=1e-6)
 
 
@@ -128,12 +128,15 @@ def test_the_contribution_of_a_lost_round_is_merged_when_it_closes() -> None:
     late.open()
     for _ in range(5):
         early.train()
-    assert [kind for kind, _ in early.news] == ["round_lost"]
+    assert [kind for kind, _ in early.new_events] == ["round_lost"]
 
     together([early.to_the_end, late.to_the_end])
 
     assert [one["islands/round"] for one in early.figures][-1] >= 1
-    assert {kind for kind, _ in early.news + late.news} <= {"round_lost", "contribution_late"}
+    assert {kind for kind, _ in early.new_events + late.new_events} <= {
+        "round_lost",
+        "contribution_late",
+    }
 
 
 def test_a_slow_island_is_dropped_by_the_rule_and_takes_the_common_weights() -> None:
@@ -145,7 +148,7 @@ def test_a_slow_island_is_dropped_by_the_rule_and_takes_the_common_weights() -> 
     for _ in range(4):
         slow.train()
 
-    assert [kind for kind, _ in slow.news] == ["contribution_dropped"]
+    assert [kind for kind, _ in slow.new_events] == ["contribution_dropped"]
     assert (slow.flat == fast.flat).all()
 
 
@@ -193,7 +196,10 @@ def test_an_island_back_from_before_what_is_kept_takes_the_newest_weights() -> N
     away.open()
 
     assert away.island is not None
-    assert [kind for kind, _ in away.island.news()] == ["common_weights_read", "island_rejoined"]
+    assert [kind for kind, _ in away.island.new_events()] == [
+        "common_weights_read",
+        "island_rejoined",
+    ]
     assert (away.flat == there.flat).all()
 
 
@@ -209,7 +215,7 @@ def test_weights_of_nan_are_never_sent_and_are_replaced() -> None:
 
     together([run.train for run in runs])
 
-    assert [kind for kind, _ in runs[1].news] == ["contribution_refused"]
+    assert [kind for kind, _ in runs[1].new_events] == ["contribution_refused"]
     assert np.isfinite(runs[1].flat).all()
     assert (runs[1].flat == runs[0].flat).all()
 
@@ -261,7 +267,7 @@ def test_a_contribution_is_sent_after_an_outage_that_outlasts_all_patience() -> 
         run.train()
     view.dead = True
     run.train()
-    assert [kind for kind, _ in run.news] == ["round_lost"]
+    assert [kind for kind, _ in run.new_events] == ["round_lost"]
 
     view.dead = False
     run.to_the_end()
@@ -281,4 +287,4 @@ def test_another_process_of_a_rank_hears_that_the_first_contribution_counts() ->
 
     again.to_the_end()
 
-    assert "contribution_kept" in [kind for kind, _ in again.news]
+    assert "contribution_kept" in [kind for kind, _ in again.new_events]
