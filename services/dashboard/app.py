@@ -7,7 +7,7 @@ a run. Handlers are plain functions, which Starlette runs in threads, since they
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,10 @@ MOST_COMPARED = 8
 UNREADABLE = (RunUnavailable, StoreMissing, StoreError, DamagedRecord)
 """Errors of a run's files that a page shows, with what to do."""
 LONGEST_FORM = 4096
+OVERVIEW = ("figures", "actors", "charts")
+MESH = ("figures", "mesh", "timeline")
+EVENTS = ("figures", "events")
+"""Live parts of the pages of a run."""
 ORDER_S = 3.0
 """Seconds that a page waits until a run has done what a form asked for."""
 
@@ -109,7 +113,7 @@ class _Pages:
 
     def live_runs(self, request: Request) -> Response:
         table = RunTable.of(request.query_params)
-        return self._on.live.response(request, PartsOfRuns(self._on.catalog, table, self._runs))
+        return self._on.live.response(PartsOfRuns(self._on.catalog, table, self._runs))
 
     def compare(self, request: Request) -> Response:
         slugs = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED]
@@ -127,50 +131,41 @@ class _Pages:
         return self._on.page("compare.html", context)
 
     def overview(self, request: Request) -> Response:
-        return self._on.page("overview.html", self._overview(request))
+        choices = _chart_choices(ChartOptions.of(request.query_params))
+        return self._on.page("overview.html", {**self._parts(request, OVERVIEW), **choices})
 
     def live_overview(self, request: Request) -> Response:
-        return self._live(request, self._overview, "figures", "actors", "charts")
-
-    def _overview(self, request: Request) -> dict[str, Any]:
-        summary, run = self._on.found(request)
-        options = ChartOptions.of(request.query_params)
-        return {
-            **run_views.figures_of(summary, run),
-            **run_views.charts(summary, run, options),
-            **run_views.mesh(summary, run),
-            **_chart_choices(options),
-        }
+        return self._live(request, OVERVIEW)
 
     def mesh(self, request: Request) -> Response:
-        return self._on.page("mesh.html", self._mesh(request))
+        choices = {"choices": run_views.TIMELINE_STEPS}
+        return self._on.page("mesh.html", {**self._parts(request, MESH), **choices})
 
     def live_mesh(self, request: Request) -> Response:
-        return self._live(request, self._mesh, "figures", "mesh", "timeline")
-
-    def _mesh(self, request: Request) -> dict[str, Any]:
-        summary, run = self._on.found(request)
-        steps = run_views.steps_wanted(request.query_params.get("steps"))
-        return {
-            **run_views.figures_of(summary, run),
-            **run_views.mesh(summary, run),
-            **run_views.timeline(run, steps),
-            "choices": run_views.TIMELINE_STEPS,
-        }
+        return self._live(request, MESH)
 
     def events(self, request: Request) -> Response:
-        return self._on.page("events.html", self._events(request))
+        return self._on.page("events.html", self._parts(request, EVENTS))
 
     def live_events(self, request: Request) -> Response:
-        return self._live(request, self._events, "figures", "events")
+        return self._live(request, EVENTS)
 
-    def _events(self, request: Request) -> dict[str, Any]:
+    def _parts(self, request: Request, names: Collection[str]) -> dict[str, Any]:
+        """Return what the templates of these parts of a run's page show, and nothing for others."""
         summary, run = self._on.found(request)
         query = request.query_params
-        return {
-            **run_views.figures_of(summary, run),
-            **run_views.events(run, query.get("kind", ""), page_of(query)),
+        made: dict[str, Callable[[], dict[str, Any]]] = {
+            "figures": lambda: run_views.figures_of(summary, run),
+            "charts": lambda: run_views.charts(summary, run, ChartOptions.of(query)),
+            "actors": lambda: run_views.mesh(summary, run),
+            "mesh": lambda: run_views.mesh(summary, run),
+            "timeline": lambda: run_views.timeline(run, run_views.steps_wanted(query.get("steps"))),
+            "events": lambda: run_views.events(run, query.get("kind", ""), page_of(query)),
         }
+        found: dict[str, Any] = {"summary": summary}
+        for name in names:
+            found |= made[name]()
+        return found
 
     def rollouts(self, request: Request) -> Response:
         return self._on.page("rollouts.html", self._rollouts(request))
@@ -242,13 +237,13 @@ class _Pages:
             await asyncio.wait_for(ask(summary.root, command, **arguments), ORDER_S)
         return RedirectResponse(f"/runs/{summary.slug}/mesh", 303)
 
-    def _live(
-        self, request: Request, context: Callable[[Request], dict[str, Any]], *names: str
-    ) -> Response:
+    def _live(self, request: Request, names: Collection[str]) -> Response:
         about = {"control": self._on.options.control, "form": self._on.sessions.form}
         summary, _ = self._on.found(request)
-        parts = PartsOfRun(summary.root, names, lambda: {**about, **context(request)})
-        return self._on.live.response(request, parts)
+        parts = PartsOfRun(
+            summary.root, names, lambda changed: {**about, **self._parts(request, changed)}
+        )
+        return self._on.live.response(parts)
 
 
 def make_app(dashboard: Dashboard, user_of: UserOf | None = None) -> ASGIApp:

@@ -10,10 +10,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.flat import flat
@@ -48,6 +48,7 @@ LAST = ("run", "eval", "placement", "cluster", "supervision")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 MARKS = (CONFIG_FILE, METRICS_FILE, STATUS_FILE, EVENTS_FILE)
 READ = (CONFIG_FILE, METRICS_FILE, STATUS_FILE, EVALUATIONS_FILE, SUMMARY_FILE, EVENTS_FILE)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Catalog:
         self.folder = folder
         self._lock = threading.Lock()
         self._known: dict[Path, tuple[tuple[object, ...], RunSummary]] = {}
-        self._configs: dict[Path, tuple[object, tuple[dict[str, str], str]]] = {}
+        self._read: dict[Path, tuple[object, Any, str]] = {}
         self._runs: dict[str, RunSummary] = {}
         self._looked = 0.0
         self.complete = False
@@ -129,9 +130,8 @@ class Catalog:
         self._runs = found
         self.complete = all(one.state != READING for one in found.values())
         roots = {one.root for one in found.values()}
-        for kept in (self._known, self._configs):
-            for root in kept.keys() - roots:
-                del kept[root]
+        self._known = {root: one for root, one in self._known.items() if root in roots}
+        self._read = {path: one for path, one in self._read.items() if path.parent in roots}
 
     def _summary(self, slug: str, root: Path) -> RunSummary:
         read = (slug, *(stamp(root / name) for name in READ))
@@ -139,17 +139,47 @@ class Catalog:
         if known is not None and known[0] == read:
             found = known[1]
             return replace(found, state=state_of(root)) if found.live else found
-        summary = _summary(slug, root, self.folder, self._config(root))
+        summary = self._summary_of(slug, root)
         self._known[root] = (read, summary)
         return summary
 
-    def _config(self, root: Path) -> tuple[dict[str, str], str]:
-        """Return the flat config of a run, and what is wrong with it; read when it has changed."""
-        read = stamp(root / CONFIG_FILE)
-        known = self._configs.get(root)
-        if known is None or known[0] != read:
-            known = self._configs[root] = (read, _flat_config(root))
-        return known[1]
+    def _summary_of(self, slug: str, root: Path) -> RunSummary:
+        name = str(root.relative_to(self.folder)) if root != self.folder else root.name
+        problems: list[str] = []
+        config = self._file(root / CONFIG_FILE, _flat_config, problems) or {}
+        evaluations = self._file(root / EVALUATIONS_FILE, read_evaluations, problems) or []
+        metrics = self._file(root / METRICS_FILE, _sparks, problems) or []
+        last = metrics[-1] if metrics else {}
+        steps = config.get("run.steps", "0")
+        return RunSummary(
+            slug,
+            name,
+            root,
+            state_of(root),
+            int(_number(last.get("step"))),
+            int(steps) if steps.isdecimal() else 0,
+            [_number(one.get("reward/mean")) for one in metrics],
+            evaluations,
+            tokens_per_s(last),
+            usd_of(last),
+            max((_mtime(root / name) for name in READ), default=0.0),
+            config,
+            "; ".join(problems),
+        )
+
+    def _file(self, path: Path, read: Callable[[Path], T], problems: list[str]) -> T | None:
+        """Return what a file says, read again when it has changed; None if it cannot be read."""
+        now = stamp(path)
+        known = self._read.get(path)
+        if known is None or known[0] != now:
+            try:
+                known = (now, read(path), "")
+            except (ConfigError, RunDirectoryError) as error:
+                known = (now, None, str(error))
+            self._read[path] = known
+        problems += filter(None, known[2:])
+        found: T | None = known[1]
+        return found
 
 
 def differing(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
@@ -165,41 +195,12 @@ def differing(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
     return {key: found[key] for key in sorted(found, key=lambda one: one.split(".")[0] in LAST)}
 
 
-def _flat_config(root: Path) -> tuple[dict[str, str], str]:
-    try:
-        return dict(flat(read_table(root / CONFIG_FILE))), ""
-    except ConfigError as error:
-        return {}, str(error)
+def _flat_config(path: Path) -> dict[str, str]:
+    return dict(flat(read_table(path)))
 
 
-def _summary(slug: str, root: Path, folder: Path, read: tuple[dict[str, str], str]) -> RunSummary:
-    name = str(root.relative_to(folder)) if root != folder else root.name
-    config, problem = read
-    problems = [problem] if problem else []
-    evaluations: list[Evaluation] = []
-    metrics: list[dict[str, Any]] = []
-    try:
-        evaluations = read_evaluations(root / EVALUATIONS_FILE)
-        metrics = sampled_metrics(root / METRICS_FILE, SPARKS)
-    except RunDirectoryError as error:
-        problems.append(str(error))
-    last = metrics[-1] if metrics else {}
-    steps = config.get("run.steps", "0")
-    return RunSummary(
-        slug,
-        name,
-        root,
-        state_of(root),
-        int(_number(last.get("step"))),
-        int(steps) if steps.isdecimal() else 0,
-        [_number(one.get("reward/mean")) for one in metrics],
-        evaluations,
-        tokens_per_s(last),
-        usd_of(last),
-        max((_mtime(root / name) for name in READ), default=0.0),
-        config,
-        "; ".join(problems),
-    )
+def _sparks(path: Path) -> list[dict[str, Any]]:
+    return sampled_metrics(path, SPARKS)
 
 
 def state_of(root: Path) -> str:

@@ -3,52 +3,72 @@
     data: ID OF THE ELEMENT
     data: ITS NEW CONTENT, line by line
 
-A connection looks for changes a few times a second; what runs and files are asked is shared.
+A connection looks for changes once a second; what runs and files are asked is shared.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Protocol
 
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-LOOK_S = 0.5
+LOOK_S = 1.0
+SHARE = 0.001
+"""Largest share of a core for each paced part of an open page."""
+LONGEST_WAIT_S = 20.0
 ALIVE_S = 15.0
 MOST_CONNECTIONS = 64
 
 
 class Parts(Protocol):
-    """The parts of one page. Both may read files."""
+    """The parts of one page. Both methods may read files."""
+
+    @property
+    def paced(self) -> Collection[str]:
+        """Parts that cost more the longer a run is: made anew more seldom then."""
+        ...
 
     def tokens(self) -> Mapping[str, object]:
         """Return for each part, by the id of its element, what it was made of: cheap to compare."""
         ...
 
-    def html(self, names: Collection[str]) -> Mapping[str, str]:
-        """Return the content of these parts."""
+    def html(self, name: str) -> str:
+        """Return the content of a part."""
         ...
 
 
 class Changes:
     """The parts of one page that have changed since they were sent."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        parts: Parts,
+        clock: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._parts, self._clock, self._cpu = parts, clock, cpu
         self._tokens: dict[str, object] = {}
         self._sent: dict[str, int] = {}
+        self._next: dict[str, float] = {}
 
     def look(self) -> dict[str, str]:
         """Return the parts to send now."""
-        tokens = self._parts.tokens()
-        changed = [name for name, token in tokens.items() if self._tokens.get(name) != token]
-        self._tokens = dict(tokens)
-        found = self._parts.html(changed) if changed else {}
-        new = {name: html for name, html in found.items() if self._sent.get(name) != hash(html)}
-        self._sent |= {name: hash(html) for name, html in new.items()}
+        now = self._clock()
+        new: dict[str, str] = {}
+        for name, token in self._parts.tokens().items():
+            if self._tokens.get(name) == token or now < self._next.get(name, now):
+                continue
+            began = self._cpu()
+            html = self._parts.html(name)
+            self._tokens[name] = token
+            if name in self._parts.paced:
+                self._next[name] = now + min(LONGEST_WAIT_S, (self._cpu() - began) / SHARE)
+            if self._sent.get(name) != hash(html):
+                self._sent[name] = hash(html)
+                new[name] = html
         return new
 
 
@@ -59,20 +79,20 @@ class LiveConnections:
         self._most, self._look_s, self._open = most, look_s, 0
         self.closing = False
 
-    def response(self, request: Request, parts: Parts) -> Response:
-        """Return the answer that sends parts until the page is left."""
+    def response(self, parts: Parts) -> Response:
+        """Return the answer that sends parts until the page is left: it is cancelled then."""
         if self._open >= self._most:
             return PlainTextResponse(f"{self._open} pages are open: close some\n", 503)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        stream = self._stream(request, parts)
+        stream = self._stream(parts)
         return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
 
-    async def _stream(self, request: Request, parts: Parts) -> AsyncIterator[str]:
+    async def _stream(self, parts: Parts) -> AsyncIterator[str]:
         self._open += 1
         try:
             yield "retry: 2000\n\n"
             changes, told = Changes(parts), time.monotonic()
-            while not (self.closing or await request.is_disconnected()):
+            while not self.closing:
                 for name, html in (await asyncio.to_thread(changes.look)).items():
                     told = time.monotonic()
                     yield message(name, html)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ FILES = {
     "events": (EVENTS_FILE,),
 }
 """Files of a run that the parts of its pages are made of."""
+PACED = frozenset({"runs", "charts"})
+"""Parts that cost more the more runs there are, and the longer they are."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,15 @@ class PartsOfRuns:
     catalog: Catalog
     table: RunTable
     context: Callable[[RunTable, list[RunSummary]], dict[str, Any]]
+    paced: Collection[str] = PACED
 
     def tokens(self) -> dict[str, object]:
         runs = self.catalog.runs()
         return {"runs": [(run.slug, run.state, run.updated) for run in runs]}
 
-    def html(self, _: Collection[str]) -> dict[str, str]:
+    def html(self, name: str) -> str:
         shown = self.table.shown(self.catalog.runs())
-        return {"runs": render("_runs.html", self.context(self.table, shown))}
+        return render(f"_{name}.html", self.context(self.table, shown))
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,13 @@ class PartsOfRun:
     """Parts of a page of one run, each made anew when one of its files has changed."""
 
     root: Path
-    names: Sequence[str]
-    context: Callable[[], dict[str, Any]]
+    names: Collection[str]
+    context: Callable[[Collection[str]], dict[str, Any]]
+    """Returns what the templates of these parts show."""
+    paced: Collection[str] = PACED
 
     def tokens(self) -> dict[str, object]:
         return {name: [stamp(self.root / file) for file in FILES[name]] for name in self.names}
 
-    def html(self, names: Collection[str]) -> dict[str, str]:
-        found = self.context()
-        return {name: render(f"_{name}.html", found) for name in names}
+    def html(self, name: str) -> str:
+        return render(f"_{name}.html", self.context((name,)))

@@ -19,14 +19,14 @@ from composer_mesh.services.dashboard.series import Columns
 from composer_mesh.services.directory.live import EVENTS_FILE, RunUnavailable
 from composer_mesh.services.directory.report import TIMELINE_FILE
 from composer_mesh.services.inspection.events_command import Lines, event_of
-from composer_mesh.services.inspection.tree import Viewer
+from composer_mesh.services.inspection.tree import TOLD, Viewer
 
 RUNS_KEPT = 12
 EVENTS_KEPT = 5000
 STEPS_KEPT = 64
 LOOK_S, LONGEST_LOOK_S = 1.5, 10.0
 """Shortest and longest time between two questions to the admin server of a run."""
-SHARE = 0.01
+SHARE = 0.005
 """Largest share of the time that is spent with these questions, which the run has to answer."""
 
 
@@ -50,13 +50,18 @@ class OpenRun:
 
     def mesh(self) -> dict[str, Any] | None:
         """Return the object of `tree --json`, seconds old at most; None without a status."""
-        return self._mesh.seen()
+        return self._mesh.seen(next(iter(self.changes_of_mesh()), None))
+
+    def changes_of_mesh(self) -> list[dict[str, Any]]:
+        """Return the events that report deaths, restarts and new sizes, newest first."""
+        return [one for one in self.events() if str(one.get("event", "")).endswith(TOLD)]
 
 
 class PacedLook:
     """What was seen last, looked at again after a time that grows with that of a look.
 
-    Thread-safe: who comes while another one looks waits for what that one sees.
+    Sooner where something has happened. Thread-safe: who comes while another one looks waits for
+    what that one sees.
     """
 
     def __init__(
@@ -64,17 +69,23 @@ class PacedLook:
     ) -> None:
         self._look, self._clock, self._lock = look, clock, threading.Lock()
         self._seen: dict[str, Any] | None = None
-        self._next = float("-inf")
+        self._happened: object = None
+        self._soonest, self._next = float("-inf"), float("-inf")
 
-    def seen(self) -> dict[str, Any] | None:
-        """Return it; None where nothing can be seen."""
+    def seen(self, happened: object = None) -> dict[str, Any] | None:
+        """Return it; None where nothing can be seen.
+
+        Where `happened` is not what it was at the last look, the shortest time is waited for only.
+        """
         with self._lock:
-            if (began := self._clock()) >= self._next:
+            began = self._clock()
+            if began >= (self._next if happened == self._happened else self._soonest):
                 try:
                     self._seen = self._look()
                 except RunUnavailable:
                     self._seen = None
-                now = self._clock()
+                now, self._happened = self._clock(), happened
+                self._soonest = now + LOOK_S
                 self._next = now + min(LONGEST_LOOK_S, max(LOOK_S, (now - began) / SHARE))
             return self._seen
 

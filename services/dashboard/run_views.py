@@ -13,7 +13,6 @@ from composer_mesh.services.dashboard.open_runs import OpenRun
 from composer_mesh.services.dashboard.requests import ChartOptions
 from composer_mesh.services.dashboard.timeline import timeline_of
 from composer_mesh.services.directory.resume import CONFIG_FILE
-from composer_mesh.services.inspection.tree import TOLD
 
 BAD = ("_died", "_hung", "_given_up", "_failed")
 GOOD = ("_restarted", "_finished", "_started")
@@ -46,13 +45,11 @@ def charts(summary: RunSummary, run: OpenRun, options: ChartOptions) -> dict[str
 def mesh(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
     """Return the live tree, for a run that goes on, and what happened to its actors lately."""
     about = run.mesh() if summary.live or summary.state == "silent" else None
-    events = run.events()
-    told = [one for one in events if str(one.get("event", "")).endswith(TOLD)]
     return {
         "summary": summary,
         "about": about,
         "hosts": [] if about is None else hosts_of(about),
-        "lately": [event_view(one) for one in told[:LATELY]],
+        "lately": [event_view(one) for one in run.changes_of_mesh()[:LATELY]],
     }
 
 

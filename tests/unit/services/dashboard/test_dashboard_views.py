@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_the_state_of_a_run_is_that_of_its_process(
     assert state_of(tmp_path) == shown
 
 
-@pytest.mark.parametrize(("took_s", "next_s"), [(0.001, 1.5), (0.04, 4.0), (3.0, 10.0)])
+@pytest.mark.parametrize(("took_s", "next_s"), [(0.001, 1.5), (0.02, 4.0), (3.0, 10.0)])
 def test_a_mesh_that_answers_slowly_is_asked_seldom(took_s: float, next_s: float) -> None:
     now, looks = [0.0], list[float]()
 
@@ -113,6 +113,25 @@ def test_a_mesh_that_answers_slowly_is_asked_seldom(took_s: float, next_s: float
     assert paced.seen() == {"looks": 1}
     now[0] = took_s + 1.01 * next_s
     assert paced.seen() == {"looks": 2}
+
+
+def test_a_slow_mesh_is_asked_at_once_when_something_has_happened() -> None:
+    now, looks = [0.0], list[float]()
+
+    def look() -> dict[str, Any]:
+        looks.append(now[0])
+        now[0] += 1.0
+        return {"looks": len(looks)}
+
+    paced = PacedLook(look, lambda: now[0])
+    assert paced.seen("started") == {"looks": 1}
+    now[0] = 2.4
+    assert paced.seen("died") == {"looks": 1}  # 1.5 s after the last one at the earliest
+    now[0] = 2.6
+    assert paced.seen("died") == {"looks": 2}
+    now[0] = 5.2
+    assert paced.seen("died") == {"looks": 2}
+    assert paced.seen("restarted") == {"looks": 3}
 
 
 def test_a_run_without_a_status_has_no_mesh() -> None:
@@ -321,17 +340,38 @@ async def test_pages_of_a_run_without_a_store_say_what_is_missing(tmp_path: Path
 async def test_a_live_part_is_made_anew_only_when_its_files_have_changed(run: Path) -> None:
     asked: list[list[str]] = []
 
-    def context() -> dict[str, Any]:
-        asked.append([])
-        return {"timeline": None}
+    def context(names: Collection[str]) -> dict[str, Any]:
+        asked.append(list(names))
+        return {"timeline": None, "hosts": []}
 
-    changes = Changes(PartsOfRun(run / "run", ("timeline",), context))
-    assert set(changes.look()) == {"timeline"}
+    changes = Changes(PartsOfRun(run / "run", ("timeline", "actors"), context))
+    assert set(changes.look()) == {"timeline", "actors"}
     assert changes.look() == {}
-    assert len(asked) == 1
     (run / "run" / "timeline.jsonl").write_text('{"step": 1}\n')
     assert changes.look() == {}  # read again, and the same
-    assert len(asked) == 2
+    assert asked == [["timeline"], ["actors"], ["timeline"]]
+
+
+def test_what_costs_more_the_longer_a_run_is_is_sent_more_seldom() -> None:
+    now, cpu = [0.0], [0.0]
+
+    class Parts:
+        paced = ("charts",)
+
+        def tokens(self) -> dict[str, object]:
+            return {"figures": now[0], "charts": now[0]}
+
+        def html(self, name: str) -> str:
+            cpu[0] += 0.005  # five seconds of a thousandth of a core
+            return f"{name} at {now[0]}"
+
+    changes = Changes(Parts(), lambda: now[0], lambda: cpu[0])
+    sent = []
+    for second in range(11):
+        now[0] = float(second)
+        sent.append(changes.look())
+    assert all("figures" in one for one in sent)
+    assert [second for second, one in enumerate(sent) if "charts" in one] == [0, 5, 10]
 
 
 async def test_the_index_of_rollouts_has_totals_pages_and_errors_of_steps(run: Path) -> None:

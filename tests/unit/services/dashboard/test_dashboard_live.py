@@ -1,0 +1,77 @@
+"""Live pages behind a real server: how many there may be, and what one that was left frees."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from composer_mesh.services.dashboard.live import LiveConnections
+from composer_mesh.services.serve_env.http_server import http_config, listening
+from composer_mesh.services.serve_env.sockets import reusable_socket
+
+
+class OneFigure:
+    """A page of one part that never changes."""
+
+    paced = ()
+
+    def tokens(self) -> dict[str, object]:
+        return {"figures": 1}
+
+    def html(self, name: str) -> str:
+        return f"<p>{name}</p>"
+
+
+@pytest.mark.parametrize("most", [1, 3])
+async def test_a_page_that_is_left_frees_its_place(most: int) -> None:
+    live = LiveConnections(most, look_s=0.02)
+
+    def page(_: Request) -> Response:
+        return live.response(OneFigure())
+
+    def end() -> None:
+        live.closing = True
+
+    app = Starlette(routes=[Route("/live", page)])
+    with reusable_socket("127.0.0.1", 0) as listener:
+        async with listening(http_config(app, 2), listener, before_end=end) as port:
+            for _ in range(3):
+                opened = [await opened_page(port) for _ in range(most)]
+                assert b"503" in (refused := await answered(port))[0]
+                assert f"{most} pages are open" in refused[1].decode()
+                for writer in opened:
+                    writer.close()
+
+
+async def opened_page(port: int) -> asyncio.StreamWriter:
+    """Open a page once there is a place, and wait for its first part; closing it leaves it."""
+    async with asyncio.timeout(30):
+        while True:
+            reader, writer = await asked(port)
+            if b"200" in await reader.readline():
+                await reader.readuntil(b"<p>figures</p>")
+                return writer
+            writer.close()
+            await asyncio.sleep(0.01)
+
+
+async def answered(port: int) -> tuple[bytes, bytes]:
+    """Return the first line of an answer that ends, and all of it."""
+    async with asyncio.timeout(30):
+        reader, writer = await asked(port)
+        line = await reader.readline()
+        rest = await reader.read()
+        writer.close()
+        return line, line + rest
+
+
+async def asked(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    await writer.drain()
+    return reader, writer
