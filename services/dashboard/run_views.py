@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ BAD = ("_died", "_hung", "_given_up", "_failed")
 GOOD = ("_restarted", "_finished", "_started")
 EVENTS_OF_A_PAGE = 200
 LATELY = 8
+DEAD_SHOWN_S = 10.0
+"""Seconds for which a process that has died is shown, also when another one has its place."""
+UNKNOWN = ("version", "memory", "cpu", "queue", "calls", "pid")
+"""What is not known of a process that is gone."""
 TIMELINE_STEPS = (1, 3, 6, 12)
 
 
@@ -45,11 +50,12 @@ def charts(summary: RunSummary, run: OpenRun, options: ChartOptions) -> dict[str
 def mesh(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
     """Return the live tree, for a run that goes on, and what happened to its actors lately."""
     about = run.mesh() if summary.live or summary.state == "silent" else None
+    changes = run.changes_of_mesh()
     return {
         "summary": summary,
         "about": about,
-        "hosts": [] if about is None else hosts_of(about),
-        "lately": [event_view(one) for one in run.changes_of_mesh()[:LATELY]],
+        "hosts": [] if about is None else with_dead(hosts_of(about), changes, time.time()),
+        "lately": [event_view(one) for one in changes[:LATELY]],
     }
 
 
@@ -64,6 +70,33 @@ def hosts_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"name": name, "processes": [_process(one) for one in processes]}
         for name, processes in hosts.items()
     ]
+
+
+def with_dead(
+    hosts: list[dict[str, Any]], events: Sequence[Mapping[str, Any]], now: float
+) -> list[dict[str, Any]]:
+    """Return the hosts with the processes that died lately as dead ones, replaced or not."""
+    died = {
+        str(one.get("actor")): one
+        for one in events
+        if one.get("event") == "actor_died" and now - _time(one) < DEAD_SHOWN_S
+    }
+    shown = {process["name"]: process for host in hosts for process in host["processes"]}
+    for name, event in died.items():
+        if name in shown:
+            shown[name]["state"] = "dead"
+        elif hosts:
+            fields = event.get("fields")
+            of = fields.get("host") if isinstance(fields, dict) else None
+            host = next((one for one in hosts if one["name"] == of), hosts[0])
+            gone = {"name": name, "state": "dead", "doing": "", "restarts": 0}
+            host["processes"].append(dict.fromkeys(UNKNOWN) | gone)
+    return hosts
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    found = event.get("time")
+    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def _process(process: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
-from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
@@ -36,6 +35,9 @@ from composer_mesh.services.service import Service
 
 OpenStream = Callable[[str, Any, Callable[[BaseException], None]], Calls]
 """Opens the calls to a worker, given its name, its reference and whom to tell that they broke."""
+
+EPISODES_WAIT_S = 4.0
+"""Longest wait of a message to or from a worker: that of episodes that take more than 256 s."""
 
 ROUNDS_WAIT_S = 0.002
 """Longest wait of a message to or from a worker in lockstep, where all episodes wait for it."""
@@ -65,7 +67,7 @@ class RolloutWorkers:
         open_stream: OpenStream | None = None,
         activity: ActivityLog | None = None,
     ) -> None:
-        longest_wait_s = ROUNDS_WAIT_S if lockstep else LONGEST_WAIT_S
+        longest_wait_s = ROUNDS_WAIT_S if lockstep else EPISODES_WAIT_S
         ours = partial(_open_stream, longest_wait_s)
         self._pools, self._open_stream = pools, open_stream or ours
         self._activity = activity or ActivityLog()

@@ -1,8 +1,9 @@
-"""Live pages behind a real server: how many there may be, and what one that was left frees."""
+"""Live pages: how many there may be, what one that was left frees, and processes that died."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -11,8 +12,36 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from composer_mesh.services.dashboard.live import LiveConnections
+from composer_mesh.services.dashboard.run_views import with_dead
 from composer_mesh.services.serve_env.http_server import http_config, listening
 from composer_mesh.services.serve_env.sockets import reusable_socket
+
+
+def process(name: str, state: str = "ready") -> dict[str, Any]:
+    return {"name": name, "state": state, "doing": "", "restarts": 0}
+
+
+def test_a_process_that_has_died_is_seen_though_another_one_has_its_place() -> None:
+    hosts: list[dict[str, Any]] = [
+        {"name": "here", "processes": [process("controller"), process("generator-1")]},
+        {"name": "there", "processes": [process("generator-0.2")]},
+    ]
+    events: list[dict[str, Any]] = [
+        {"event": "actor_died", "actor": "generator-1", "time": 101.0},
+        {"event": "actor_died", "actor": "generator-0", "time": 95.0, "fields": {"host": "there"}},
+        {"event": "actor_died", "actor": "trainer", "time": 89.0},
+        {"event": "actor_died", "actor": "rollouts-0", "time": "broken"},
+        {"event": "actor_restarted", "actor": "generator-0.2", "time": 96.0},
+    ]
+    shown = {
+        host["name"]: [(one["name"], one["state"]) for one in host["processes"]]
+        for host in with_dead(hosts, events, now=100.0)
+    }
+    assert shown == {
+        "here": [("controller", "ready"), ("generator-1", "dead")],
+        "there": [("generator-0.2", "ready"), ("generator-0", "dead")],
+    }
+    assert with_dead([], events, now=100.0) == []
 
 
 class OneFigure:
