@@ -10,7 +10,7 @@ class RolloutsConfig(Section):
     environments."""
 
     workers: Processes | None = None
-    """Number of rollout workers; by default one for every 256 episodes in flight, 32 at most."""
+    """Number of rollout workers; by default one for every 256 episodes in flight, 16 at most."""
 
     workflow: ImportPath | None = None
     """A workflow class of your own, as "my_package.my_module:MyWorkflow" or

