@@ -125,6 +125,12 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
     jobs.add_argument("--namespace", help="user or organization that pays; the token's by default")
 
 
+def _add_island_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="the run directory in the job"
+    )
+
+
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
@@ -368,6 +374,7 @@ COMMANDS = {
     "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "islands": ("train several runs that average their weights", _add_islands),
+    "island-job": ("what a job of `islands --on` runs", _add_island_job),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
     "worker": ("offer this host to a run", _add_worker),
     "stop": ("let a run write a checkpoint and end", _add_stop),

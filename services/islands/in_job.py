@@ -5,17 +5,17 @@ A cloud that announces the end of a job by SIGTERM gets a checkpoint, as from an
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.mesh.object_store.port import StoreUnavailable
-from composer_mesh.services.cli import main as command_line
+from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.islands.jobs import CONFIG
 from composer_mesh.services.islands.records import RunRecords
 from composer_mesh.services.store.whole_files import write_whole
@@ -24,24 +24,24 @@ SEND_S = 15.0
 """Seconds between two copies of the records."""
 
 
-def main() -> int:
-    """Train the island, or go on with it; return the status of `train`."""
-    parser = argparse.ArgumentParser(prog="composer_mesh.services.islands.in_job")
-    parser.add_argument("--output", type=Path, required=True, help="the run directory")
-    output: Path = parser.parse_args().output.expanduser()
+def train_in_job(output: Path, train: Callable[[Path], int]) -> int:
+    """Train the island with the config of the variable CONFIG; return the status of `train`.
+
+    `train` gets the config as a file. Raises `UsageError` without the variable.
+    """
     text = os.environ.pop(CONFIG, None)
     if text is None:
-        sys.stderr.write(f"composer-mesh: {CONFIG} is not set: start islands with `islands`\n")
-        return 2
+        raise UsageError(f"{CONFIG} is not set: `islands --on` starts jobs that have it")
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.parent / f"{output.name}.toml"
     write_whole(file, text.encode())
     islands = load_config(file).islands
-    assert islands.store is not None
+    if islands.store is None:
+        raise UsageError(f"the config in {CONFIG} has no islands.store: set it")
     store = open_store(islands.store, islands.request_s)
     copies = _Copies(RunRecords(store, islands.rank, output))
     try:
-        return command_line(["train", str(file), "--output", str(output), "--auto-resume"])
+        return train(file)
     finally:
         copies.close(islands.request_s)
 
@@ -73,7 +73,3 @@ class _Copies:
             sys.stderr.write(f"composer-mesh: the run's records are not copied: {failed}\n")
             return False
         return True
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -95,7 +95,7 @@ def job_of(replica: Replica, root: Path, options: JobOptions, secrets: Mapping[s
     python = replica.config.cluster.python or "python"
     return Job(
         f"{root.name}-{replica.rank}",
-        (python, "-P", "-m", "composer_mesh.services.islands.in_job", "--output", output),
+        (python, "-P", "-m", "composer_mesh", "island-job", "--output", output),
         {CONFIG: dump_toml(replica.config)},
         options,
         secrets,

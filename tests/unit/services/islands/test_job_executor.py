@@ -75,7 +75,7 @@ def test_each_island_is_a_job_with_its_config_and_its_secrets(
     assert asked["timeoutSeconds"] == 3600
     assert asked["secrets"] == SECRETS
     assert asked["labels"] == {"name": "all-1"}
-    assert asked["command"][1:4] == ["-P", "-m", "composer_mesh.services.islands.in_job"]
+    assert asked["command"][1:5] == ["-P", "-m", "composer_mesh", "island-job"]
     assert 'name = "island-1"' in asked["environment"][CONFIG]
     assert SECRETS["KEY_OF_THE_STORE"] not in json.dumps(asked["environment"])
 
@@ -161,6 +161,13 @@ def test_records_come_back_and_those_of_an_earlier_run_do_not(tmp_path: Path) ->
     fresh = RunRecords(store, 1, tmp_path / "fresh")
     fresh.fetch()
     assert not (tmp_path / "fresh").exists()
+
+
+def test_a_job_without_a_config_says_what_starts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["island-job", "--output", str(tmp_path / "run")]) == 2
+    assert f"{CONFIG} is not set" in capsys.readouterr().err
 
 
 def options(**changes: object) -> Namespace:
