@@ -127,7 +127,7 @@ s3: $(S3)/.installed
 
 # Islands that meet in a real S3 server, among them processes that are killed. Takes some minutes.
 test-islands: $(STAMPS)/dev $(S3)/.installed
-	COMPOSER_MESH_TEST_S3=$(abspath $(S3))/bin/moto_server $(BIN)/python -m pytest tests/procs/test_islands.py -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_S3=$(abspath $(S3))/bin/moto_server $(BIN)/python -m pytest tests/procs/test_islands.py tests/procs/test_islands_jobs.py -rs $(PYTEST_ARGS)
 
 # The dashboard in a real headless Chromium, driven by Playwright: a live run, keys, axe-core, screenshots
 # (in build/screenshots). Takes some minutes. Needs Chromium, which root gets installed, and Node.js with npm.

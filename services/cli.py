@@ -72,6 +72,7 @@ LONG_COMMANDS = {
     "train": training.train,
     "ablate": training.ablate,
     "islands": training.islands,
+    "island-job": training.island_job,
     "eval": evaluation.evaluate,
     "replay": inspection.replay,
 }

@@ -103,6 +103,32 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach", action="store_true", help="do not follow the islands until they end"
     )
+    parser.add_argument(
+        "--on",
+        choices=("launch", "hf-jobs"),
+        default="launch",
+        help="what starts them: the launcher of each config's cluster.kind, or jobs of a cloud",
+    )
+    jobs = parser.add_argument_group("jobs of a cloud")
+    jobs.add_argument("--image", help="container image with composer-mesh and the config's paths")
+    jobs.add_argument("--hardware", metavar="NAME", help="the cloud's name for it: a100-large")
+    jobs.add_argument(
+        "--secret",
+        action="append",
+        metavar="VARIABLE",
+        help="environment variable that the jobs get as a secret, such as AWS_SECRET_ACCESS_KEY",
+    )
+    jobs.add_argument(
+        "--volume", metavar="NAME", help="a bucket that keeps the run directories: USER/BUCKET"
+    )
+    jobs.add_argument("--timeout-h", type=float, metavar="HOURS", help="longest time of a job")
+    jobs.add_argument("--namespace", help="user or organization that pays; the token's by default")
+
+
+def _add_island_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="the run directory in the job"
+    )
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -348,6 +374,7 @@ COMMANDS = {
     "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),
     "islands": ("train several runs that average their weights", _add_islands),
+    "island-job": ("what a job of `islands --on` runs", _add_island_job),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
     "worker": ("offer this host to a run", _add_worker),
     "stop": ("let a run write a checkpoint and end", _add_stop),

@@ -127,6 +127,20 @@ def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     return islands_command(arguments, signals)
 
 
+def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Train the island of a cloud's job, or go on with it, and copy its records to the store."""
+    from composer_mesh.services.islands.in_job import train_in_job
+
+    output: Path = arguments.output.expanduser()
+
+    def train_file(config: Path) -> int:
+        other = {"resume": False, "from_traces": None, "rollout_only": False}
+        known = {"config": config, "set": [], "output": output, "auto_resume": True}
+        return train(argparse.Namespace(**known, **other), signals)
+
+    return train_in_job(output, train_file)
+
+
 def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept every run of the ablation, train the unfinished ones, then print the table."""
     plan = plan_ablation(

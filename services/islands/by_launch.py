@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from composer_mesh.configs.paths import with_whole_paths
+from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.planning.placement_solver import described_hosts
-from composer_mesh.services.directory.live import EVENTS_FILE
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.directory.status import STATUS_FILE, read_status
-from composer_mesh.services.inspection.events_command import event_of
 from composer_mesh.services.islands.ports import Replica, ReplicaState, State
+from composer_mesh.services.islands.states import failure_of, wait_for_all
 from composer_mesh.services.launch.command import print_plan, submit
 from composer_mesh.services.launch.follow import is_newer
 from composer_mesh.services.launch.handle import LAUNCH_FILE
@@ -36,11 +36,12 @@ class LaunchExecutor:
 
     def __init__(
         self,
+        store: str,
         launcher: Callable[[Replica], Launcher] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._launcher = launcher or (lambda one: launcher_of(one.config.cluster.kind))
-        self._sleep = sleep
+        self._store, self._sleep = store, sleep
         self._launched: list[tuple[Replica, Launcher, Handle]] = []
 
     def plans(self, replicas: Sequence[Replica]) -> Iterator[tuple[Order, Plan]]:
@@ -54,6 +55,10 @@ class LaunchExecutor:
         for one, (order, plan) in zip(replicas, self.plans(replicas), strict=True):
             sys.stdout.write(f"# island {one.rank}\n")
             print_plan(order, plan)
+
+    def connect(self) -> None:
+        """Check the store; a launcher checks its own needs when it plans."""
+        open_store(self._store)
 
     def launch_replicas(self, replicas: Sequence[Replica]) -> None:
         plans = list(self.plans(replicas))
@@ -69,15 +74,7 @@ class LaunchExecutor:
         return [_state(*launched) for launched in self._launched]
 
     def collect(self, timeout_s: float | None = None) -> list[ReplicaState]:
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            states = self.poll()
-            if all(one.ended for one in states):
-                return states
-            if until is not None and time.monotonic() >= until:
-                left = [one.rank for one in states if not one.ended]
-                raise TimeoutError(f"islands {left} have not ended after {timeout_s:g} s")
-            self._sleep(POLL_S)
+        return wait_for_all(self.poll, self._sleep, POLL_S, timeout_s)
 
     def cancel(self, grace_s: float) -> None:
         living = [one for one in self._launched if not _state(*one).ended]
@@ -123,12 +120,8 @@ def _ended(output: Path) -> State:
 
 def _cause(one: Replica, handle: Handle) -> str:
     """Return why an island failed: its own event, or else the end of its log."""
-    events = one.output / EVENTS_FILE
-    lines = events.read_text(errors="replace").splitlines() if events.is_file() else []
-    told = (event_of(line) for line in reversed(lines))
-    failed = next((event for event in told if event and event.get("event") == "run_failed"), None)
-    if failed is not None and failed.get("detail"):
-        return str(failed["detail"])
+    if failure := failure_of(one.output):
+        return failure
     if handle.log is not None and handle.log.is_file():
         said = handle.log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
         return " / ".join(said) or f"it said nothing in {shlex.quote(str(handle.log))}"

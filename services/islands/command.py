@@ -17,7 +17,6 @@ from rich.console import Console
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.mesh.object_store.port import StoreUnfit
 from composer_mesh.services.checks.accepting import (
     UsageError,
@@ -28,11 +27,12 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.directory.claim import RUNS, refuse_a_used
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
-from composer_mesh.services.islands.by_launch import LaunchExecutor
 from composer_mesh.services.islands.directory import IslandsDirectory, islands_in
+from composer_mesh.services.islands.executors import executor_of
 from composer_mesh.services.islands.ports import Executor, Replica, ReplicaState
 from composer_mesh.services.islands.summary import summarize, summary_table, write_summary
 from composer_mesh.services.launch.command import refuse_a_live
+from composer_mesh.services.launch.ports import LaunchFailed
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import grace_s
 
@@ -47,14 +47,14 @@ def islands_command(arguments: argparse.Namespace, signals: CommandSignals) -> i
     """
     configs = configs_of(arguments)
     place = _place(arguments, configs[0])
+    executor = executor_of(arguments, place.root)
     replicas = replicas_of(configs, place, arguments)
     if not replicas:
         return 0
-    executor = LaunchExecutor()
     if arguments.dry_run:
         executor.dry_run(replicas)
         return 0
-    _check_store(place.store)
+    _connect(executor, arguments)
     place.root.mkdir(parents=True, exist_ok=True)
     place.write()
     signals.hold()
@@ -133,11 +133,13 @@ def _place(arguments: argparse.Namespace, config: Config) -> IslandsDirectory:
     return asked
 
 
-def _check_store(uri: str) -> None:
+def _connect(executor: Executor, arguments: argparse.Namespace) -> None:
     try:
-        open_store(uri)
+        executor.connect()
     except StoreUnfit as unfit:
         raise UsageError(f"--store {unfit}") from unfit
+    except LaunchFailed as failed:
+        raise UsageError(f"--on is {arguments.on}, but {failed}") from failed
 
 
 def _follow(

@@ -37,10 +37,18 @@ class ReplicaState:
 
 
 class Executor(Protocol):
-    """Starts islands somewhere and tells what becomes of them.
+    """Starts islands somewhere and tells what becomes of them."""
 
-    What it needs, such as a package or a key, it checks when it is made.
-    """
+    def dry_run(self, replicas: Sequence[Replica]) -> None:
+        """Print every file, command and call; ask and change nothing."""
+        ...
+
+    def connect(self) -> None:
+        """Check what it needs, such as an account and the store.
+
+        Raises `LaunchFailed` or `StoreUnfit`.
+        """
+        ...
 
     def launch_replicas(self, replicas: Sequence[Replica]) -> None:
         """Start the islands. Waits until each is accepted; ends the others if one is not."""

@@ -47,7 +47,7 @@ def test_every_command_of_the_page_is_one() -> None:
         "reward",
         "traces",
     }
-    launching = {"islands", "launch", "worker", "stop", "join"}
+    launching = {"islands", "island-job", "launch", "worker", "stop", "join"}
     assert named == set(COMMANDS) - others - launching
 
 

@@ -85,7 +85,10 @@ def replicas(tmp_path: Path, **changes: Any) -> list[Replica]:
 
 
 def started(tmp_path: Path, launcher: FakeLauncher) -> tuple[LaunchExecutor, list[Replica]]:
-    executor, found = LaunchExecutor(lambda _: launcher, lambda _: None), replicas(tmp_path)
+    executor, found = (
+        LaunchExecutor(asked(tmp_path).store, lambda _: launcher, lambda _: None),
+        replicas(tmp_path),
+    )
     executor.launch_replicas(found)
     return executor, found
 

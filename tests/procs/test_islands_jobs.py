@@ -1,0 +1,104 @@
+"""Two islands as jobs of a cloud: whole runs, whose records come back through the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from hf_jobs_server import TOKEN, hf_jobs_server
+from huggingface_hub import HfApi
+from islands_s3 import BUCKET, s3_program, s3_server
+from live_run import PRESET, RUN_DEADLINE_S, SHORT, composer_mesh, wait_until
+
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.directory.report import read_metrics
+from composer_mesh.services.islands.directory import IslandsDirectory
+from composer_mesh.services.islands.hf_jobs import HfJobs
+from composer_mesh.services.islands.jobs import JobExecutor, JobOptions
+from composer_mesh.services.islands.ports import Replica
+from composer_mesh.services.islands.summary import summarize
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS, ENDLESS = 4, 1000
+SETTINGS = SHORT | {
+    "trainer.lr_schedule": "constant",
+    "replay.actors": 1,
+    "trainer.checkpoint_every": 1,
+    "islands.steps_per_round": 2,
+    "islands.deadline_s": 5.0,
+    "islands.absent_after": 1,
+    "cluster.python": sys.executable,
+}
+
+
+def sets(folder: Path, **changes: object) -> list[str]:
+    values = SETTINGS | {"policy.cache_dir": folder / "cache", **changes}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def config_of(folder: Path, rank: int, steps: int) -> Config:
+    own = {"islands.store": f"file://{folder}/store", "islands.rank": rank}
+    changes = {"run.steps": steps, "run.name": f"island-{rank}", "islands.world_size": 2, **own}
+    return load_config(PRESET, sets(folder, **changes))
+
+
+def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(tmp_path: Path) -> None:
+    place = IslandsDirectory(tmp_path / "all", f"file://{tmp_path}/store", 2)
+    place.root.mkdir()
+    replicas = [
+        Replica(rank, config_of(tmp_path, rank, steps), place.run(rank))
+        for rank, steps in enumerate((STEPS, ENDLESS))
+    ]
+    in_job = tmp_path / "composer-mesh-runs" / "all" / "island-1" / "metrics.jsonl"
+    with hf_jobs_server(tmp_path) as cloud:
+        jobs = HfJobs(api=HfApi(endpoint=cloud.url, token=TOKEN))
+        executor = JobExecutor(jobs, place.store, place.root, JobOptions("mesh:1"), {})
+        executor.connect()
+        executor.launch_replicas(replicas)
+        wait_until(lambda: len(read_metrics(in_job)) >= 1, "step 1", RUN_DEADLINE_S)
+        os.kill(cloud.jobs["job1"].process.pid, signal.SIGTERM)
+        ends = executor.collect(RUN_DEADLINE_S)
+        assert [one.state for one in ends] == ["finished", "failed"]
+        assert '"run_stopped"' in (place.run(1) / "events.jsonl").read_text()
+        before = len(read_metrics(place.run(1) / "metrics.jsonl"))
+        rest = Replica(1, config_of(tmp_path, 1, before + 2), place.run(1), resume=True)
+        again = JobExecutor(jobs, place.store, place.root, JobOptions("mesh:1"), {})
+        again.connect()
+        again.launch_replicas([rest])
+        states = [ends[0], *again.collect(RUN_DEADLINE_S)]
+    assert [one.state for one in states] == ["finished", "finished"]
+    summary = summarize(place, states, 1.0)
+    assert before >= 1
+    assert (summary["finished"], summary["steps"]) == (2, STEPS + before + 2)
+    assert summary["eval"]["final"]["episodes"] == 16
+
+
+def test_the_command_follows_jobs_over_s3_and_sums_them_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = s3_program()
+    if program is None:
+        pytest.skip("no S3 server is installed: make test-islands")
+    with s3_server(program, tmp_path / "log") as environment, hf_jobs_server(tmp_path) as cloud:
+        cloud.without = ("AWS_SECRET_ACCESS_KEY",)  # jobs have only what they are given
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_ENDPOINT", cloud.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        words = [word for one in sets(tmp_path, **{"run.steps": 4}) for word in ("--set", one)]
+        where = ["-n", "2", "--store", f"s3://{BUCKET}/run", "--output", str(tmp_path / "all")]
+        job = ["--on", "hf-jobs", "--image", "mesh:1", "--secret", "AWS_SECRET_ACCESS_KEY"]
+        done = composer_mesh("islands", str(PRESET), *words, *where, *job)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "all" / "summary.json").read_text())
+    assert (summary["finished"], summary["steps"], summary["round"]) == (2, 8, 2)
+    for rank in range(2):
+        run = tmp_path / "all" / f"island-{rank}"
+        assert len(read_metrics(run / "metrics.jsonl")) == 4
+        assert '"run_finished"' in (run / "events.jsonl").read_text()
