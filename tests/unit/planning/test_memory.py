@@ -83,13 +83,13 @@ def test_a_layer_keeps_as_many_bytes_of_a_token_as_autograd_holds(
 
 def test_weights_gradients_and_moments_are_sixteen_bytes_of_a_parameter() -> None:
     parts = training(ranks=1, sharded=False)
-    states = parts["master weights"] + parts["gradients"] + parts["Adam's moments"]
+    states = parts["master weights"] + parts["gradients"] + parts["optimizer state"]
     assert states == 16 * parameter_count(EIGHT_BILLION)
 
 
 def test_ranks_share_states_but_not_activations() -> None:
     one, four = training(ranks=1, sharded=False), training(ranks=4)
-    for what in ("master weights", "gradients", "Adam's moments"):
+    for what in ("master weights", "gradients", "optimizer state"):
         assert four[what] == one[what] // 4
     tokens = 1 << 18
     assert training(ranks=1, tokens=tokens)["activations"] == training(tokens=tokens)["activations"]
