@@ -125,22 +125,27 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
     """Return the memory of one trainer rank in a step, on its compute device."""
     shards = how.ranks if how.sharded else 1
     optimizer = optimizer_of(sizes, how)
-    state = 0 if how.optimizer_offload else optimizer.state
-    # An update's temporaries, and offloaded state, are allocated after activations are freed.
-    update = optimizer.update + (optimizer.visiting if how.optimizer_offload else 0)
-    most = max(_passing(sizes, how), update)
-    return (
-        Part("master weights", FLOAT * parameter_count(sizes) // shards),
-        Part("gradients", FLOAT * how.trainable // shards),
-        Part("optimizer state", state),
-        Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
+    passing = (
         Part("gathered for compute", _gathered(sizes, how)),
-        Part("activations" if most > update else "update of the optimizer", most),
+        Part("activations", _passing(sizes, how)),
         # As it is built, and once more in the dtype of the scores, which the kernels add it to.
         Part("attention mask", (1 + how.number) * how.tokens * how.longest),
         Part("attention scores", _attention_scores(sizes, how)),
         Part("blocks of scores", SCORES_GPU if how.on_gpu else SCORES_CPU),
-        Part("allocator's slack", int(SLACK * most)),
+        Part("allocator's slack", int(SLACK * _passing(sizes, how))),
+    )
+    visiting = optimizer.visiting if how.optimizer_offload else 0
+    updating = (
+        Part("optimizer state on the device", visiting),
+        Part("update of the weights", optimizer.update),
+        Part("allocator's slack", int(SLACK * optimizer.update)),
+    )
+    return (
+        Part("master weights", FLOAT * parameter_count(sizes) // shards),
+        Part("gradients", FLOAT * how.trainable // shards),
+        Part("optimizer state", 0 if how.optimizer_offload else optimizer.state),
+        Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
+        *max(passing, updating, key=total),  # the weights are updated when passes have ended
     )
 
 

@@ -19,7 +19,7 @@ FEWEST_QUANTIZED = 4096
 """Weights with fewer values keep their state in float32, as in torchao and bitsandbytes."""
 PART_VALUES = 2**25
 """Values of the weights whose offloaded state is on the device at once, unless one has more."""
-UPDATED_VALUES = 2**22
+UPDATED_VALUES = 2**20
 """Values of a weight with 8-bit state that are updated at once, unless updates are compiled."""
 
 # Bytes of temporaries in an update, for each of its values; measured with torch 2.13.

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import peak_allocated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from composer_mesh.configs.policy import ModelSizes
@@ -222,12 +223,10 @@ def test_the_logits_of_a_loss_are_no_more_than_planned() -> None:
     rows, width = 64, 32
     hidden = torch.randn(rows, width, requires_grad=True)
     weight = torch.randn(4096, width, requires_grad=True)
-    with torch.profiler.profile(profile_memory=True) as profile:
+
+    def run() -> None:
         logits = linear_logits(hidden, weight, temperature=0.7)
         (-logits.log_softmax(-1)[:, 3].sum()).backward()
-    held, most = 0, 0
-    for event in sorted(profile.events(), key=lambda one: one.time_range.start):
-        if event.name == "[memory]":
-            held += event.cpu_memory_usage
-            most = max(most, held)
+
+    most = peak_allocated(run)
     assert most <= 4 * FLOAT * rows * 4096 + 2 * FLOAT * (rows + 4096) * width
