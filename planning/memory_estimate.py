@@ -160,12 +160,12 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
-    state = optimizer_of(sizes, how).state
-    saved = FLOAT * whole // spread + state
+    optimizer = optimizer_of(sizes, how)
+    saved = FLOAT * whole // spread + optimizer.state
     copied = Part("a checkpoint's copy", saved)
     waiting = how.tokens * offloaded_bytes(sizes, how.number) * how.offloaded
     inputs = Part("offloaded activations", waiting)
-    offloaded = Part("offloaded optimizer state", state * how.optimizer_offload)
+    offloaded = Part("offloaded optimizer state", optimizer.offloaded * how.optimizer_offload)
     reading = _reading(sizes, how, parts, rank, saved + offloaded.bytes)
     return _Model(parts, (offered, copied, inputs, offloaded, reading))
 

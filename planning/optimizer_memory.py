@@ -47,13 +47,18 @@ def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and any(part.isdecimal() for part in name.split("."))
 
 
-def state_bytes(optimizer: OptimizerName, name: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a weight's optimizer state."""
+def state_tensors(optimizer: OptimizerName, name: str, shape: Sequence[int]) -> list[int]:
+    """Return the bytes of each tensor of a weight's optimizer state."""
     values = math.prod(shape)
     if optimizer == "muon" and is_layer_matrix(name, shape):
-        return FLOAT * values
+        return [FLOAT * values]
     block = block_size(shape) if optimizer == "adamw_8bit" else 0
-    return 2 * (values + FLOAT * values // block) if block else 2 * FLOAT * values
+    return 2 * ([values, FLOAT * values // block] if block else [FLOAT * values])
+
+
+def state_bytes(optimizer: OptimizerName, name: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a weight's optimizer state."""
+    return sum(state_tensors(optimizer, name, shape))
 
 
 def parts_of(values: Sequence[int]) -> list[list[int]]:
@@ -73,11 +78,12 @@ def parts_of(values: Sequence[int]) -> list[list[int]]:
 class OptimizerMemory:
     """Bytes of an optimizer on one rank.
 
-    `state`: all of it; `visiting`: the most of it that is on the device at once if it is offloaded;
-    `update`: temporaries of an update.
+    `state`: all of it; `offloaded`: of the host's memory, if it is offloaded; `visiting`: the most
+    of it that is then on the device at once; `update`: temporaries of an update.
     """
 
     state: int
+    offloaded: int
     visiting: int
     update: int
 
@@ -86,7 +92,10 @@ class OptimizerMemory:
 def optimizer_memory(
     sizes: ModelSizes, optimizer: OptimizerName, shards: int, offloaded: bool, on_gpu: bool
 ) -> OptimizerMemory:
-    """Return the bytes of an optimizer of all weights, each divided into as many shards."""
+    """Return the bytes of an optimizer of all weights, each divided into as many shards.
+
+    torch's allocator of pinned memory rounds each tensor up to a power of two.
+    """
     weights = list(_trained(sizes))
     counts = [math.prod(shape) // shards for _, shape in weights]
     states = [state_bytes(optimizer, *weight) for weight in weights]
@@ -96,13 +105,16 @@ def optimizer_memory(
         _update_bytes(optimizer, [(*weights[at], counts[at]) for at in part], on_gpu)
         for part in parts
     )
-    return OptimizerMemory(sum(states) // shards, sum(held[-2:]) // shards, update)
+    tensors = [one // shards for weight in weights for one in state_tensors(optimizer, *weight)]
+    pinned = sum(1 << max(0, one - 1).bit_length() for one in tensors)
+    state = sum(states) // shards
+    return OptimizerMemory(state, pinned if on_gpu else state, sum(held[-2:]) // shards, update)
 
 
 def adapter_memory(trainable: int) -> OptimizerMemory:
     """Return the bytes of an optimizer of adapters, which are counted as for AdamW."""
     state = 2 * FLOAT * trainable
-    return OptimizerMemory(state, state, TOGETHER * trainable)
+    return OptimizerMemory(state, 2 * state, state, TOGETHER * trainable)
 
 
 def _update_bytes(

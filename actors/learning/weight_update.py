@@ -93,8 +93,10 @@ class WeightUpdate:
     def restore(self, trained: list[str], optimizer_state: Kept) -> None:
         """Restore the optimizer state of weights with these names; raises `OtherWeights`."""
         check_weights(self._weights, trained)
-        device = CPU if self._config.optimizer_offload else None
+        device = None if self._offloaded is None else CPU
         restore_optimizer_state(self._weights, self._optimizers, optimizer_state, device)
+        if self._offloaded is not None:
+            self._offloaded.pin()
 
 
 def _share(rate: float | Tensor, peak: float) -> float:

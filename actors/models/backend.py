@@ -61,7 +61,8 @@ class TrainerBackend(Protocol):
         """Return optimizers that hold each trainable weight once.
 
         Each group's rate is that of `trainer.lr`'s schedule, scaled by the share of `trainer.lr`
-        that the group begins with. Their state, tensors only, is part of checkpoints.
+        that the group begins with. Their state, tensors only, is part of checkpoints; with
+        `trainer.optimizer_offload` that of each optimizer visits the device as a whole.
         """
         ...
 

@@ -7,7 +7,6 @@ The state of two optimizers at most is on the device. With CUDA the host's memor
 copies run beside updates on a stream of their own. Updates compute what they would without.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -110,10 +109,15 @@ class OffloadedOptimizers:
 
     def empty_on_host(self, like: Tensor) -> Tensor:
         """Return a plain tensor in the host's memory, which is pinned if the device uses CUDA."""
-        found = torch.empty_like(like, device=CPU)
-        if self._stream is not None and found.nbytes:
-            _pin(found)
-        return found
+        return torch.empty_like(like, device=CPU, pin_memory=self._stream is not None)
+
+    def pin(self) -> None:
+        """Move state that was restored into pinned memory, if the device uses CUDA."""
+        if self._stream is None:
+            return
+        for optimizer in self._optimizers:
+            for state, key, host in list(_tensors(optimizer)):
+                state[key] = mapped(host, Tensor.pin_memory)
 
     def _copying(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -148,12 +152,3 @@ def mapped(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         tensor, lambda _, part: mapped(part, make) if isinstance(part, Tensor) else part
     )
     return found
-
-
-def _pin(tensor: Tensor) -> None:
-    """Pin a tensor's memory as it is: torch's allocator of pinned memory rounds sizes up."""
-    from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-
-    storage = tensor.untyped_storage()
-    pin_memory(storage.data_ptr(), storage.nbytes())
-    weakref.finalize(storage, unpin_memory, storage.data_ptr()).atexit = False

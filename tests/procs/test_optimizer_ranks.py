@@ -113,3 +113,7 @@ def test_most_of_the_state_has_8_bits(world: World) -> None:
     coarse, exact = (world.two[0][name_of(one, 2, False)]["state"] for one in reversed(OPTIMIZERS))
     codes = sum(one.numel() for one in coarse.values() if one.dtype is torch.uint8)
     assert codes > 0.95 * sum(one.numel() for one in exact.values() if one.ndim)
+
+
+def test_a_rank_without_rows_of_a_weight_stores_and_restores_its_8_bit_state(world: World) -> None:
+    assert [rank["rowless"] for rank in world.two] == [True, True]
