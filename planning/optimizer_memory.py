@@ -123,7 +123,7 @@ def _update_bytes(
     """Return the temporaries of updating weights, given with a rank's counts of values."""
     if optimizer == "adamw_8bit":
         return QUANTIZING * min(UPDATED_VALUES, max(count for *_, count in weights))
-    by_muon = [optimizer == "muon" and is_layer_matrix(*one) for *one, _ in weights]
+    by_muon = [optimizer == "muon" and is_layer_matrix(name, shape) for name, shape, _ in weights]
     counts = [count for *_, count in weights]
     matrices = [count for count, muon in zip(counts, by_muon, strict=True) if muon]
     others = [count for count, muon in zip(counts, by_muon, strict=True) if not muon]

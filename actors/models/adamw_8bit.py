@@ -8,15 +8,14 @@ values in float32 instead would lose the scale of a block whose largest value is
 no code is -1. Importing this module takes a second, and torchao, which is an optional extra.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import composer_mesh.actors.models.quiet_torchao  # noqa: F401
 from composer_mesh.actors.models.rows import from_rows, local
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_refusals import LowbitMissing
@@ -26,29 +25,15 @@ MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Names of the state that has 8 bits, and whether it has a sign."""
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence the import of torchao: its kernels for other devices, which no optimizer uses."""
-    levels = {one: one.level for one in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-
-
 try:
-    with _without_warnings():
-        import torchao.optim
-        from torchao.optim.adam import single_param_adam
-        from torchao.optim.subclass_8bit import OptimState8bit
+    import torchao.optim
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
 except ModuleNotFoundError as error:
     raise LowbitMissing() from error
 
 
-class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
+class AdamW8bit(torchao.optim.AdamW8bit):
     """AdamW of weights in float32, of which the large ones have their state in 8 bits."""
 
     def __init__(self, weights: Iterable[nn.Parameter], trainer: TrainerConfig) -> None:
