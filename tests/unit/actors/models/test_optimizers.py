@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.backend import optimizers_of
 from composer_mesh.actors.models.optimizer_offload import OffloadedOptimizers, mapped, plain
 from composer_mesh.actors.models.optimizer_state import (
@@ -182,6 +183,26 @@ def test_offloaded_state_changes_no_bit_of_the_weights(
     stays, visits = (runs.trained(one, steps) for one in found)
     assert runs.equal(stays, visits)
     assert runs.equal(*(runs.state_of(one) for one in found))
+
+
+def test_optimizers_of_a_users_backend_are_offloaded_too(build_model: Any) -> None:
+    """Each as a whole; their state may be of any kind, and of weights of any shape."""
+    ends = []
+    for offload in (False, True):
+        model, config = build_model(1), runs.config(optimizer_offload=offload)
+
+        def make(weights: Any) -> list[torch.optim.Optimizer]:
+            held = list(weights.values())
+            first = torch.optim.SGD(held[:3], lr=1e-2, momentum=0.9)
+            return [first, torch.optim.Adagrad(held[3:], lr=1e-2)]
+
+        update = WeightUpdate(model, config, Ranks(), make)
+        for step in range(3):
+            update.begin()
+            model(input_ids=torch.arange(20)[None]).logits.square().mean().backward()
+            update.apply(step, lambda: None)
+        ends.append({name: one.detach() for name, one in update.weights.items()})
+    assert runs.equal(*ends)
 
 
 def test_state_is_in_the_same_memory_of_the_host_between_updates(folder: Path, steps: Any) -> None:
