@@ -34,6 +34,7 @@ SAFE = (
         for key in ("microbatch_tokens", "packing", "prefix_sharing", "compile")
     ),
     ("trainer.activation_checkpointing", NUMERICS),
+    ("trainer.optimizer_offload", PLACES),
     ("trainer.checkpoint*", MEASURED),
     ("weights.*", PLACES),
     ("logprob_mismatch.all_tokens", NUMERICS),

@@ -27,6 +27,8 @@ Sharing = Literal["off", "levels", "row"]
 """How what sequences begin with is computed once: not at all, one forward for each level of a tree
 of prefixes, or the whole tree as one row of one forward."""
 
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -68,8 +70,13 @@ class TrainerConfig(Section):
     min_lr_ratio: Share = 0.0
     """Final learning rate as a share of the peak."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """"adamw"; or "muon" for the matrices of the decoder's layers, with AdamW for the rest."""
+    optimizer: OptimizerName = "adamw"
+    """"adamw"; "adamw_8bit" with both moments of large weights in 8 bits, from torchao; or "muon"
+    for the matrices of the decoder's layers, with AdamW for the rest."""
+
+    optimizer_offload: bool = False
+    """Whether the optimizer's state is in the host's memory between updates, and on a GPU only for
+    the weights that are being updated."""
 
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay of the optimizer."""
@@ -237,7 +244,8 @@ class TrainerConfig(Section):
         if self.optimizer == "muon" and self.sharded:
             raise ValueError(
                 "optimizer is 'muon', which needs whole matrices, but weights are sharded: set "
-                "sharding to 'none' and compute_dtype to 'float32', or optimizer to 'adamw'"
+                "sharding to 'none' and compute_dtype to 'float32', or optimizer to 'adamw' or "
+                "'adamw_8bit'"
             )
         return self
 

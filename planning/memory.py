@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.configs.trainer import OptimizerName
 from composer_mesh.planning.model_sizes import (
     cache_numbers,
     embedding_parameters,
@@ -19,6 +20,11 @@ from composer_mesh.planning.model_sizes import (
     layer_parameters,
     parameter_count,
     query_width,
+)
+from composer_mesh.planning.optimizer_memory import (
+    OptimizerMemory,
+    adapter_memory,
+    optimizer_memory,
 )
 
 MB, GB = 2**20, 2**30
@@ -89,7 +95,7 @@ class Training:
     pass; `trainable`: number of parameters with optimizer state; `frozen_bytes`: bytes of a
     parameter in all frozen copies; `longest`: longest row if attention needs a mask, else 0;
     `scored`: whether attention makes all its scores at once; `offloaded`: whether the inputs of
-    checkpointed layers wait in host memory.
+    checkpointed layers wait in host memory; `optimizer_offload`: whether its state does.
     """
 
     ranks: int
@@ -103,26 +109,43 @@ class Training:
     longest: int = 0
     scored: bool = False
     on_gpu: bool = False
+    optimizer: OptimizerName = "adamw"
+    optimizer_offload: bool = False
+
+
+def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
+    """Return the memory of one rank's optimizer."""
+    shards = how.ranks if how.sharded else 1
+    if how.trainable != parameter_count(sizes):
+        return adapter_memory(how.trainable // shards)
+    return optimizer_memory(sizes, how.optimizer, shards, how.optimizer_offload, how.on_gpu)
 
 
 def training_parts(sizes: ModelSizes, how: Training) -> Parts:
     """Return the memory of one trainer rank in a step, on its compute device."""
     shards = how.ranks if how.sharded else 1
-    states = FLOAT * how.trainable // shards
-    passing = _passing(sizes, how)
-    return (
-        Part("master weights", FLOAT * parameter_count(sizes) // shards),
-        Part("gradients", states),
-        Part("Adam's moments", 2 * states),
-        Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
+    optimizer = optimizer_of(sizes, how)
+    passing = (
         Part("gathered for compute", _gathered(sizes, how)),
-        # The optimizer's own temporaries are allocated after activations are freed.
-        Part("activations", max(passing, states)),
+        Part("activations", _passing(sizes, how)),
         # As it is built, and once more in the dtype of the scores, which the kernels add it to.
         Part("attention mask", (1 + how.number) * how.tokens * how.longest),
         Part("attention scores", _attention_scores(sizes, how)),
         Part("blocks of scores", SCORES_GPU if how.on_gpu else SCORES_CPU),
-        Part("allocator's slack", int(SLACK * max(passing, states))),
+        Part("allocator's slack", int(SLACK * _passing(sizes, how))),
+    )
+    visiting = optimizer.visiting if how.optimizer_offload else 0
+    updating = (
+        Part("optimizer state on the device", visiting),
+        Part("update of the weights", optimizer.update),
+        Part("allocator's slack", int(SLACK * optimizer.update)),
+    )
+    return (
+        Part("master weights", FLOAT * parameter_count(sizes) // shards),
+        Part("gradients", FLOAT * how.trainable // shards),
+        Part("optimizer state", 0 if how.optimizer_offload else optimizer.state),
+        Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
+        *max(passing, updating, key=total),  # the weights are updated when passes have ended
     )
 
 

@@ -24,6 +24,7 @@ from composer_mesh.planning.memory import (
     cache_bytes,
     forward_parts,
     offloaded_bytes,
+    optimizer_of,
     total,
     training_parts,
     weight_parts,
@@ -148,6 +149,8 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         longest=config.policy.max_context if _has_masks(trainer) else 0,
         scored=trainer.attention == "eager",
         on_gpu=config.placement.trainer.gpus > 0,
+        optimizer=trainer.optimizer,
+        optimizer_offload=trainer.optimizer_offload,
     )
     parts = (
         *training_parts(sizes, how),
@@ -157,11 +160,14 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
     offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
-    saved = FLOAT * (whole + 2 * how.trainable) // spread
+    optimizer = optimizer_of(sizes, how)
+    saved = FLOAT * whole // spread + optimizer.state
     copied = Part("a checkpoint's copy", saved)
     waiting = how.tokens * offloaded_bytes(sizes, how.number) * how.offloaded
     inputs = Part("offloaded activations", waiting)
-    return _Model(parts, (offered, copied, inputs, _reading(sizes, how, parts, rank, saved)))
+    offloaded = Part("offloaded optimizer state", optimizer.offloaded * how.optimizer_offload)
+    reading = _reading(sizes, how, parts, rank, saved + offloaded.bytes)
+    return _Model(parts, (offered, copied, inputs, offloaded, reading))
 
 
 def _has_masks(trainer: TrainerConfig) -> bool:

@@ -84,6 +84,16 @@ class LoraMissing(UnfitModel):
         )
 
 
+class LowbitMissing(UnfitModel):
+    """The 8-bit optimizer is configured but torchao is not installed."""
+
+    def __str__(self) -> str:
+        return (
+            "trainer.optimizer is 'adamw_8bit' but torchao is not installed: pip install "
+            "'composer-mesh[lowbit]', or set it to 'adamw'"
+        )
+
+
 class NoSuchLayers(UnfitModel):
     """The configured adapter targets are not suitable layers of the model."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.schedules import learning_rate
 from composer_mesh.actors.models.backend import Optimizers, optimizers_of
+from composer_mesh.actors.models.optimizer_offload import CPU, OffloadedOptimizers
 from composer_mesh.actors.models.optimizer_state import (
     Kept,
     check_weights,
@@ -36,8 +37,11 @@ class WeightUpdate:
         self._weights = {n: one for n, one in model.named_parameters() if one.requires_grad}
         optimizers = (make or partial(optimizers_of, trainer))(self._weights)
         self._optimizers = list(optimizers)
+        self._offloaded: OffloadedOptimizers | None = None
+        if trainer.optimizer_offload:
+            self._offloaded = OffloadedOptimizers(self._optimizers, ranks.device)
         groups = [group for one in self._optimizers for group in one.param_groups]
-        self._rates = [(group, group["lr"] / trainer.lr) for group in groups]
+        self._rates = [(group, _share(group["lr"], trainer.lr)) for group in groups]
         self._updated = False
 
     def begin(self) -> None:
@@ -58,14 +62,20 @@ class WeightUpdate:
         )
         rate = learning_rate(self._config, step, self._steps)
         for group, share in self._rates:
-            group["lr"] = share * rate
+            _set_rate(group, share * rate)
         before_update()
-        for optimizer in self._optimizers:
-            optimizer.step()
+        self._step()
         if not self._updated:
             self.optimizer_state()  # raises for one that no checkpoint could store
         self._updated = True
         return float(norm.full_tensor() if is_dtensor(norm) else norm), rate
+
+    def _step(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.step()
+            return
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -83,4 +93,22 @@ class WeightUpdate:
     def restore(self, trained: list[str], optimizer_state: Kept) -> None:
         """Restore the optimizer state of weights with these names; raises `OtherWeights`."""
         check_weights(self._weights, trained)
-        restore_optimizer_state(self._weights, self._optimizers, optimizer_state)
+        device = None if self._offloaded is None else CPU
+        restore_optimizer_state(self._weights, self._optimizers, optimizer_state, device)
+        if self._offloaded is not None:
+            self._offloaded.pin()
+
+
+def _share(rate: float | Tensor, peak: float) -> float:
+    """Return a group's rate as a share of `trainer.lr`, in the precision of the group's rate."""
+    if isinstance(rate, Tensor):
+        return float(rate / torch.tensor(peak, dtype=rate.dtype, device=rate.device))
+    return rate / peak
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's rate; one that is a tensor, as compiled updates need it, is filled in place."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -5,7 +5,7 @@ rate, publishing and checkpoint files. `TorchBackend` is what a run uses by defa
 the user's own, `trainer.backend`, implements the same port, or derives from it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.lora import adapter_weights
 from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import local
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
+from composer_mesh.planning.optimizer_memory import is_layer_matrix, parts_of
 
+_MakeOptimizer = Callable[[TrainerConfig, Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 Optimizers = Callable[[Mapping[str, nn.Parameter]], Sequence[torch.optim.Optimizer]]
 """Makes the optimizers of the trainable weights, which have their names."""
 
@@ -58,7 +61,8 @@ class TrainerBackend(Protocol):
         """Return optimizers that hold each trainable weight once.
 
         Each group's rate is that of `trainer.lr`'s schedule, scaled by the share of `trainer.lr`
-        that the group begins with. Their state, tensors only, is part of checkpoints.
+        that the group begins with. Their state, tensors only, is part of checkpoints; with
+        `trainer.optimizer_offload` that of each optimizer visits the device as a whole.
         """
         ...
 
@@ -105,18 +109,32 @@ class TorchBackend:
 def optimizers_of(
     trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW of these weights, or Muon of the layers' matrices and AdamW of the others."""
-    if trainer.optimizer == "adamw":
-        return [adamw(trainer, weights)]
-    matrices = {n: one for n, one in weights.items() if one.ndim == 2 and _in_a_layer(n)}
-    others = {n: one for n, one in weights.items() if n not in matrices}
-    found: list[torch.optim.Optimizer] = [muon(trainer, matrices)] if matrices else []
-    return found + ([adamw(trainer, others)] if others else [])
+    """Return the config's optimizers of these weights; several of a kind where they are offloaded.
+
+    Muon is that of the layers' matrices, with AdamW for the others.
+    """
+    found: list[torch.optim.Optimizer] = []
+    for make, held in _held(trainer, weights):
+        names = list(held)
+        parts = [list(range(len(names)))]
+        if trainer.optimizer_offload:
+            parts = parts_of([local(held[name]).numel() for name in names])
+        found += [make(trainer, {names[at]: held[names[at]] for at in part}) for part in parts]
+    return found
 
 
-def _in_a_layer(name: str) -> bool:
-    """Whether a weight is one of a numbered layer, unlike embeddings and heads."""
-    return any(part.isdecimal() for part in name.split("."))
+def _held(
+    trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[_MakeOptimizer, Mapping[str, nn.Parameter]]]:
+    """Yield which kind of optimizer has which weights."""
+    if trainer.optimizer != "muon":
+        yield (adamw if trainer.optimizer == "adamw" else adamw_8bit), weights
+        return
+    matrices = {n: one for n, one in weights.items() if is_layer_matrix(n, one.shape)}
+    if matrices:
+        yield muon, matrices
+    if others := {n: one for n, one in weights.items() if n not in matrices}:
+        yield adamw, others
 
 
 def muon(trainer: TrainerConfig, matrices: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -137,3 +155,12 @@ def adamw(trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]) -> torch.
         betas=(trainer.adam_beta1, trainer.adam_beta2),
         weight_decay=trainer.weight_decay,
     )
+
+
+def adamw_8bit(
+    trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return AdamW of these weights with its state in 8 bits; raises `LowbitMissing`."""
+    from composer_mesh.actors.models.adamw_8bit import AdamW8bit
+
+    return AdamW8bit(weights.values(), trainer)

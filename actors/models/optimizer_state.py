@@ -4,10 +4,12 @@ Learning rates and other hyperparameters come from the config and are not stored
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from composer_mesh.actors.models.rows import from_rows, local
 
 OF_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """Entries with the shape of their weight; others have the shape that was stored."""
@@ -19,6 +21,19 @@ class Kept(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
+@runtime_checkable
+class StoredForm(Protocol):
+    """An optimizer whose state is stored in another form than it has in memory."""
+
+    def begin(self, weight: nn.Parameter, device: torch.device) -> None:
+        """Give a weight the state from before its first update, on a device."""
+        ...
+
+    def stored(self, weight: nn.Parameter) -> dict[str, Tensor]:
+        """Return a weight's state as plain tensors, which share its memory."""
+        ...
 
 
 class OtherWeights(ValueError):
@@ -57,6 +72,9 @@ def optimizer_state_of(
     found: dict[str, Tensor] = {}
     for name, one in weights.items():
         for optimizer in optimizers:
+            if isinstance(optimizer, StoredForm):
+                found |= {f"{name}/{key}": value for key, value in optimizer.stored(one).items()}
+                continue
             for key, value in optimizer.state.get(one, {}).items():
                 if not isinstance(value, Tensor):
                     kind = type(value).__name__
@@ -74,9 +92,15 @@ def check_weights(weights: Iterable[str], others: Iterable[str]) -> None:
 
 @torch.no_grad()
 def restore_optimizer_state(
-    weights: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], kept: Kept
+    weights: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    kept: Kept,
+    device: torch.device | None = None,
 ) -> None:
-    """Restore the optimizers' state of their weights; each rank reads its rows."""
+    """Restore the optimizers' state of their weights; each rank reads its rows.
+
+    On the device of the weights, unless another is given.
+    """
     found: dict[str, Tensor] = {}
     holders = {
         id(one): optimizer
@@ -85,10 +109,21 @@ def restore_optimizer_state(
         for one in group["params"]
     }
     for place, shape in kept.shapes().items():
+        if place in found:
+            continue
         name, _, key = place.rpartition("/")
         if name not in weights:
             raise OtherWeights(name, "in the checkpoint")
         weight = weights[name]
-        like = torch.zeros_like(weight) if key in OF_WEIGHT else torch.zeros(shape)
-        found[place] = holders[id(weight)].state[weight][key] = like
+        optimizer = holders[id(weight)]
+        if isinstance(optimizer, StoredForm):
+            optimizer.begin(weight, device or weight.device)
+            found |= {f"{name}/{key}": one for key, one in optimizer.stored(weight).items()}
+            continue
+        like = _zeros_of(weight, device) if key in OF_WEIGHT else torch.zeros(shape)
+        found[place] = optimizer.state[weight][key] = like
     kept.read(found)
+
+
+def _zeros_of(weight: nn.Parameter, device: torch.device | None) -> Tensor:
+    return from_rows(torch.zeros_like(local(weight.detach()), device=device), weight, weight.shape)

@@ -3,7 +3,7 @@
 A tensor that is not sharded is complete.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,23 @@ def rows_of(whole: Tensor, like: Any) -> Tensor:
     whole = whole.to(like.device, like.dtype)
     cut = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return cut.clone()
+
+
+def from_rows(rows: Tensor, like: Any, shape: Sequence[int]) -> Tensor:
+    """Return the tensor of a shape of which this rank has these rows, sharded like another tensor.
+
+    It shares the rows' memory, which may be on another device than the other tensor's.
+    """
+    if not is_dtensor(like):
+        return rows
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole = torch.empty(*shape, device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), rows.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    found: Tensor = DTensor(rows, spec, requires_grad=False)
+    return found
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from jinja2 import TemplateError
 
+import composer_mesh.actors.models.quiet_torchao  # noqa: F401
 from composer_mesh.actors.models.same_tokenizer import difference
 from composer_mesh.actors.models.tokenizer import PANIC, chat_settings, load_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat

@@ -38,8 +38,8 @@ FOUND_LATER = (
 )
 
 BACKEND_COUNTED = (
-    "the trainer's memory is counted as for AdamW on all weights, or on trainer.lora's adapters: "
-    "{} may take more or less"
+    "the trainer's memory is counted as for trainer.optimizer on all weights, or on trainer.lora's "
+    "adapters: {} may take more or less"
 )
 
 

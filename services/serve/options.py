@@ -58,6 +58,8 @@ def check_serves(config: Config) -> None:
         "trainer.ranks": (trainer.ranks, 1),
         "trainer.sharded": (trainer.sharded, False),
         "trainer.compile": (trainer.compile, False),
+        "trainer.optimizer": (trainer.optimizer, "adamw"),
+        "trainer.optimizer_offload": (trainer.optimizer_offload, False),
         "trainer.packing": (trainer.packing, False),
         "trainer.lora": (trainer.lora, None),
         "trainer.backend": (trainer.backend, None),

@@ -86,9 +86,9 @@ def test_a_preset_is_not_trained_without_its_model(
 SMALLER = {
     "qwen2.5-0.5b": (
         "gpu_memory_gb=8",
-        "master weights 1.84 + gradients 1.84 + Adam's moments 3.68",
+        "master weights 1.84 + gradients 1.84 + optimizer state 3.68",
     ),
-    "qwen3-8b": ("gpu_memory_gb=40", "master weights 7.63 + gradients 7.63 + Adam's moments 15.3"),
+    "qwen3-8b": ("gpu_memory_gb=40", "master weights 7.63 + gradients 7.63 + optimizer state 15.3"),
     "qwen3-8b-64k": ("gpu_memory_gb=60", "gathered for compute 6.07 + activations 29.2"),
     "qwen3-32b": ("gpus=6", "all GPUs: trainer 16 x 1 + generator 4 x 4 = 32, of 24"),
     "qwen3-coder": ("memory_gb=100", "environment 4 x 16.09"),

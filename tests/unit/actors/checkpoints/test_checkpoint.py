@@ -138,7 +138,7 @@ def test_without_a_part_of_the_state_training_would_go_another_way(
     checkpoint = saved(one, tmp_path)
     other = Learner(config, folder, Ranks())
     other.restore(checkpoint)
-    if lost == "moments":
+    if lost == "optimizer_state":
         other.step._update._optimizers[0].state.clear()
     else:
         other.step._sdpo.taid.t = 0.9

@@ -20,6 +20,8 @@ KEY = "tml-0123456789abcdef"
         ("generator", {"engine": "vllm"}, "generator.engine is 'vllm'"),
         ("trainer", {"ranks": 2}, "trainer.ranks is 2"),
         ("trainer", {"packing": True}, "trainer.packing is True"),
+        ("trainer", {"optimizer": "muon"}, "trainer.optimizer is 'muon'"),
+        ("trainer", {"optimizer_offload": True}, "trainer.optimizer_offload is True"),
         ("trainer", {"lora": {"rank": 4}}, "trainer.lora is "),
     ],
 )
