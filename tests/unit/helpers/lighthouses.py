@@ -1,0 +1,28 @@
+"""A real lighthouse of torchft in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torchft._torchft import LighthouseServer
+
+JOIN_MS = 60_000
+HEARTBEAT_MS = 2_000
+
+
+@contextmanager
+def lighthouse_server(min_replicas: int = 1) -> Iterator[str]:
+    """Yield the address of a lighthouse; islands that send heartbeats are waited for."""
+    server = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=JOIN_MS,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=HEARTBEAT_MS,
+    )
+    try:
+        port = server.address().rpartition(":")[2].rstrip("/")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.shutdown()
