@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from composer_mesh.mesh.islands.all_reduce import FIRST_POLL_S, LONGEST_POLL_S, Clock, RoundLost
+from composer_mesh.mesh.islands.lighthouse import LighthouseUnfit
 from composer_mesh.mesh.islands.outer_optimizer import Vector
 from composer_mesh.mesh.islands.quantization import Quantization, decode, encode
 from composer_mesh.mesh.islands.rounds import BadRank
@@ -29,7 +30,6 @@ from composer_mesh.mesh.islands.torchft_rules import (
     NOTHING,
     Header,
     Healed,
-    LighthouseUnfit,
     NoAverage,
     OtherLayout,
     OtherWeights,

@@ -23,8 +23,9 @@ from torchft.checkpointing import CheckpointTransport
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 from torchft.process_group import ProcessGroupGloo
 
+from composer_mesh.mesh.islands.lighthouse import LighthouseUnfit
 from composer_mesh.mesh.islands.outer_optimizer import Vector
-from composer_mesh.mesh.islands.torchft_rules import LighthouseUnfit, OtherLayout
+from composer_mesh.mesh.islands.torchft_rules import OtherLayout
 
 HEARTBEAT = timedelta(milliseconds=100)
 GROUP_RANK = 1

@@ -14,19 +14,6 @@ HEADER = struct.Struct("<iBB32s32s")
 NOTHING = b"\0" * 32
 
 
-class LighthouseUnfit(StoreUnfit):
-    """A lighthouse or an address cannot be used: which, and why."""
-
-    def __init__(self, address: str, why: str) -> None:
-        super().__init__(address, why)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: {self.args[1]}: start torchft_lighthouse where all islands reach "
-            "it, and give its address"
-        )
-
-
 class OtherLayout(StoreUnfit):
     """The other islands train another model, or by other rules."""
 

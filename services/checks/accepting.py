@@ -14,6 +14,7 @@ from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.integrations.trackers.port import TrackerRefused
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
+from composer_mesh.mesh.islands.lighthouse import check_torchft
 from composer_mesh.planning.model_refusals import LoraMissing
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
@@ -80,6 +81,7 @@ def startable(config: Config) -> None:
         check_vllm_installed(config)
         if config.trainer.lora is not None and find_spec("peft") is None:
             raise LoraMissing()
+        check_torchft(config.islands)
 
 
 def items(text: str) -> list[str]:

@@ -14,11 +14,12 @@ import pytest
 from lighthouses import lighthouse_server
 
 from composer_mesh.mesh.islands.all_reduce import Clock, RoundLost
+from composer_mesh.mesh.islands.lighthouse import LighthouseUnfit
 from composer_mesh.mesh.islands.outer_optimizer import Vector
 from composer_mesh.mesh.islands.quantization import decode, encode
 from composer_mesh.mesh.islands.rounds import BadRank
 from composer_mesh.mesh.islands.torchft_all_reduce import Offer, Outcome, TorchftAllReduce
-from composer_mesh.mesh.islands.torchft_rules import LighthouseUnfit, OtherLayout
+from composer_mesh.mesh.islands.torchft_rules import OtherLayout
 
 SIZE = 1000
 

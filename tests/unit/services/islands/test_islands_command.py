@@ -71,6 +71,7 @@ def asked(tmp_path: Path, **changes: Any) -> Namespace:
         "set": [],
         "n": 2,
         "store": f"file://{tmp_path}/store",
+        "lighthouse": None,
         "output": tmp_path / "all",
         "resume": False,
         "only": None,
