@@ -1,5 +1,6 @@
 """What islands by torchft need before anything is started: the package, and a lighthouse."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from composer_mesh.configs.islands import IslandsConfig
@@ -31,9 +32,9 @@ class LighthouseUnfit(StoreUnfit):
         )
 
 
-def check_torchft(config: IslandsConfig) -> None:
+def check_torchft(config: IslandsConfig, find: Callable[[str], object] = find_spec) -> None:
     """Raise `TorchftMissing` for islands that need it; imports nothing."""
-    if config.lighthouse is not None and find_spec("torchft") is None:
+    if config.lighthouse is not None and find("torchft") is None:
         raise TorchftMissing()
 
 

@@ -32,7 +32,7 @@ GROUP_RANK = 1
 """Not 0, so that Manager uses the server made here; its own binds all interfaces."""
 
 
-class HostGloo(ProcessGroupGloo):  # type: ignore[misc]
+class HostGloo(ProcessGroupGloo):
     """torchft's gloo group, connecting by the address `host` only."""
 
     def __init__(self, host: str, timeout: timedelta) -> None:
@@ -51,7 +51,7 @@ class HostGloo(ProcessGroupGloo):  # type: ignore[misc]
         return group
 
 
-class StateTransport(CheckpointTransport):  # type: ignore[misc]
+class StateTransport(CheckpointTransport):
     """Sends the common state to islands that heal: two tensors over the process group."""
 
     def __init__(self, group: HostGloo, layout: bytes, count: Callable[[int, int], None]) -> None:

@@ -12,17 +12,17 @@ HEARTBEAT_MS = 2_000
 
 
 @contextmanager
-def lighthouse_server(min_replicas: int = 1) -> Iterator[str]:
+def lighthouse_server(min_replicas: int = 1, port: int = 0) -> Iterator[str]:
     """Yield the address of a lighthouse; islands that send heartbeats are waited for."""
     server = LighthouseServer(
-        bind="127.0.0.1:0",
+        bind=f"127.0.0.1:{port}",
         min_replicas=min_replicas,
         join_timeout_ms=JOIN_MS,
         quorum_tick_ms=50,
         heartbeat_timeout_ms=HEARTBEAT_MS,
     )
     try:
-        port = server.address().rpartition(":")[2].rstrip("/")
-        yield f"http://127.0.0.1:{port}"
+        bound = server.address().rpartition(":")[2].rstrip("/")
+        yield f"http://127.0.0.1:{bound}"
     finally:
         server.shutdown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from typing import Any
 
@@ -162,6 +162,22 @@ def test_an_island_without_the_others_loses_the_round_and_finds_them_later(
         islands[0]._deadline_s = 60.0
         found = both(islands, [vector(1), vector(2)])
         assert (found[0] == found[1]).all()
+
+
+def test_a_lighthouse_that_is_started_again_is_found_again() -> None:
+    with ExitStack() as stack:
+        with lighthouse_server(min_replicas=2) as address:
+            islands = stack.enter_context(closing_all(joined(address, request_s=5.0)))
+            both(islands, [vector(1), vector(2)])
+        port = int(address.rpartition(":")[2])
+
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(both, islands, [vector(3), vector(4)])
+            stack.enter_context(lighthouse_server(min_replicas=2, port=port))
+            found = later.result()
+
+        assert np.abs(found[0] - (vector(3) + vector(4)) / 2).max() <= 1e-6
+        assert [one.round for one in islands] == [2, 2]
 
 
 def test_fewer_islands_than_the_quorum_average_nothing() -> None:
