@@ -172,7 +172,7 @@ class ManagedIsland:
                 self._residuals.get(index),
                 self._config.quantization,
             )
-            payload = None if found is None else found.payload
+            payload = None if found is None or self._states.healed else found.payload
             return Offer(payload, state.weights.size, self._states.digest(index))
 
         def work() -> Outcome:

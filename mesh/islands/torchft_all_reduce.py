@@ -192,26 +192,31 @@ class TorchftAllReduce:
             if self._joined is None:
                 self._joined = self._join()
             manager = self._joined.manager
+            before = int(manager.current_step())
             manager.start_quorum(timeout=timedelta(seconds=max(left_s, 0.001)))
             manager.wait_quorum()
         except (LighthouseUnfit, RuntimeError, TimeoutError) as error:
             self._leave()  # this Manager would raise it in every later round
             raise NoAverage(f"the lighthouse formed no quorum: {error}") from error
+        healed, outcome = int(manager.current_step()) != before, None
         if manager.current_step() == BEHIND:  # there is nobody to heal from
             self._tell_round(self.round)
-        self.round, heals = int(manager.current_step()), not manager.is_participating()
-        outcome = None
+        self.round = int(manager.current_step())
         try:
             self._check(manager)
             outcome = self._averaged(self.round, offer(self.round))
         except (RuntimeError, NoAverage, OtherLayout) as error:
             manager.report_error(error)
-        if manager.should_commit():
-            assert outcome is not None
-            self.round = int(manager.current_step())
-            return outcome
-        failure = self._failure(manager)
-        raise Healed(f"it came back with those of round {self.round}") if heals else failure
+        try:
+            if manager.should_commit():
+                assert outcome is not None
+                self.round = int(manager.current_step())
+                return outcome
+            failure = self._failure(manager)
+        except (RuntimeError, TimeoutError) as error:
+            self._leave()
+            failure = NoAverage(f"round {self.round + 1} was not committed: {error}")
+        raise Healed(f"it came back with those of round {self.round}") if healed else failure
 
     def _failure(self, manager: Any) -> NoAverage:
         """Return why a round was not committed; raises where no later one could be either."""

@@ -24,11 +24,15 @@ pytestmark = pytest.mark.timeout(600)
 
 HELPERS, BENCHMARKS = Path(__file__).parent / "helpers", Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 240.0
+BOUNDS = {"none": 1e-5, "int8": 2 * 1.2 / 127}
+"""With int8 a value may be off by this rounding error and the one before: 1/127 of the largest
+outer gradient, which is at most 4 steps of 0.3."""
 JOINT, KILLED_AFTER, HOLD = 8, 2, 6
 
 
 @pytest.fixture
 def lighthouse(tmp_path: Path) -> Iterator[str]:
+    pytest.importorskip("torchft", reason="it has no wheel for this platform")
     program = Path(sys.executable).with_name("torchft_lighthouse")
     log = tmp_path / "lighthouse.log"
     options = ("--bind", "127.0.0.1:0", "--min_replicas", "1", "--heartbeat_timeout_ms", "2000")
@@ -180,8 +184,8 @@ def _alone(steps: list[dict[str, Any]]) -> bool:
 def check_averages(workers: tuple[Worker, ...], how: str, fragments: int) -> int:
     """Compare each round with the mean of what its islands had, computed here in float64.
 
-    The outer step is a plain average, so the new common weights are that mean. With int8 a value
-    may be off by its own rounding error and the one before. Returns the rounds of both.
+    The outer step is a plain average, so the new common weights are that mean. Returns the number
+    of rounds of both.
     """
     told = [merged(one) for one in workers]
     before = {(m.rank, m.round, m.islands): m.before for rounds, _ in told for m in rounds}
@@ -197,9 +201,8 @@ def check_averages(workers: tuple[Worker, ...], how: str, fragments: int) -> int
         ]
         parts = [values[part] for values in gave if values is not None]
         assert len(parts) == len(one.islands), one
-        largest = max(float(np.abs(values - one.after[part]).max()) for values in parts)
-        bound = 1e-5 if how == "none" else 1e-5 + 4 * largest / 127
-        assert np.abs(one.after[part] - np.mean(parts, axis=0)).max() <= bound, one
+        wrong = np.abs(one.after[part] - np.mean(parts, axis=0)).max()
+        assert wrong <= BOUNDS[how], one
         same = after.setdefault((one.round, one.islands), one.after[part])
         assert (same == one.after[part]).all(), one
     return sum(len(islands) == 2 for _, islands in after)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from lighthouses import lighthouse_server
 from pytest_httpserver import HTTPServer
@@ -13,6 +15,7 @@ from composer_mesh.mesh.islands.lighthouse import (
     check_lighthouse,
     check_torchft,
 )
+from composer_mesh.mesh.islands.torchft_rules import OtherLayout
 
 
 def test_a_lighthouse_that_answers_is_accepted() -> None:
@@ -37,3 +40,11 @@ def test_a_missing_package_is_told_only_where_it_is_needed() -> None:
         check_torchft(by_lighthouse, lambda _: None)
     check_torchft(IslandsConfig(), lambda _: None)
     check_torchft(by_lighthouse)
+
+
+@pytest.mark.parametrize(
+    "error", [LighthouseUnfit("http://h:1", "is away"), TorchftMissing(), OtherLayout()]
+)
+def test_refusals_cross_processes_with_their_text(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
