@@ -41,7 +41,7 @@ class Pending:
 
 
 class ManagedIsland:
-    """The rounds of one run, one at a time.
+    """The rounds of one run, one at a time; not to be used before `join` or `restore`.
 
     Raises `BadRank`, and `LighthouseUnfit` for an address that cannot be used.
     """
@@ -56,7 +56,8 @@ class ManagedIsland:
         self._names = [name for one in self._fragments for name in one.sizes]
         self._ends = np.cumsum([one.size for one in self._fragments])[:-1]
         self._outer = make_outer(config.outer)
-        self._states = FragmentStates(self._outer, self._parts(self._read()))
+        nothing = [np.zeros(one.size, np.float32) for one in self._fragments]
+        self._states = FragmentStates(self._outer, nothing)  # `join` and `restore` fill it
         self._residuals: Residuals = {}
         self._pending: Pending | None = None
         self._told: list[tuple[str, str]] = []
