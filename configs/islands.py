@@ -20,6 +20,7 @@ STORES = ("file", "s3", "gs", "az")
 ONLY_STORE = ("max_staleness", "absent_after", "rounds_kept")
 """Keys that islands with a lighthouse have no use for."""
 LOOPBACK = "127.0.0.1"
+THIS_MACHINE = (LOOPBACK, "localhost")
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -73,7 +74,7 @@ class IslandsConfig(Section):
     """Address of a torchft_lighthouse, such as "http://10.0.0.1:29510", by which islands that reach
     each other meet; in place of `store`."""
 
-    host: Annotated[str, Field(min_length=1, max_length=255)] = LOOPBACK
+    host: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9.-]+$")] = LOOPBACK
     """With `lighthouse`: this machine's address for the other islands, the only one it listens
     at."""
 
@@ -184,6 +185,11 @@ class IslandsConfig(Section):
             raise ValueError(
                 f"lighthouse is {self.lighthouse!r} but must be http://HOST:PORT: write for "
                 "example http://127.0.0.1:29510"
+            )
+        if self.world_size > 1 and self.host == LOOPBACK and parts.hostname not in THIS_MACHINE:
+            raise ValueError(
+                f"host is {self.host}, which no other machine reaches, but lighthouse is at "
+                f"{parts.hostname}: set host to this machine's address in their network"
             )
         for key in ONLY_STORE:
             if getattr(self, key) != type(self).model_fields[key].default:

@@ -38,6 +38,8 @@ LIGHTHOUSE = {"lighthouse": "http://10.0.0.1:29510"}
             LIGHTHOUSE | {"steps_per_round": 4, "fragments": 2, "overlap_steps": 2},
             "lower overlap_steps to 1 or less",
         ),
+        (LIGHTHOUSE | {"world_size": 2}, "set host to this machine's address"),
+        (LIGHTHOUSE | {"host": "::1"}, "host"),
         ({"host": "10.0.0.2"}, "only islands with a lighthouse listen"),
         (STORE | {"host": "10.0.0.2"}, "only islands with a lighthouse listen"),
     ],

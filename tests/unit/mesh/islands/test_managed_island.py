@@ -117,6 +117,31 @@ def test_a_checkpoint_within_a_round_opens_it_again(lighthouse: str) -> None:
     both(lambda run: run.train(STEPS), runs)
 
 
+def test_an_island_that_is_behind_heals_and_contributes_again_within_a_quorum_of_all(
+    lighthouse: str,
+) -> None:
+    config = {"outer": {"lr": 1.0, "momentum": 0.0}}
+    runs = [Run(lighthouse, rank, **config) for rank in range(2)]
+    both(lambda run: run.train(2), runs)
+    weights, kept = runs[1].flat, runs[1].island.kept()
+    both(lambda run: run.train(4), runs)
+    runs[1].island.finish()
+    again = Run(lighthouse, 1, **config)
+    again.step = 2
+    again.weights.write(NAMES, weights)
+    again.island.restore(2, kept)
+    runs[1] = again
+
+    both(lambda run: run.train(STEPS), runs)
+
+    assert (runs[0].flat == runs[1].flat).all()
+    assert [sum(one["islands/lost"] for one in run.figures) for run in runs] == [0, 1]
+    assert [kind for kind, _ in again.island.new_events()].count("island_rejoined") == 1
+    rank_0, rank_1 = (0.01 * (1 + rank) * (5 + 6 + 7 + 8) for rank in (0, 1))
+    common = 1 + (0.01 + 0.02) * (1 + 2 + 3 + 4) / 2
+    assert np.abs(runs[0].flat - (common + (rank_0 + rank_1) / 2)).max() <= 1e-5
+
+
 def test_an_island_whose_weights_are_not_finite_takes_those_of_the_others(lighthouse: str) -> None:
     runs = [
         Run(lighthouse, rank, 2, quorum=1, outer={"lr": 1.0, "momentum": 0.0}) for rank in range(2)

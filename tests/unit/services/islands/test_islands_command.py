@@ -295,7 +295,7 @@ def test_a_directory_tells_its_lighthouse(tmp_path: Path) -> None:
 
 
 def test_islands_of_a_lighthouse_get_its_address(tmp_path: Path) -> None:
-    address = "http://10.0.0.1:29510"
+    address = "http://localhost:29510"
     (one, two) = configs_of(asked(tmp_path, store=None, lighthouse=address))
     assert {one.islands.lighthouse, two.islands.lighthouse} == {address}
     assert (one.islands.store, one.islands.rank, two.islands.rank) == (None, 0, 1)
