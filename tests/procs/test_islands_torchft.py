@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import started
 from islands_world import SIZES
 from live_run import PRESET, SHORT, composer_mesh, wait_until
 from safetensors.numpy import load_file
 
 from composer_mesh.mesh.islands.fragments import cut
 from composer_mesh.services.directory.report import read_metrics
+from composer_mesh.services.launch import detached
+from composer_mesh.services.launch.handle import read_handle
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -208,23 +212,31 @@ def check_averages(workers: tuple[Worker, ...], how: str, fragments: int) -> int
     return sum(len(islands) == 2 for _, islands in after)
 
 
-def test_two_runs_train_to_common_weights_by_a_lighthouse(lighthouse: str, tmp_path: Path) -> None:
-    settings: dict[str, object] = SHORT | {
+def words(lighthouse: str, folder: Path, **settings: object) -> list[str]:
+    values: dict[str, object] = SHORT | {
         "replay.actors": 1,
         "trainer.checkpoint_every": 1,
-        "policy.cache_dir": tmp_path / "cache",
-        "run.steps": 4,
+        "policy.cache_dir": folder / "cache",
         "islands.steps_per_round": 2,
-        "islands.quorum": 2,
         "islands.quantization": "int8",
+        **settings,
     }
-    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    output = tmp_path / "all"
-    where = ["-n", "2", "--lighthouse", lighthouse, "--output", str(output)]
+    sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    where = ["-n", "2", "--lighthouse", lighthouse, "--output", str(folder / "all")]
+    return ["islands", str(PRESET), *sets, *where]
 
-    done = composer_mesh("islands", str(PRESET), *sets, *where)
+
+def metrics(folder: Path, rank: int) -> list[dict[str, Any]]:
+    return read_metrics(folder / "all" / f"island-{rank}" / "metrics.jsonl")
+
+
+def test_two_runs_train_to_common_weights_by_a_lighthouse(lighthouse: str, tmp_path: Path) -> None:
+    asked = words(lighthouse, tmp_path, **{"run.steps": 4, "islands.quorum": 2})
+
+    done = composer_mesh(*asked)
 
     assert done.returncode == 0, done.stderr
+    output = tmp_path / "all"
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["islands"], summary["finished"], summary["steps"]) == (2, 2, 8)
     assert (summary["round"], summary["lost"]) == (2, 0)
@@ -232,6 +244,35 @@ def test_two_runs_train_to_common_weights_by_a_lighthouse(lighthouse: str, tmp_p
     one, two = (load_file(folder / "model.safetensors") for folder in checkpoints)
     assert list(one) == list(two)
     assert all((one[name] == two[name]).all() for name in one)
-    metrics = [read_metrics(output / f"island-{rank}" / "metrics.jsonl") for rank in (0, 1)]
-    assert [step["islands/contributors"] for step in metrics[0]] == [0, 2, 2, 2]
-    assert [step["islands/round"] for step in metrics[1]] == [0, 1, 1, 2]
+    contributors = [step["islands/contributors"] for step in metrics(tmp_path, 0)]
+    assert contributors == [0, 2, 2, 2]
+    assert [step["islands/round"] for step in metrics(tmp_path, 1)] == [0, 1, 1, 2]
+
+
+def test_a_run_that_is_killed_is_not_waited_for_and_resumes(
+    lighthouse: str, tmp_path: Path
+) -> None:
+    settings = {"run.steps": 10, "trainer.lr_schedule": "constant", "islands.deadline_s": 120.0}
+    asked = words(lighthouse, tmp_path, **settings)
+    with (tmp_path / "out").open("wb") as out:
+        command = started(asked, out, out)
+        try:
+            wait_until(lambda: len(metrics(tmp_path, 1)) >= 3, "step 3", DEADLINE_S)
+            handle = read_handle(tmp_path / "all" / "island-1")
+            assert handle is not None
+            os.killpg(detached.pid_of(handle.job), signal.SIGKILL)
+            assert command.wait(DEADLINE_S) == 1
+        finally:
+            command.kill()
+            command.wait()
+    assert "island 1 failed" in (tmp_path / "out").read_text()
+    assert [step["islands/lost"] for step in metrics(tmp_path, 0)] == [0] * 10
+
+    again = composer_mesh(*asked, "--resume")
+
+    assert again.returncode == 0, again.stderr
+    assert "island 0: nothing to do" in again.stderr
+    steps = metrics(tmp_path, 1)
+    assert len(steps) == 10
+    assert steps[-1]["islands/contributors"] == 1
+    assert [step["islands/lost"] for step in steps] == [0] * 10
