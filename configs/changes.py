@@ -62,7 +62,7 @@ SAFE = (
     ("placement.*", PLACES),
     ("supervision.*", PATIENCE),
     *((f"islands.{key}", PATIENCE) for key in ("quorum", "deadline_s", "request_s")),
-    ("islands.rounds_kept", PLACES),
+    *((f"islands.{key}", PLACES) for key in ("rounds_kept", "lighthouse", "host")),
     ("eval.*", MEASURED),
     ("tracking*", MEASURED),
 )

@@ -1,7 +1,7 @@
-"""The section `[islands]`: DiLoCo between runs that meet only in an object store."""
+"""The section `[islands]`: DiLoCo between runs that meet in an object store or by torchft."""
 
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -17,6 +17,10 @@ from composer_mesh.configs.base import (
 )
 
 STORES = ("file", "s3", "gs", "az")
+ONLY_STORE = ("max_staleness", "absent_after", "rounds_kept")
+"""Keys that islands with a lighthouse have no use for."""
+LOOPBACK = "127.0.0.1"
+THIS_MACHINE = (LOOPBACK, "localhost")
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -64,7 +68,15 @@ class IslandsConfig(Section):
 
     store: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     """Address of the object store where the islands meet, such as "file:///shared/run" or
-    "s3://bucket/run"; without it the run is no island."""
+    "s3://bucket/run"; without it and `lighthouse` the run is no island."""
+
+    lighthouse: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Address of a torchft_lighthouse, such as "http://10.0.0.1:29510", by which islands that reach
+    each other meet; in place of `store`."""
+
+    host: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9.-]+$")] = LOOPBACK
+    """With `lighthouse`: this machine's address for the other islands, the only one it listens
+    at."""
 
     rank: CountOrZero = 0
     """This island's number, from 0."""
@@ -96,33 +108,46 @@ class IslandsConfig(Section):
     """Islands without which no round closes; below it an island goes on alone."""
 
     deadline_s: Seconds = 600.0
-    """Seconds for which a round waits for islands that are expected, by each island's own clock."""
+    """Seconds for which a round waits for islands that are expected, by each island's own clock;
+    with `lighthouse` also for which a round that broke is tried again."""
 
     max_staleness: CountOrZero = 1
     """Rounds by which a contribution may be late and is still added to the next one; later ones are
-    dropped."""
+    dropped. Not with `lighthouse`."""
 
     absent_after: Count = 2
-    """Rounds without an island's contribution after which no round waits for it."""
+    """Rounds without an island's contribution after which no round waits for it. Not with
+    `lighthouse`."""
 
     rounds_kept: Annotated[int, Field(ge=1, le=1_000_000)] = 8
-    """Rounds whose common weights stay in the store, for islands that come back."""
+    """Rounds whose common weights stay in the store, for islands that come back. Not with
+    `lighthouse`."""
 
     request_s: Seconds = 60.0
-    """Seconds for one request to the store, and for its repetitions after errors."""
+    """Seconds for one request to the store, and for its repetitions after errors; with `lighthouse`
+    for one connection or all-reduce."""
 
     member: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
     """Identity of this island's run directory; the run makes it at its first start."""
 
     @property
     def longest_wait_s(self) -> float:
-        """Seconds that a step may take longer where a round ends: its deadline, and requests."""
-        return self.deadline_s + 10 * self.request_s if self.on else 0.0
+        """Seconds that a step may take longer where a round ends: its deadline, and requests.
+
+        With a lighthouse rounds end one after the other: after the last step, one of each fragment.
+        """
+        rounds = 1 if self.lighthouse is None else 1 + self.fragments
+        return rounds * (self.deadline_s + 10 * self.request_s) if self.on else 0.0
 
     @property
     def on(self) -> bool:
         """Whether the run is an island."""
-        return self.store is not None
+        return self.store is not None or self.lighthouse is not None
+
+    @property
+    def address(self) -> str | None:
+        """Where the islands meet; None for a run that is no island."""
+        return self.store or self.lighthouse
 
     @model_validator(mode="after")
     def _address_is_of_a_store(self) -> Self:
@@ -139,6 +164,45 @@ class IslandsConfig(Section):
             raise ValueError(
                 "store has credentials or options in its address, which everybody can read in "
                 "config.toml: set them in the environment, for example AWS_ACCESS_KEY_ID"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _address_is_of_a_lighthouse(self) -> Self:
+        if self.lighthouse is None:
+            if self.host != LOOPBACK:
+                raise ValueError(
+                    f"host is {self.host!r} but only islands with a lighthouse listen: set "
+                    "lighthouse, or remove host"
+                )
+            return self
+        if self.store is not None:
+            raise ValueError(
+                "store and lighthouse are both set, but islands meet in one way: remove one"
+            )
+        parts = urlsplit(self.lighthouse)
+        if parts.scheme != "http" or not parts.hostname or not _port(parts) or "@" in parts.netloc:
+            raise ValueError(
+                f"lighthouse is {self.lighthouse!r} but must be http://HOST:PORT: write for "
+                "example http://127.0.0.1:29510"
+            )
+        if self.world_size > 1 and self.host == LOOPBACK and parts.hostname not in THIS_MACHINE:
+            raise ValueError(
+                f"host is {self.host}, which no other machine reaches, but lighthouse is at "
+                f"{parts.hostname}: set host to this machine's address in their network"
+            )
+        for key in ONLY_STORE:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} is {getattr(self, key)} but is a rule of rounds in a store, and with "
+                    f"lighthouse torchft decides: remove {key}, or give store in its place"
+                )
+        apart = self.steps_per_round // self.fragments
+        if self.overlap_steps >= apart:
+            raise ValueError(
+                f"overlap_steps is {self.overlap_steps} but with lighthouse one round is under way "
+                f"at a time, and they are {apart} steps apart: lower overlap_steps to {apart - 1} "
+                "or less"
             )
         return self
 
@@ -171,3 +235,11 @@ class IslandsConfig(Section):
                 "fragments"
             )
         return self
+
+
+def _port(parts: SplitResult) -> int | None:
+    """Return the port of an address; None if it has none or a wrong one."""
+    try:
+        return parts.port
+    except ValueError:
+        return None

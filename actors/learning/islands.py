@@ -1,6 +1,6 @@
 """The trainer's side of an island: its trained weights as flat vectors, on one or several ranks.
 
-The first rank speaks with the object store. Where weights are sharded, all ranks gather complete
+The first rank speaks with the other islands. Where weights are sharded, all ranks gather complete
 ones for it in steps in which a round begins or ends, and take the result back.
 """
 
@@ -14,12 +14,13 @@ from composer_mesh.actors.models.optimizer_state import Kept
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import broadcast_into, is_dtensor, local, rows_of
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.islands.island import Island, schedules
+from composer_mesh.mesh.islands.island import IslandPort, schedules
+from composer_mesh.mesh.islands.opening import open_island
 from composer_mesh.mesh.islands.outer_optimizer import Vector
 
 
 class WholeWeights:
-    """Complete copies of trained weights in float32, on the CPU; a port of `Island`."""
+    """Complete copies of trained weights in float32, on the CPU; a port of islands."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self.sizes = {name: shape.numel() for name, shape in shapes.items()}
@@ -44,9 +45,9 @@ class LearnerIsland:
     def __init__(self, config: Config, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
         self._weights, self._ranks = weights, ranks
         self._whole = WholeWeights({name: one.shape for name, one in weights.items()})
-        self._island: Island | None = None
+        self._island: IslandPort | None = None
         if ranks.rank == 0:
-            self._island = Island(config.islands, config.run.steps, self._whole)
+            self._island = open_island(config.islands, config.run.steps, self._whole)
         self._schedules = schedules(config.islands, config.run.steps)
 
     def join(self) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -66,8 +67,16 @@ class Clock:
     sleep: Callable[[float], None] = time.sleep
 
 
+class AllReduce(Protocol):
+    """An average over islands, whatever they meet by."""
+
+    def all_reduce(self, vector: Vector) -> Vector:
+        """Return the mean of the islands' vectors of this call; raises `RoundLost`."""
+        ...
+
+
 class ObjectStoreAllReduce:
-    """Averages float32 vectors of `world_size` islands, round by round.
+    """Averages float32 vectors of `world_size` islands, round by round; an `AllReduce`.
 
     `uri` is the address of a store, or an open one. `group` keeps several averages apart. Raises
     `BadRank`, and `StoreUnfit` for an address that cannot be used.

@@ -19,10 +19,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from composer_mesh.mesh.islands.all_reduce import ObjectStoreAllReduce, RoundLost, WrongMean
 from composer_mesh.mesh.islands.background import in_background
+from composer_mesh.mesh.islands.outer_gradient import count_not_finite, mixed, outer_gradient
 from composer_mesh.mesh.islands.outer_optimizer import (
     OuterOptimizer,
     OuterState,
@@ -31,7 +30,6 @@ from composer_mesh.mesh.islands.outer_optimizer import (
     state_bytes,
     state_of,
 )
-from composer_mesh.mesh.islands.quantization import encode
 from composer_mesh.mesh.islands.rounds import Manifest, Unanswered
 from composer_mesh.mesh.object_store.blobs import delete_folder, head_of, payload_of, put_blob
 from composer_mesh.mesh.object_store.port import CorruptObject, StoreUnavailable
@@ -147,18 +145,16 @@ class FragmentSync:
 
     def _open(self, snapshot: Vector) -> None:
         """Send what was trained up to a snapshot, and wait for its round in the background."""
-        base, before = self.round, self._residual
-        gradient = self._common.weights - snapshot
+        base, before, common = self.round, self._residual, self._common.weights
+        gradient = outer_gradient(common, snapshot, before, self.reduce.quantization)
         payload: bytes | None = None
-        if np.isfinite(gradient).all():
-            gradient = gradient if before is None else gradient + before
-            encoded = encode(gradient, self.reduce.quantization)
-            payload = encoded.payload
+        if gradient is not None:
+            payload = gradient.payload
             if self.reduce.quantization != "none":
-                self._residual = gradient - encoded.values
+                self._residual = gradient.residual
             self._unanswered.sent(base)
         else:
-            bad = int(gradient.size - np.isfinite(gradient).sum())
+            bad = count_not_finite(common, snapshot)
             self.counts.refused += 1
             self.tell("contribution_refused", f"own outer gradient has {bad} values like NaN")
         closing = in_background(self._sending(base, snapshot.size, payload))
@@ -220,7 +216,7 @@ class FragmentSync:
         self._state = self._advanced(self._common, agreed)
         self._pending = None
         self._count(pending.base)
-        return self._mixed(weights, pending.snapshot)
+        return mixed(self._common.weights, weights, pending.snapshot, self.mixing)
 
     def _closed(self, step: str, pending: Pending) -> int:
         """Return the newest closed round, after the wait for the one that was opened."""
@@ -230,16 +226,6 @@ class FragmentSync:
             self._note(step, pending.base)
             raise
         return self.reduce.newest(pending.base + 1)
-
-    def _mixed(self, weights: Vector, snapshot: Vector) -> Vector:
-        """Return the common weights, with what was trained since the snapshot."""
-        if not np.isfinite(weights).all():
-            return self._common.weights.copy()
-        merged = self._common.weights + (weights - snapshot)
-        if not self.mixing:
-            return merged
-        own = np.float32(self.mixing)
-        return (np.float32(1) - own) * merged + own * weights
 
     def _reached(self, target: int, size: int) -> OuterState:
         """Return the state of a round, from the newest stored one before it."""

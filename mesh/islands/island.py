@@ -37,20 +37,48 @@ class Weights(Protocol):
 
 
 def schedules(config: IslandsConfig, steps: int) -> list[FragmentSchedule]:
-    """Return when the rounds of each fragment begin and end; fragments take turns."""
+    """Return when the rounds of each fragment begin and end; fragments take turns.
+
+    With a lighthouse there is one schedule for all fragments: the round says which one it is.
+    """
     apart = config.steps_per_round // config.fragments
+    if config.lighthouse is not None:
+        return [FragmentSchedule(apart, 0, config.overlap_steps, steps)]
     return [
         FragmentSchedule(config.steps_per_round, place * apart, config.overlap_steps, steps)
         for place in range(config.fragments)
     ]
 
 
+def layout_of(config: IslandsConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return what has to be equal on all islands, whatever they meet by."""
+    names = json.dumps(list(sizes.items()))
+    return {
+        "weights": hashlib.sha256(names.encode()).hexdigest(),
+        "fragments": config.fragments,
+        "quantization": config.quantization,
+        "outer": config.outer.model_dump(mode="json"),
+        "world_size": config.world_size,
+    }
+
+
 class OtherIslands(StoreUnfit):
     """The store has rounds of islands with another model or other rules."""
 
 
+class IslandPort(Protocol):
+    """What a trainer asks of its island, whatever the islands meet by."""
+
+    def join(self) -> bool: ...
+    def restore(self, step: int, kept: Mapping[str, Vector]) -> None: ...
+    def kept(self) -> dict[str, Vector]: ...
+    def after_step(self, step: int) -> dict[str, float]: ...
+    def figures(self, waited_s: float = 0.0) -> dict[str, float]: ...
+    def new_events(self) -> list[tuple[str, str]]: ...
+
+
 class Island:
-    """The rounds of all fragments of one run.
+    """The rounds of all fragments of one run, by an object store; an `IslandPort`.
 
     Raises `StoreUnfit`, and `OtherIslands` where the other islands train something else.
     """
@@ -179,15 +207,10 @@ class Island:
 
     def _check_layout(self) -> None:
         """Refuse islands that would average different weights, or in another way."""
-        names = json.dumps(list(self._weights.sizes.items()))
         own: dict[str, Any] = {
-            "weights": hashlib.sha256(names.encode()).hexdigest(),
-            "fragments": self._config.fragments,
-            "quantization": self._config.quantization,
-            "outer": self._config.outer.model_dump(mode="json"),
+            **layout_of(self._config, self._weights.sizes),
             "max_staleness": self._config.max_staleness,
             "absent_after": self._config.absent_after,
-            "world_size": self._config.world_size,
         }
         found = decide(self._store, LAYOUT, own)
         other = [name for name, value in own.items() if found.get(name) != value]

@@ -14,6 +14,7 @@ from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.integrations.trackers.port import TrackerRefused
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
+from composer_mesh.mesh.islands.lighthouse import check_torchft
 from composer_mesh.planning.model_refusals import LoraMissing, LowbitMissing
 from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
@@ -82,6 +83,7 @@ def startable(config: Config) -> None:
             raise LoraMissing()
         if config.trainer.optimizer == "adamw_8bit" and find_spec("torchao") is None:
             raise LowbitMissing()
+        check_torchft(config.islands)
 
 
 def items(text: str) -> list[str]:

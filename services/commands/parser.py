@@ -81,11 +81,16 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
     )
     add_set(parser)
     parser.add_argument("-n", type=int, required=True, metavar="N", help="number of islands")
-    parser.add_argument(
+    meet = parser.add_mutually_exclusive_group(required=True)
+    meet.add_argument(
         "--store",
-        required=True,
         metavar="URI",
         help="where they meet, such as file:///shared/run or s3://bucket/run",
+    )
+    meet.add_argument(
+        "--lighthouse",
+        metavar="URL",
+        help="torchft_lighthouse by which islands meet that reach each other: http://HOST:PORT",
     )
     parser.add_argument(
         "--output",

@@ -105,10 +105,11 @@ def _half(config: Config, output: Path | None, source: Path | None, signals: Com
 
 
 def refuse_an_island(config: Config, why: str) -> None:
-    """Raise `UsageError` for a config with a store of islands, which this command cannot use."""
+    """Raise `UsageError` for a config of an island, which this command cannot use."""
     if config.islands.on:
+        key = "store" if config.islands.lighthouse is None else "lighthouse"
         raise UsageError(
-            f"islands.store is {config.islands.store!r}, but this command {why}: remove it"
+            f"islands.{key} is {config.islands.address!r}, but this command {why}: remove it"
         )
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from composer_mesh.configs.paths import with_whole_paths
-from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.directory.status import STATUS_FILE, read_status
@@ -36,12 +35,11 @@ class LaunchExecutor:
 
     def __init__(
         self,
-        store: str,
         launcher: Callable[[Replica], Launcher] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._launcher = launcher or (lambda one: launcher_of(one.config.cluster.kind))
-        self._store, self._sleep = store, sleep
+        self._sleep = sleep
         self._launched: list[tuple[Replica, Launcher, Handle]] = []
 
     def plans(self, replicas: Sequence[Replica]) -> Iterator[tuple[Order, Plan]]:
@@ -57,8 +55,7 @@ class LaunchExecutor:
             print_plan(order, plan)
 
     def connect(self) -> None:
-        """Check the store; a launcher checks its own needs when it plans."""
-        open_store(self._store)
+        """A launcher checks what it needs when it plans."""
 
     def launch_replicas(self, replicas: Sequence[Replica]) -> None:
         plans = list(self.plans(replicas))

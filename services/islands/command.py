@@ -17,6 +17,8 @@ from rich.console import Console
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.islands.lighthouse import check_lighthouse
+from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.mesh.object_store.port import StoreUnfit
 from composer_mesh.services.checks.accepting import (
     UsageError,
@@ -27,7 +29,7 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.directory.claim import RUNS, refuse_a_used
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
-from composer_mesh.services.islands.directory import IslandsDirectory, islands_in
+from composer_mesh.services.islands.directory import IslandsDirectory, MeetBy, islands_in
 from composer_mesh.services.islands.executors import executor_of
 from composer_mesh.services.islands.ports import Executor, Replica, ReplicaState
 from composer_mesh.services.islands.summary import summarize, summary_table, write_summary
@@ -54,6 +56,7 @@ def islands_command(arguments: argparse.Namespace, signals: CommandSignals) -> i
     if arguments.dry_run:
         executor.dry_run(replicas)
         return 0
+    _check_address(place)
     _connect(executor, arguments)
     place.root.mkdir(parents=True, exist_ok=True)
     place.write()
@@ -77,7 +80,8 @@ def configs_of(arguments: argparse.Namespace) -> list[Config]:
         )
     configs = []
     for rank in range(count):
-        own = (f"islands.store={arguments.store}", f"islands.rank={rank}")
+        by, address = _meet(arguments)
+        own = (f"islands.{by}={address}", f"islands.rank={rank}")
         overrides = [*arguments.set, *own, f"islands.world_size={count}"]
         config = load_config(files[rank % len(files)], overrides)
         run = config.run.model_copy(update={"name": f"{config.run.name}-{rank}"})
@@ -123,12 +127,13 @@ def _place(arguments: argparse.Namespace, config: Config) -> IslandsDirectory:
             f"--only is {arguments.only} but -n is {arguments.n}: give a rank from 0 to "
             f"{arguments.n - 1}"
         )
-    asked = IslandsDirectory(root, arguments.store, arguments.n)
+    by, address = _meet(arguments)
+    asked = IslandsDirectory(root, address, arguments.n, by)
     found = islands_in(root)
     if found is not None and found != asked:
         raise UsageError(
-            f"{root} has {found.count} islands that meet in {found.store}, but -n is "
-            f"{arguments.n} and --store is {arguments.store}: give the same, or another --output"
+            f"{root} has {found.count} islands that meet in {found.address}, but -n is "
+            f"{arguments.n} and --{by} is {address}: give the same, or another --output"
         )
     return asked
 
@@ -136,10 +141,25 @@ def _place(arguments: argparse.Namespace, config: Config) -> IslandsDirectory:
 def _connect(executor: Executor, arguments: argparse.Namespace) -> None:
     try:
         executor.connect()
-    except StoreUnfit as unfit:
-        raise UsageError(f"--store {unfit}") from unfit
     except LaunchFailed as failed:
         raise UsageError(f"--on is {arguments.on}, but {failed}") from failed
+
+
+def _meet(arguments: argparse.Namespace) -> tuple[MeetBy, str]:
+    """Return by what the islands meet, and its address."""
+    if arguments.lighthouse is not None:
+        return "lighthouse", str(arguments.lighthouse)
+    return "store", str(arguments.store)
+
+
+def _check_address(place: IslandsDirectory) -> None:
+    try:
+        if place.by == "store":
+            open_store(place.address)
+        else:
+            check_lighthouse(place.address)
+    except StoreUnfit as unfit:
+        raise UsageError(f"--{place.by} {unfit}") from unfit
 
 
 def _follow(

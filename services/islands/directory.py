@@ -1,6 +1,6 @@
 """The directory of several islands: `islands.json` and a run directory for each.
 
-DIR/islands.json   the address of the store, and the run directories by rank
+DIR/islands.json   the address of the store or lighthouse, and the number of islands
 DIR/island-0/ ...  a run directory like any other
 DIR/summary.json   over all islands, when they have ended
 """
@@ -8,6 +8,7 @@ DIR/summary.json   over all islands, when they have ended
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -15,6 +16,8 @@ from composer_mesh.services.store.whole_files import write_whole
 
 ISLANDS_FILE = "islands.json"
 MOST_BYTES = 1 << 20
+MeetBy = Literal["store", "lighthouse"]
+"""The key of `[islands]` that says where islands meet."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,9 @@ class IslandsDirectory:
     """What `islands.json` says."""
 
     root: Path
-    store: str
+    address: str
     count: int
+    by: MeetBy = "store"
 
     def run(self, rank: int) -> Path:
         """Return the run directory of an island."""
@@ -36,7 +40,7 @@ class IslandsDirectory:
 
     def write(self) -> None:
         """Write the file atomically."""
-        about = {"store": self.store, "islands": self.count}
+        about = {self.by: self.address, "islands": self.count}
         write_whole(self.root / ISLANDS_FILE, (json.dumps(about, indent=1) + "\n").encode())
 
 
@@ -47,7 +51,8 @@ def islands_in(root: Path) -> IslandsDirectory | None:
     """
     try:
         about = json.loads(read_regular(root / ISLANDS_FILE, MOST_BYTES))
-        return IslandsDirectory(root, str(about["store"]), int(about["islands"]))
+        by: MeetBy = "lighthouse" if "lighthouse" in about else "store"
+        return IslandsDirectory(root, str(about[by]), int(about["islands"]), by)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (KeyError, TypeError, ValueError) as error:

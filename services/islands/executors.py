@@ -27,11 +27,16 @@ def executor_of(arguments: argparse.Namespace, root: Path) -> Executor:
                 f"--{given[0].replace('_', '-')} is for jobs of a cloud, but --on is {LAUNCH}: "
                 f"remove it, or add --on {HfJobs.name}"
             )
-        return LaunchExecutor(arguments.store)
+        return LaunchExecutor()
     if arguments.image is None:
         raise UsageError(
             f"--on is {arguments.on} but --image is missing: name an image with composer-mesh, "
             "such as registry.example/composer-mesh:0.2"
+        )
+    if arguments.store is None:
+        raise UsageError(
+            f"--on is {arguments.on} but --store is missing: what jobs record comes back through "
+            "it, such as s3://bucket/run"
         )
     if arguments.store.startswith("file:"):
         raise UsageError(

@@ -32,7 +32,7 @@ def islands_tree(place: IslandsDirectory, as_json: bool, watch: bool) -> int:
     try:
         for told in _views(place, viewers, watch):
             if as_json:
-                sys.stdout.write(json.dumps({"store": place.store, "islands": told}) + "\n")
+                sys.stdout.write(json.dumps({place.by: place.address, "islands": told}) + "\n")
                 sys.stdout.flush()
             else:
                 _print(console, viewers, told)

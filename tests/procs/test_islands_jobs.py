@@ -58,7 +58,7 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(tmp_path: 
     in_job = tmp_path / "composer-mesh-runs" / "all" / "island-1" / "metrics.jsonl"
     with hf_jobs_server(tmp_path) as cloud:
         jobs = HfJobs(api=HfApi(endpoint=cloud.url, token=TOKEN))
-        executor = JobExecutor(jobs, place.store, place.root, JobOptions("mesh:1"), {})
+        executor = JobExecutor(jobs, place.address, place.root, JobOptions("mesh:1"), {})
         executor.connect()
         executor.launch_replicas(replicas)
         wait_until(lambda: len(read_metrics(in_job)) >= 1, "step 1", RUN_DEADLINE_S)
@@ -68,7 +68,7 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(tmp_path: 
         assert '"run_stopped"' in (place.run(1) / "events.jsonl").read_text()
         before = len(read_metrics(place.run(1) / "metrics.jsonl"))
         rest = Replica(1, config_of(tmp_path, 1, before + 2), place.run(1), resume=True)
-        again = JobExecutor(jobs, place.store, place.root, JobOptions("mesh:1"), {})
+        again = JobExecutor(jobs, place.address, place.root, JobOptions("mesh:1"), {})
         again.connect()
         again.launch_replicas([rest])
         states = [ends[0], *again.collect(RUN_DEADLINE_S)]

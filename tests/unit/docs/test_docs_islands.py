@@ -17,14 +17,15 @@ TEXT = (ROOT / "docs" / "islands.md").read_text()
 def test_every_command_of_the_page_can_be_typed() -> None:
     lines = TEXT.replace("\\\n", " ")
     commands = re.findall(r"^    (composer-mesh [^\n]*)", lines, re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 8
     for one in commands:
         make_parser().parse_args(shlex.split(one.partition("#")[0])[1:])
 
 
 def test_the_section_of_the_page_is_accepted() -> None:
-    (body,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    body, by_lighthouse = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     islands = tomllib.loads(body)["islands"]
+    assert IslandsConfig.model_validate(tomllib.loads(by_lighthouse)["islands"]).on
 
     found = IslandsConfig.model_validate(islands)
 

@@ -71,6 +71,7 @@ def asked(tmp_path: Path, **changes: Any) -> Namespace:
         "set": [],
         "n": 2,
         "store": f"file://{tmp_path}/store",
+        "lighthouse": None,
         "output": tmp_path / "all",
         "resume": False,
         "only": None,
@@ -86,7 +87,7 @@ def replicas(tmp_path: Path, **changes: Any) -> list[Replica]:
 
 def started(tmp_path: Path, launcher: FakeLauncher) -> tuple[LaunchExecutor, list[Replica]]:
     executor, found = (
-        LaunchExecutor(asked(tmp_path).store, lambda _: launcher, lambda _: None),
+        LaunchExecutor(lambda _: launcher, lambda _: None),
         replicas(tmp_path),
     )
     executor.launch_replicas(found)
@@ -165,6 +166,31 @@ def test_an_address_that_is_none_is_refused_before_anything_starts(
 
     assert "must begin with one of file://, s3://" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        (["--lighthouse", "http://127.0.0.1:9"], "does not answer"),
+        (["--lighthouse", "127.0.0.1:9"], "must be http://HOST:PORT"),
+    ],
+)
+def test_a_lighthouse_that_is_none_is_refused_before_anything_starts(
+    where: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["islands", str(PRESET), "-n", "2", *where, "--output", str(tmp_path / "all")]
+
+    assert main(words) == 2
+
+    assert why in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", [[], ["--store", "file:///x", "--lighthouse", "http://h:1"]])
+def test_islands_meet_in_exactly_one_way(where: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["islands", str(PRESET), "-n", "2", *where])
+    assert ended.value.code == 2
 
 
 def test_other_islands_of_a_directory_are_refused(
@@ -263,6 +289,19 @@ def test_a_directory_tells_its_islands(tmp_path: Path) -> None:
 
     assert islands_in(tmp_path) == place
     assert [run.name for run in place.runs] == ["island-0", "island-1", "island-2"]
+
+
+def test_a_directory_tells_its_lighthouse(tmp_path: Path) -> None:
+    place = IslandsDirectory(tmp_path, "http://10.0.0.1:29510", 3, "lighthouse")
+    place.write()
+    assert islands_in(tmp_path) == place
+
+
+def test_islands_of_a_lighthouse_get_its_address(tmp_path: Path) -> None:
+    address = "http://localhost:29510"
+    (one, two) = configs_of(asked(tmp_path, store=None, lighthouse=address))
+    assert {one.islands.lighthouse, two.islands.lighthouse} == {address}
+    assert (one.islands.store, one.islands.rank, two.islands.rank) == (None, 0, 1)
 
 
 def test_a_damaged_file_of_islands_is_refused(tmp_path: Path) -> None:

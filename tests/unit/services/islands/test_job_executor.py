@@ -189,6 +189,7 @@ def options(**changes: object) -> Namespace:
     [
         ({"image": None}, "--image is missing"),
         ({"store": "file:///shared"}, "see no folder of this machine"),
+        ({"store": None}, "--store is missing"),
         ({"timeout_h": -1.0}, "--timeout-h is -1 but must be above 0"),
         ({"secret": ["NOT_SET_ANYWHERE"]}, "NOT_SET_ANYWHERE names a variable that is not set"),
         ({"on": "launch"}, "--image is for jobs of a cloud"),
