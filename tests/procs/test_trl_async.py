@@ -135,10 +135,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_training_goes_on_when_its_generator_is_killed_with_the_weights_sent_last(
-    temporary: Path, policy_cache: Path
+    tmp_path: Path, policy_cache: Path
 ) -> None:
-    trainer = made_by_the_guide(run_config(policy_cache), trainer_settings(temporary / "out"))
-    root, sent = temporary / "out" / "rollouts", dict[int, Weights]()
+    trainer = made_by_the_guide(run_config(policy_cache), trainer_settings(tmp_path / "out"))
+    root, sent = tmp_path / "out" / "rollouts", dict[int, Weights]()
     trainer.add_callback(killing(trainer, root, sent))
     thresholds = gc.get_threshold()
     trainer.train()
@@ -181,11 +181,11 @@ def test_a_training_goes_on_when_its_generator_is_killed_with_the_weights_sent_l
 
 
 def test_a_mesh_that_cannot_go_on_ends_the_training_with_the_cause(
-    temporary: Path, policy_cache: Path
+    tmp_path: Path, policy_cache: Path
 ) -> None:
     config = run_config(policy_cache, **{"supervision.restarts": 0})
-    trainer = made_by_the_guide(config, trainer_settings(temporary / "out"))
-    root = temporary / "out" / "rollouts"
+    trainer = made_by_the_guide(config, trainer_settings(tmp_path / "out"))
+    root = tmp_path / "out" / "rollouts"
     trainer.add_callback(killing(trainer, root, {}))
     with pytest.raises(MeshFailed, match=r"generator-0 died: .*Killed"):
         trainer.train()
