@@ -49,6 +49,7 @@ class MeshRollouts:
         startable(self._config)
         self._output = Path(args.output_dir)
         self._mesh: MeshThread | None = None
+        self._names: WeightNames | None = None
         self._sent = 0
         self._started = self._ended = False
         self.rollout_buffer = RolloutBuffer(args.max_staleness, self._taken)
@@ -78,6 +79,8 @@ class MeshRollouts:
 
         The first call also starts the mesh, once it has seen that all weights fit.
         """
+        if self._names is None:
+            raise RuntimeError("init_weight_transfer comes before the first send_weights: call it")
         state = self._names.taken_from(iterator)
         if self._mesh is None:
             self._mesh = self._start()

@@ -64,7 +64,7 @@ class SampleStream:
         self.unfinished = 0
         """Number of groups that entered and are not handed over yet."""
         self.progressed_at = now()
-        """When a group was last finished, or entered after a pause."""
+        """When a group has last entered or finished."""
         self.is_open = False
         self.version = 0
         """The version that every generator has pulled."""
@@ -75,7 +75,8 @@ class SampleStream:
 
     def open(self) -> None:
         """Let groups enter from now on."""
-        self.is_open, self.progressed_at = not self._closed, self._now()
+        self.is_open = not self._closed
+        self._progressed()
         self.admit()
 
     def pause(self) -> None:
@@ -91,6 +92,7 @@ class SampleStream:
         while self.is_open and self._outstanding + self._size <= self._queues.most:
             self._groups.enter([self.next_group], self.version)
             self._groups.running[-1].add_done_callback(self._progressed)
+            self._progressed()
             self.next_group += 1
             self.unfinished += 1
             self._entered.set()
@@ -111,7 +113,7 @@ class SampleStream:
             self.admit()
 
     def check(self, stale_after_s: float) -> None:
-        """Raise MeshFailed where groups may enter, and none was finished for so long."""
+        """Raise MeshFailed where groups may enter, and none has entered or finished for so long."""
         silent_s = self._now() - self.progressed_at
         if self.is_open and silent_s > stale_after_s:
             raise MeshFailed(
@@ -129,7 +131,7 @@ class SampleStream:
         drops = self._config.schedule.dynamic_sampling and equal_rewards(group.traces)
         return [] if drops else group.traces
 
-    def _progressed(self, _: object) -> None:
+    def _progressed(self, _: object = None) -> None:
         self.progressed_at = self._now()
 
     def _check(self, size: int) -> None:

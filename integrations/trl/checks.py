@@ -122,6 +122,7 @@ def _refuse_unused(config: Config) -> None:
         ("advantage", config.advantage != GroupAdvantage(), "has its own: leave it out"),
         ("data.curriculum", config.data.curriculum, "tells no results of its steps: remove it"),
         ("late_rewards.max_age", config.late_rewards.on, "keeps no trained step: set it to 0"),
+        ("tracking", config.tracking, "logs by its own report_to: remove it"),
         ("islands.store", config.islands.on, "averages with no other run: remove it"),
         ("trainer.lora.sync", config.syncs_adapters, "sends merged weights: set it to 'merged'"),
         ("generator.top_p", generator.top_p < 1, f"{WHOLE}: set it to 1"),

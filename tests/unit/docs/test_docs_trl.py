@@ -6,6 +6,7 @@ What it says of AsyncGRPOTrainer is trained in tests/procs/test_trl_async.py.
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,23 @@ def test_every_name_and_link_on_the_page_exists() -> None:
         path, _, anchor = link.partition("#")
         assert not path or (ROOT / "docs" / path).is_file(), link
         assert not anchor or anchor in (Guide.read(path) if path else PAGE).headings(), link
+
+
+def test_the_lines_of_trl_that_need_a_gpu_are_those_that_the_page_names() -> None:
+    found = find_spec("trl")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    folder = Path(found.submodule_search_locations[0])
+    parts = ("experimental/async_grpo/async_grpo_trainer.py", "trainer/utils.py")
+    trainer, utils = ((folder / part).read_text().splitlines() for part in parts)
+    packing = (folder / "experimental/async_grpo/packing.py").read_text().splitlines()
+    assert "get_peak_flops_per_device(" in trainer[1240 - 1]
+    assert "TREE_ATTENTION" in trainer[1086 - 1]
+    assert "torch.cuda.get_device_name(" in utils[1824 - 1]
+    assert "get_kernel" in packing[161 - 1]
+    assert "_flash_attn()" in packing[187 - 1]
+    for line in (1240, 1824, 1086, 161, 187):
+        assert str(line) in PAGE.text
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL and what it imports

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.tracking import TensorboardTracking
 from composer_mesh.integrations.trl.async_grpo import MeshRollouts, WeightNames
 from composer_mesh.integrations.trl.checks import rollouts_at_once
 
@@ -121,6 +122,8 @@ def test_the_mesh_starts_with_the_first_weights_and_plays_once_the_trainer_begin
 
 def test_calls_out_of_order_say_what_to_do(build: Any, folder: Path) -> None:
     mesh = Faked(build(), settings())
+    with pytest.raises(RuntimeError, match="init_weight_transfer comes before"):
+        mesh.send_weights(iter(load_model(folder).named_parameters()))
     for call in (mesh.start, lambda: mesh.check_health(1.0)):
         with pytest.raises(RuntimeError, match="when weight_transfer is this MeshRollouts too"):
             call()
@@ -166,6 +169,12 @@ def test_settings_that_contradict_each_other_are_refused_with_the_repair(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         MeshRollouts(build(**sections), settings(**changes))
+
+
+def test_trackers_of_a_run_are_refused_as_they_would_hear_of_no_step(build: Any) -> None:
+    config = build().model_copy(update={"tracking": (TensorboardTracking(type="tensorboard"),)})
+    with pytest.raises(ValueError, match=r"tracking is set, .* by its own report_to: remove it"):
+        MeshRollouts(config, settings())
 
 
 def test_the_tightest_bound_limits_the_rollouts_at_once() -> None:
