@@ -17,6 +17,7 @@ from composer_mesh.integrations.trl.async_samples import (
     group_samples,
     offer,
 )
+from composer_mesh.mesh.supervision import MeshError
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.episodes.retries import Retries
@@ -29,6 +30,20 @@ FOLDER = "rollouts"
 
 class MeshFailed(RuntimeError):
     """The mesh that plays rollouts has ended; the message says why."""
+
+
+class OlderWeights(MeshError):
+    """A group has tokens of weights that no generator should have served any more."""
+
+    def __init__(self, group_id: int, entered: int, oldest: int) -> None:
+        super().__init__(group_id, entered, oldest)
+
+    def __str__(self) -> str:
+        group_id, entered, oldest = self.args
+        return (
+            f"group {group_id} entered when all generators served version {entered} but has "
+            f"tokens of version {oldest}: a generator did not pull the weights that were sent"
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ class SampleStream:
         self.version = 0
         """The version that every generator has pulled."""
         self._closed, self._entered = False, asyncio.Event()
+        self._versions: dict[int, int] = {}
         self._sizes: list[int] = []
         self._steps = self._reported_restarts = self._reported_drops = 0
         self._told_at = now()
@@ -92,6 +108,7 @@ class SampleStream:
         while self.is_open and self._outstanding + self._size <= self._queues.most:
             self._groups.enter([self.next_group], self.version)
             self._groups.running[-1].add_done_callback(self._progressed)
+            self._versions[self.next_group] = self.version
             self._progressed()
             self.next_group += 1
             self.unfinished += 1
@@ -104,6 +121,7 @@ class SampleStream:
                 self._entered.clear()
                 await self._entered.wait()
             (group,) = await self._groups.collect(1)
+            self._check_versions(group)
             samples = await in_thread(group_samples, group.group_id, self._kept(group))
             for sample in samples:
                 self._queues.samples.put_nowait(sample)
@@ -126,6 +144,12 @@ class SampleStream:
     @property
     def _outstanding(self) -> int:
         return self.unfinished * self._size + self._queues.samples.qsize()
+
+    def _check_versions(self, group: Group) -> None:
+        entered = self._versions.pop(group.group_id)
+        versions = (version for trace in group.traces for version in trace.versions())
+        if (oldest := min(versions, default=entered)) < entered:
+            raise OlderWeights(group.group_id, entered, oldest)
 
     def _kept(self, group: Group) -> Sequence[Trace]:
         drops = self._config.schedule.dynamic_sampling and equal_rewards(group.traces)

@@ -17,7 +17,12 @@ from fake_store import Broken
 from composer_mesh.configs.schema import Config
 from composer_mesh.integrations.trl.async_run import MeshThread, WeightSender, next_group
 from composer_mesh.integrations.trl.async_samples import RolloutBuffer
-from composer_mesh.integrations.trl.async_stream import MeshFailed, SampleQueues, SampleStream
+from composer_mesh.integrations.trl.async_stream import (
+    MeshFailed,
+    OlderWeights,
+    SampleQueues,
+    SampleStream,
+)
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.chat import ChatFormat
@@ -136,6 +141,17 @@ async def test_where_no_episode_can_be_played_the_stream_ends_with_the_cause(
         playing.stream.open()
         with pytest.raises(RolloutsFail, match=r"less than half .* the last failure was Broken"):
             await playing.until(lambda: False)
+
+
+async def test_tokens_of_weights_that_were_replaced_end_the_stream(
+    config: Config, world: World
+) -> None:
+    async with Playing(config, world) as playing:
+        playing.stream.version = 4
+        playing.stream.open()
+        with pytest.raises(OlderWeights, match=r"group 7 entered .* version 4 .* of version 3"):
+            await playing.until(lambda: False)
+    assert playing.buffer.qsize() == 0
 
 
 async def test_once_closed_no_group_enters_whoever_takes_samples(
