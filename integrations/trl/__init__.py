@@ -1,1 +1,1 @@
-"""TRL's GRPOTrainer with all three channels, tasks of ours as its rollouts, and pairs for it."""
+"""TRL's GRPOTrainer with all three channels, and the mesh behind its AsyncGRPOTrainer."""

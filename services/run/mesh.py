@@ -96,7 +96,8 @@ class RunMesh:
     ) -> "RunMesh":
         """Start all processes concurrently at their placements. Waits until each actor answers.
 
-        `keys` are the API keys of the run, which only the actors that use them receive.
+        `keys` are the API keys of the run, which only the actors that use them receive. A run that
+        only samples has a trainer for a warm start alone, none for a policy of the user's own.
         """
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
@@ -111,7 +112,7 @@ class RunMesh:
         own_teachers = trains and config.sdpo.has_own_actors
         judged = samples and config.judges.on
         _, sampled, replay, reference, _, experts, hints, asked = await together(
-            trainers.start(),
+            _if(trains or config.policy.path is None, trainers.start),
             _if(samples, start.sampling),
             _if(whole and config.replay.on, start.teachers),
             _if(whole and config.replay.needs_reference, start.one, "reference", ReferenceActor),
@@ -134,6 +135,8 @@ class RunMesh:
 
         A sampling-only run stops the trainer afterwards.
         """
+        if self.half == "sampling" and self.config.policy.path is not None:
+            return self.config.policy.path
         folder = await self.trainers.prepare()
         if self.half == "sampling":
             await asyncio.gather(*(self.host.stop(one) for one in self.trainers.all))

@@ -1,4 +1,7 @@
-"""A TRL run with three channels that is killed and resumed, and one whose weights are sharded."""
+"""A TRL run with three channels that is killed and resumed, and one whose weights are sharded.
+
+And AsyncGRPOTrainer on the mesh: in two processes, and with adapters.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,30 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
     for one, other in zip(first["logs"], alone["logs"], strict=True):
         for name in ("loss/policy", "loss/sdpo", "loss/replay", "loss/total", "grad_norm"):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+def asynchronous(folder: Path, *options: str, ranks: int = 1) -> list[dict[str, Any]]:
+    """What the processes of AsyncGRPOTrainer have logged, and their weights."""
+    folder.mkdir()
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    script = SCRIPT.with_name("trl_async_ranks.py")
+    run = [*(launch if ranks > 1 else []), str(script), str(folder), str(ranks), *options]
+    ended = run_tree([sys.executable, *run], env=ENV, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_the_mesh_serves_two_processes_as_one_and_merged_adapters(tmp_path: Path) -> None:
+    (alone,) = asynchronous(tmp_path / "alone")
+    first, second = asynchronous(tmp_path / "both", ranks=2)
+    (adapted,) = asynchronous(tmp_path / "adapted", "--peft")
+    assert first["weights"] == second["weights"]
+    for run in (alone, first, adapted):
+        steps = [line for line in run["logs"] if "loss" in line]
+        assert len(steps) == 3
+        # Of the initial policy, which is all that the first step's rollouts were played with.
+        assert steps[0]["loss"] == pytest.approx(alone["logs"][0]["loss"], abs=1e-5)
+        assert steps[0]["ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert max(line["sample/staleness_max"] for line in steps) <= 2
+    assert first["logs"][0]["grad_norm"] == pytest.approx(alone["logs"][0]["grad_norm"], abs=1e-4)

@@ -1,8 +1,12 @@
-"""The guide to TRL: its code trains, its names exist, and its figures are logged."""
+"""The guide to TRL: its code trains, its names exist, and its figures are logged.
+
+What it says of AsyncGRPOTrainer is trained in tests/procs/test_trl_async.py.
+"""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,13 @@ THEIRS = {
     "fsdp_version",
     "generate_single_turn",
     "gradient_accumulation_steps",
+    "heartbeat_stale_after_s",
     "num_generations",
     "rollout_func",
     "rollout_worker",
     "steps_per_generation",
     "tree_fa3",
+    "test_trl_async",
     "test_trl_ranks",
     "weight_transfer",
 }
@@ -36,6 +42,23 @@ def test_every_name_and_link_on_the_page_exists() -> None:
         path, _, anchor = link.partition("#")
         assert not path or (ROOT / "docs" / path).is_file(), link
         assert not anchor or anchor in (Guide.read(path) if path else PAGE).headings(), link
+
+
+def test_the_lines_of_trl_that_need_a_gpu_are_those_that_the_page_names() -> None:
+    found = find_spec("trl")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    folder = Path(found.submodule_search_locations[0])
+    parts = ("experimental/async_grpo/async_grpo_trainer.py", "trainer/utils.py")
+    trainer, utils = ((folder / part).read_text().splitlines() for part in parts)
+    packing = (folder / "experimental/async_grpo/packing.py").read_text().splitlines()
+    assert "get_peak_flops_per_device(" in trainer[1240 - 1]
+    assert "TREE_ATTENTION" in trainer[1086 - 1]
+    assert "torch.cuda.get_device_name(" in utils[1824 - 1]
+    assert "get_kernel" in packing[161 - 1]
+    assert "_flash_attn()" in packing[187 - 1]
+    for line in (1240, 1824, 1086, 161, 187):
+        assert str(line) in PAGE.text
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL and what it imports
@@ -74,7 +97,8 @@ def test_the_python_of_the_page_trains_and_logs_the_figures_of_its_table(
         "divide": divide,
         "task": toolbox,
     }
-    blocks, logged, pairs = PAGE.blocks("python"), set[str](), 0
+    blocks = [block for block in PAGE.blocks("python") if "MeshRollouts" not in block]
+    logged, pairs = set[str](), 0
     for block in blocks:
         before = found.get("trainer")
         exec(block, found)
