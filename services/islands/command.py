@@ -56,8 +56,7 @@ def islands_command(arguments: argparse.Namespace, signals: CommandSignals) -> i
     if arguments.dry_run:
         executor.dry_run(replicas)
         return 0
-    _check_address(place)
-    _connect(executor, arguments)
+    _connect(executor, place, arguments.on)
     place.root.mkdir(parents=True, exist_ok=True)
     place.write()
     signals.hold()
@@ -138,13 +137,6 @@ def _place(arguments: argparse.Namespace, config: Config) -> IslandsDirectory:
     return asked
 
 
-def _connect(executor: Executor, arguments: argparse.Namespace) -> None:
-    try:
-        executor.connect()
-    except LaunchFailed as failed:
-        raise UsageError(f"--on is {arguments.on}, but {failed}") from failed
-
-
 def _meet(arguments: argparse.Namespace) -> tuple[MeetBy, str]:
     """Return by what the islands meet, and its address."""
     if arguments.lighthouse is not None:
@@ -152,14 +144,18 @@ def _meet(arguments: argparse.Namespace) -> tuple[MeetBy, str]:
     return "store", str(arguments.store)
 
 
-def _check_address(place: IslandsDirectory) -> None:
+def _connect(executor: Executor, place: IslandsDirectory, executor_name: str) -> None:
+    """Check where the islands meet, and what starts them; raises `UsageError`."""
     try:
         if place.by == "store":
             open_store(place.address)
         else:
             check_lighthouse(place.address)
+        executor.connect()
     except StoreUnfit as unfit:
         raise UsageError(f"--{place.by} {unfit}") from unfit
+    except LaunchFailed as failed:
+        raise UsageError(f"--on is {executor_name}, but {failed}") from failed
 
 
 def _follow(
@@ -187,6 +183,8 @@ def _follow(
     for state in states:
         if state.state == "failed":
             _say(f"island {state.rank} failed: {state.cause}")
+        elif state.cause:
+            _say(f"island {state.rank}: {state.cause}")
     if any(one.state == "failed" for one in states):
         return FAILED
     return signals.status

@@ -141,8 +141,11 @@ class JobExecutor:
                 job = job_of(one, self._root, self._options, self._secrets)
                 self._jobs[one.rank] = (one, self._cloud.submit(job))
                 self._write()
-        except BaseException:
-            self.cancel(0.0)
+        except BaseException as error:
+            try:
+                self.cancel(0.0)
+            except LaunchFailed as failed:
+                raise LaunchFailed(f"{error}; {failed}") from error
             raise
 
     def poll(self) -> list[ReplicaState]:
@@ -154,9 +157,15 @@ class JobExecutor:
     def cancel(self, grace_s: float) -> None:
         """End the jobs now, whatever `grace_s` is: a cloud gives no time for a checkpoint."""
         del grace_s
+        left = []
         for _, job in self._jobs.values():
-            if self._cloud.state(job)[0] not in ENDED:
-                self._cloud.cancel(job)
+            try:
+                if self._cloud.state(job)[0] not in ENDED:
+                    self._cloud.cancel(job)
+            except LaunchFailed as failed:
+                left.append(f"job {job} may go on: {failed}")
+        if left:
+            raise LaunchFailed("; ".join(left))
 
     def _state(self, one: Replica, job: str) -> ReplicaState:
         try:
@@ -164,16 +173,16 @@ class JobExecutor:
         except LaunchFailed as failed:  # its job goes on, and the next poll asks again
             return ReplicaState(one.rank, self._known.get(one.rank, "waiting"), cause=str(failed))
         self._known[one.rank] = state
+        unread = ""
         try:
             self._records(one).fetch()
-        except StoreUnavailable as unavailable:
-            described = described or str(unavailable)  # the next poll reads them
+        except StoreUnavailable as unavailable:  # the next poll reads them, if there is one
+            unread = str(unavailable)
         step = len(read_metrics(one.output / METRICS_FILE))
-        cause = described
         if state == "failed":
             cause = failure_of(one.output) or self._said_last(job) or described
-        elif state in ENDED:
-            cause = ""
+        else:
+            cause = unread or ("" if state in ENDED else described)
         return ReplicaState(one.rank, state, step, cause)
 
     def _records(self, one: Replica) -> RunRecords:

@@ -23,7 +23,10 @@ class Replica:
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """An island's state now; `cause` is why it failed, `step` its trained steps."""
+    """An island's state now; `step` is its trained steps.
+
+    `cause` is why it failed, or why its records are not read.
+    """
 
     rank: int
     state: State

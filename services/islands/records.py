@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from composer_mesh.mesh.object_store.port import ObjectStore
+from composer_mesh.mesh.object_store.port import ObjectStore, StoreUnavailable
 from composer_mesh.services.directory.live import EVENTS_FILE
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
@@ -49,8 +49,10 @@ class RunRecords:
         for name in RECORDS:
             key = f"{self._folder}/{name}"
             size = self._store.size(key)
-            if size is None or size > MOST_BYTES:
+            if size is None:
                 continue
+            if size > MOST_BYTES:
+                raise StoreUnavailable("copy", key, f"it has {size} bytes, above {MOST_BYTES}")
             data = self._store.get(key)
             path = self._run / name
             if data is not None and not (path.is_file() and path.read_bytes() == data):

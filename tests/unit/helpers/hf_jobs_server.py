@@ -121,6 +121,10 @@ class Handler(BaseHTTPRequestHandler):
         if self._is_stranger():
             return
         parts = self.path.strip("/").split("/")
+        if parts[-1] == "cancel" and self.fake.failing > 0:
+            self.fake.failing -= 1
+            self._answer(503, {"error": "overloaded"})
+            return
         if parts[-1] == "cancel":
             job = self.fake.jobs[parts[3]]
             job.canceled = job.process.poll() is None

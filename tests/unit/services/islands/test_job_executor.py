@@ -13,6 +13,7 @@ from huggingface_hub import HfApi
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.object_store.opening import open_store
+from composer_mesh.mesh.object_store.port import StoreUnavailable
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -109,6 +110,33 @@ def test_a_service_that_is_away_ends_nothing(cloud: FakeHfJobs, islands: Run) ->
     assert "503" in away[0].cause
     executor.cancel(0.0)
     assert {one.state for one in executor.poll()} == {"stopped"}
+
+
+def test_a_job_that_cannot_be_cancelled_is_named_and_the_others_are(
+    cloud: FakeHfJobs, islands: Run
+) -> None:
+    executor, replicas = islands("sleep 600")
+    executor.connect()
+    executor.launch_replicas(replicas)
+    cloud.failing = 1
+    with pytest.raises(LaunchFailed, match=r"job job0 may go on: .*503"):
+        executor.cancel(0.0)
+    assert [one.stage for one in cloud.jobs.values()] == ["RUNNING", "CANCELED"]
+
+
+def test_records_that_cannot_be_read_are_told_of_a_finished_island(
+    islands: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(_: RunRecords) -> None:
+        raise StoreUnavailable("read", "records/0/status.json", "no answer")
+
+    executor, replicas = islands("exit 0")
+    executor.connect()
+    executor.launch_replicas(replicas)
+    monkeypatch.setattr(RunRecords, "fetch", unavailable)
+    ends = executor.collect(60)
+    assert {one.state for one in ends} == {"finished"}
+    assert "no answer" in ends[0].cause
 
 
 def test_a_job_that_goes_on_is_not_started_twice(cloud: FakeHfJobs, islands: Run) -> None:
