@@ -69,6 +69,7 @@ class ForkServer:
             self._selector.register(waited, selectors.EVENT_READ)
         while not self._ended(self._selector.select()):
             pass
+        signal.set_wakeup_fd(-1)  # the sockets close before the last forks have ended
 
     def _ended(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> bool:
         for key, _ in ready:
