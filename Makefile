@@ -4,7 +4,7 @@
 # `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
 # `make test-data-juicer` runs the recipes of pair filters with data-juicer,
 # `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
-# `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served,
+# `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served, `make bench-skyrl` measures SkyRL beside it,
 # `make test-islands` lets islands meet in an S3 server,
 # `make test-browser` drives the dashboard in a headless Chromium, `make gpu-check` measures a GPU,
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
@@ -16,6 +16,7 @@
 #   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
 #   RUN_JOBS    whole runs that are tested side by side (default: 2)
 #   GPU_ARGS    arguments of `make gpu-check`, such as --dry
+#   BENCH_ARGS  arguments of `make bench-skyrl`, such as --quick
 #   FUZZ_FACTOR how many times the cases of `make test` `make fuzz` tries (default: 10), from FUZZ_SEED (default: 0)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -47,6 +48,7 @@ VERL := .venv-verl
 DATA_JUICER := .venv-data-juicer
 PRIME_RL_COMMIT := 559b44772e471d1538537b8805cc77f3824a5e64
 TINKER := .venv-tinker
+SKYRL := .venv-skyrl
 S3 := .venv-s3
 
 # Exactly the packages of a lock file, each with a known hash; torch comes beside them.
@@ -56,7 +58,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: types-of-benchmarks imports lock sbom clean s3 test-islands
+.PHONY: types-of-benchmarks imports lock sbom clean s3 test-islands bench-skyrl
 
 help:
 	@sed '/^$$/q' Makefile
@@ -240,6 +242,23 @@ $(TINKER)/%/.installed: $(STAMPS)/dev
 	@touch $@
 
 # Without tml-renderers, which Python 3.11 has no version of, and which only one model family needs.
+# SkyRL's own server beside ours, with the SDK that it allows. It asks for Python 3.12 only for its types and for
+# flax 0.12.10: with 3.11 it runs with typing_extensions' TypedDict in place of typing's.
+bench-skyrl: $(SKYRL)/.installed
+	$(BIN)/python benchmarks/serve_peer.py $(SKYRL) $(BENCH_ARGS)
+
+SKYRL_PACKAGES := 'peft==0.18.1' 'transformers>=5.6.1,<=5.16.1' 'datasets>=4' 'jax>=0.8,<1' optax orbax-checkpoint msgpack \
+	tensorstore treescope 'tinker>=0.25,<0.26' 'fastapi[standard]' sqlmodel 'sqlalchemy[asyncio]' aiosqlite asyncpg \
+	'cloudpathlib>=0.23' zstandard xxhash typer rich pillow aiohttp psutil uv hf_transfer
+$(SKYRL)/.installed: $(STAMPS)/dev
+	$(PYTHON) -m venv $(SKYRL)
+	$(SKYRL)/bin/python -m pip install -q torch==2.13.0 $(TORCH_ARGS)
+	$(SKYRL)/bin/python -m pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 flax==0.12.12
+	$(SKYRL)/bin/python -m pip install -q torch==2.13.0 $(SKYRL_PACKAGES)
+	echo 'import sys, typing, typing_extensions; sys.version_info < (3, 12) and setattr(typing, "TypedDict", typing_extensions.TypedDict)' \
+		> "$$($(SKYRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/typed_dict.pth"
+	@touch $@
+
 COOKBOOK := tinker-cookbook==0.6.1 chz termcolor 'tiktoken>=0.12' blobfile pyrage pycryptodomex lxml
 
 # Every model family of docs/models.md trains and samples, and the table is compared; FAMILIES=write
@@ -280,7 +299,7 @@ gpu-check:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(S3) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(TINKER) $(AREAL) $(VERL) $(DATA_JUICER) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(S3) $(OPENENV) $(VERIFIERS) $(TRACKERS) $(TINKER) $(SKYRL) $(AREAL) $(VERL) $(DATA_JUICER) $(PRIME_RL) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
