@@ -1,44 +1,31 @@
 """The actor that samples from the policy and from snapshots of clients' models.
 
-Each snapshot has an engine of its own; those used last are kept.
+Those used last are kept.
 """
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint, context
 
-from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.engines.loop import EngineLoop, EngineThread
+from composer_mesh.actors.engines.loop import EngineLoop
 from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.served_models.messages import ScoreRequest, Scores
 from composer_mesh.actors.served_models.scoring import scored
+from composer_mesh.actors.served_models.snapshot_engines import (
+    EmbeddedEngines,
+    LoadedSnapshot,
+    SnapshotEngines,
+    VllmEngines,
+)
 from composer_mesh.actors.served_models.snapshots import LoadedSnapshots, SnapshotReader
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-
-
-@dataclass
-class _Loaded:
-    """A snapshot's engine, the task that runs it, and its model for scores."""
-
-    thread: EngineThread
-    loop: EngineLoop
-    serving: "asyncio.Task[None]"
-    scoring: Any
-    users: int = 0
-
-    async def close(self) -> None:
-        """Free the engine and its thread. Waits for a step under way."""
-        self.serving.cancel()
-        await self.loop.close()
-        self.thread.end()
 
 
 class ServedSamplerActor(MeshActor):
@@ -51,8 +38,8 @@ class ServedSamplerActor(MeshActor):
 
     def __init__(self) -> None:
         self._loading, self._scoring = asyncio.Lock(), asyncio.Lock()
-        self._held: LoadedSnapshots[_Loaded] = LoadedSnapshots(1, _in_use)
-        self._reader: SnapshotReader | None = None
+        self._held: LoadedSnapshots[LoadedSnapshot] = LoadedSnapshots(1, _in_use)
+        self._engines: SnapshotEngines | None = None
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
@@ -63,7 +50,11 @@ class ServedSamplerActor(MeshActor):
             model = load_model(folder).to(own_device(), getattr(torch, config.generator.dtype))
             return SnapshotReader(model, config.serve.lora_alpha)
 
-        self._config, self._reader = config, await asyncio.to_thread(work)
+        reader = await asyncio.to_thread(work)
+        if config.generator.engine == "vllm":
+            self._engines = await VllmEngines.start(config, reader, folder, _end)
+        else:
+            self._engines = EmbeddedEngines(config, reader, _end)
         self._held = LoadedSnapshots(config.serve.snapshots_in_memory, _in_use)
 
     @concurrent_endpoint
@@ -77,7 +68,7 @@ class ServedSamplerActor(MeshActor):
         loaded = await self._loaded(snapshot)
         loaded.users += 1
         try:
-            answers = [loaded.loop.ask(request) for request in requests]
+            answers = [loaded.ask(request) for request in requests]
             try:
                 found = await asyncio.gather(*answers, return_exceptions=True)
             finally:
@@ -104,60 +95,47 @@ class ServedSamplerActor(MeshActor):
     async def abort(self, request_ids: list[str]) -> int:
         """Abort requests, as `GeneratorActor.abort` does; return how many were unanswered."""
         return sum(
-            one.loop.abort(name, "its client cancelled it")
-            for one in self._held.all()
+            loop.abort(name, "its client cancelled it")
+            for loop in self._loops()
             for name in request_ids
         )
 
     def details(self) -> dict[str, Any]:
-        loops = [one.loop for one in self._held.all()]
+        loops = self._loops()
         return {
-            "snapshots": len(loops),
+            "snapshots": len(self._held),
             "outstanding": sum(loop.outstanding for loop in loops),
             "tokens": sum(loop.tokens for loop in loops),
         }
 
-    async def _loaded(self, snapshot: str) -> _Loaded:
+    def _loops(self) -> list[EngineLoop]:
+        """Return the loops of all engines, each once."""
+        return list({id(one.loop): one.loop for one in self._held.all()}.values())
+
+    async def _loaded(self, snapshot: str) -> LoadedSnapshot:
+        if self._engines is None:
+            raise RuntimeError("the sampler has no policy: call load first")
         async with self._loading:
             held = self._held.get(snapshot)
             if held is not None:
                 return held
-            held = await self._read(snapshot)
+            held = await self._engines.open(snapshot)
             for one in self._held.add(snapshot, held):
                 await one.close()
             return held
 
-    async def _read(self, snapshot: str) -> _Loaded:
-        if self._reader is None:
-            raise RuntimeError("the sampler has no policy: call load first")
-        models = await asyncio.to_thread(self._reader.read, snapshot)
-        thread, config = EngineThread(), self._config
-        engine = await thread.run(
-            Engine,
-            models.sampling,
-            config.generator.max_concurrent,
-            config.policy.max_context,
-            prefix_tokens=config.generator.prefix_tokens,
-        )
-        loop = EngineLoop(engine, thread)
-        return _Loaded(thread, loop, asyncio.create_task(_serve(loop)), models.scoring)
 
-
-async def _serve(loop: EngineLoop) -> None:
-    """Run an engine; its failure ends the actor, whose callers may then ask another one."""
-    try:
-        await loop.serve()
-    except Exception as error:  # supervision boundary: no caller may wait for a dead engine
-        why = f"its engine stopped: {type(error).__name__}: {error}"
-        context().actor_instance.abort(why)
-        raise
+def _end(error: Exception) -> None:
+    """End the actor of an engine that failed; its callers may then ask another one."""
+    why = f"its engine stopped: {type(error).__name__}: {error}"
+    context().actor_instance.abort(why)
 
 
 def _scored(model: Any, sequences: Sequence[list[int]], request: ScoreRequest) -> list[Scores]:
     return [scored(model, ids, request) for ids in sequences]
 
 
-def _in_use(one: _Loaded) -> bool:
+def _in_use(one: LoadedSnapshot) -> bool:
     return one.users > 0
 
 

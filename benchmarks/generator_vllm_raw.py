@@ -75,8 +75,8 @@ def main() -> None:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from composer_mesh.actors.engines.vllm_engine import sampling_parameters
     from composer_mesh.actors.engines.vllm_settings import engine_arguments
+    from composer_mesh.actors.engines.vllm_start import sampling_parameters
 
     size, requests, new, folder = sys.argv[1:]
     load = Load(size, int(requests), int(new))

@@ -306,7 +306,6 @@ class Config(Section):
         if not self.syncs_adapters:
             return self
         for key, found, other in (
-            ("generator.engine", self.generator.engine != "embedded", "'embedded'"),
             ("sdpo.placement", self.sdpo.pulls_weights, "'inline'"),
             ("trainer.backend", self.trainer.backend is not None, "nothing"),
         ):

@@ -52,7 +52,7 @@ class LoraConfig(Section):
 
     sync: Literal["merged", "adapters"] = "merged"
     """What generators get at each version: all weights, the adapters merged into them; or the
-    adapters alone, which the embedded engine then computes beside its own weights."""
+    adapters alone, which engines then compute beside their own weights."""
 
 
 class TrainerConfig(Section):

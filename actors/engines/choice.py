@@ -12,9 +12,9 @@ def make_engine(config: Config, folder: Path) -> Engine:
 
 
 def _vllm(config: Config, folder: Path) -> Engine:
-    from composer_mesh.actors.engines import vllm_engine
+    from composer_mesh.actors.engines import vllm_start
 
-    return vllm_engine.start(config, folder)
+    return vllm_start.start(config, folder)
 
 
 def _embedded(config: Config, folder: Path) -> Engine:

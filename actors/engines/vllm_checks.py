@@ -8,7 +8,12 @@ from composer_mesh.actors.engines.vllm_installed import (
     installed_version,
     refuse_without_numa,
 )
-from composer_mesh.actors.engines.vllm_settings import GB, conversation_bytes, flavour_of
+from composer_mesh.actors.engines.vllm_settings import (
+    GB,
+    LORA_SLOTS,
+    conversation_bytes,
+    flavour_of,
+)
 from composer_mesh.configs.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -27,6 +32,7 @@ def check_vllm_fits(config: Config) -> None:
     except ValueError as error:
         raise VllmUnavailable(str(error)) from error
     _check_temperatures(config)
+    _check_rank(config)
     _check_parts(shape, config)
     _check_cache(shape, config)
     if flavour_of(config) == "cpu":
@@ -79,6 +85,15 @@ def _check_temperatures(config: Config) -> None:
                 f"{key} is {value}, but vLLM samples at {COLDEST} whatever is asked below it: "
                 f"raise it to {COLDEST} or more"
             )
+
+
+def _check_rank(config: Config) -> None:
+    lora = config.trainer.lora
+    if config.syncs_adapters and lora is not None and lora.rank > LORA_SLOTS[-1]:
+        raise VllmUnavailable(
+            f"trainer.lora.rank is {lora.rank}, but vLLM serves adapters up to rank "
+            f"{LORA_SLOTS[-1]}: lower it, or set trainer.lora.sync to 'merged'"
+        )
 
 
 def _check_cache(shape: AttentionShape, config: Config) -> None:

@@ -1,15 +1,13 @@
 """vLLM behind the engine interface: token ids in, token ids with log-probs and versions out.
 
-`vllm_settings` configures it, `vllm_weights` updates its weights. Only `start` imports vLLM: the
-rest works with any object that steps like its `LLMEngine`.
+`vllm_start` starts it, `vllm_weights` and `vllm_adapters` update what it serves. Works with any
+object that steps like vLLM's `LLMEngine`.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.engines.open_requests import OpenRequests
@@ -20,18 +18,12 @@ from composer_mesh.actors.engines.port import (
     Weights,
     refuse_too_long,
 )
-from composer_mesh.actors.engines.vllm_settings import engine_arguments, refuse_unknown
-from composer_mesh.actors.engines.vllm_weights import VllmWeights
-from composer_mesh.actors.models.checkpoint_names import CheckpointNames
-from composer_mesh.actors.models.language_model import layer_kinds
-from composer_mesh.configs.schema import Config
-from composer_mesh.planning.model_facts import ATTENTION_KINDS
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
 Sampling = Callable[[GenerationRequest], Any]
 Update = Callable[[Weights], None]
-SEEDS = 2**63
+Adapter = Callable[[GenerationRequest], Any]
 
 
 class EngineFault(RuntimeError):
@@ -65,9 +57,20 @@ class VllmEngine:
     admission is known. Prefixes are kept by vLLM, in blocks that no request uses.
     """
 
-    def __init__(self, llm: Any, sampling: Sampling, update: Update, limits: Limits) -> None:
-        """`llm` steps as vLLM's `LLMEngine`; `sampling` converts a request to its parameters."""
+    def __init__(
+        self,
+        llm: Any,
+        sampling: Sampling,
+        update: Update,
+        limits: Limits,
+        adapter: Adapter = lambda _: None,
+    ) -> None:
+        """`llm` steps as vLLM's `LLMEngine`; `sampling` converts a request to its parameters.
+
+        `adapter` returns vLLM's `LoRARequest` for a request that is admitted; None without one.
+        """
         self._llm, self._sampling, self._update, self._limits = llm, sampling, update, limits
+        self._adapter = adapter
         self.prompt_tokens = PromptTokens()
         self._open: OpenRequests[_Asked] = OpenRequests()
         self._waiting: deque[_Asked] = deque()
@@ -162,7 +165,9 @@ class VllmEngine:
             name = str(next(self._names))
             self._running[name] = asked
             prompt = {"prompt_token_ids": list(asked.request.prompt_ids)}
-            self._llm.add_request(name, prompt, self._sampling(asked.request))
+            parameters = self._sampling(asked.request)
+            adapter = self._adapter(asked.request)
+            self._llm.add_request(name, prompt, parameters, lora_request=adapter)
             if asked.admitted is not None:
                 asked.admitted()
 
@@ -174,60 +179,6 @@ class VllmEngine:
         if self._open.answer(result.request_id, asked):
             asked.done(result)
         return len(result.token_ids)
-
-
-def start(config: Config, folder: Path) -> VllmEngine:
-    """Start an engine in this process that serves the model of `folder` as version 0.
-
-    The imports take seconds. Raises vLLM's errors where it cannot serve the model.
-    """
-    # vLLM warns that Triton is missing, which is not needed on a CPU.
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    # Before vLLM starts: it changes some classes of transformers, which then cannot be built.
-    checkpoint = CheckpointNames(folder)
-    kinds = layer_kinds(checkpoint.model.config)
-    arguments = engine_arguments(config, folder, states=bool(set(kinds) - ATTENTION_KINDS))
-    refuse_unknown(config.generator.vllm.engine_args, [field.name for field in fields(EngineArgs)])
-    llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    model = llm.model_config
-    weights = VllmWeights(
-        llm.collective_rpc,
-        checkpoint.expected,
-        tied=bool(model.hf_text_config.tie_word_embeddings),
-        here=config.generator.vllm.tensor_parallel == 1,
-        converted=checkpoint.converted,
-    )
-    limits = Limits(
-        config.policy.max_context, model.get_vocab_size(), config.generator.max_concurrent
-    )
-    return VllmEngine(llm, sampling_parameters(), weights.update, limits)
-
-
-def sampling_parameters() -> Sampling:
-    """Return a converter of requests to vLLM's parameters, without vLLM's own defaults."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    def sampling(request: GenerationRequest) -> Any:
-        return SamplingParams(
-            temperature=request.temperature,
-            top_p=request.truncation.top_p,
-            top_k=request.truncation.top_k,
-            min_p=request.truncation.min_p,
-            seed=request.seed % SEEDS,
-            max_tokens=request.max_new_tokens,
-            stop_token_ids=request.stop_ids,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    return sampling
 
 
 def _result(request: GenerationRequest, output: Any, cached: int) -> GenerationResult:

@@ -13,10 +13,13 @@ from composer_mesh.actors.engines.attention_shape import AttentionShape
 from composer_mesh.actors.engines.vllm_installed import Flavour, VllmUnavailable
 from composer_mesh.actors.engines.vllm_worker import EXTENSION
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.mesh.process_resources import own_gpu_share
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 GB = 2**30
+LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM reserves adapters."""
 HARMLESS = ("ignore:resource_tracker:UserWarning", "ignore:`torch.distributed:FutureWarning")
 """Filters of harmless warnings at vLLM's start and end; inherited by its worker processes."""
 
@@ -79,6 +82,22 @@ def engine_arguments(config: Config, folder: Path, states: bool = False) -> dict
     if not on_cpu:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization * own_gpu_share()
     return arguments | vllm.engine_args
+
+
+def adapter_arguments(rank: int) -> dict[str, Any]:
+    """Return further arguments for one adapter beside the policy."""
+    return {"enable_lora": True, "max_lora_rank": lora_slot(rank)}
+
+
+def snapshot_arguments(serve: ServeConfig) -> dict[str, Any]:
+    """Return further arguments for the adapters of clients' snapshots beside the policy."""
+    most = serve.snapshots_in_memory
+    return adapter_arguments(serve.max_rank) | {"max_loras": most, "max_cpu_loras": most}
+
+
+def lora_slot(rank: int) -> int:
+    """Return the rank that vLLM reserves for adapters of a rank; it has only some of them."""
+    return next(slot for slot in LORA_SLOTS if slot >= rank)
 
 
 def kv_cache_bytes(config: Config, shape: AttentionShape) -> int | None:

@@ -48,7 +48,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=[f"{HELD}.{name}" for name in _targets(model, config.targets)],
+        target_modules=[f"{HELD}.{name}" for name in adapted_layer_names(model, config.targets)],
     )
     # peft reads other targets out of these names where it sees a mixture of transformers.
     holder = nn.Module()
@@ -58,7 +58,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         layer.lora_dropout.train()
 
 
-def _targets(model: Any, names: tuple[str, ...] | None) -> list[str]:
+def adapted_layer_names(model: Any, names: tuple[str, ...] | None) -> list[str]:
     """Return the whole names of the layers that get an adapter; raises `NoSuchLayers`."""
     possible = linear_layers(model)
     if names is None:

@@ -32,12 +32,12 @@ class SnapshotReader:
     """Makes the models of snapshots from their files; the empty path is the policy itself."""
 
     def __init__(self, base: Any, alpha: float) -> None:
-        self._base, self._alpha = base.requires_grad_(False), alpha
+        self.base, self._alpha = base.requires_grad_(False), alpha
 
     def read(self, path: str) -> SnapshotModels:
         """Return a snapshot's models; raises `UnusableState`."""
         if not path:
-            return SnapshotModels(shared_copy(self._base), shared_copy(self._base))
+            return SnapshotModels(shared_copy(self.base), shared_copy(self.base))
         stored = read_state(Path(path))
         if stored.spec.rank == 0:
             model = self._whole(path, stored)
@@ -45,18 +45,18 @@ class SnapshotReader:
         return SnapshotModels(self._adapted(path, stored), self._adapted(path, stored))
 
     def _adapted(self, path: str, stored: StoredState) -> Any:
-        layout = AdapterLayout.of(self._base, stored.spec)
-        weights = next(self._base.parameters())
+        layout = AdapterLayout.of(self.base, stored.spec)
+        weights = next(self.base.parameters())
         flat = stored.tensors["weights"].to(weights.device, weights.dtype)
         if flat.shape != (layout.total,):
             raise UnusableState(path, "it is of another base model")
-        model, active = adapted(self._base)
+        model, active = adapted(self.base)
         active.use(layout.pairs(flat[None]), layout.rank, self._alpha)
         return model
 
     @torch.no_grad()
     def _whole(self, path: str, stored: StoredState) -> Any:
-        model = copy.deepcopy(self._base)
+        model = copy.deepcopy(self.base)
         weights = list(model.parameters())
         flat = stored.tensors["weights"]
         if len(flat) != sum(one.numel() for one in weights):

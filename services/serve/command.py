@@ -109,7 +109,8 @@ class Parts:
         vocabulary = self.mesh.vocabulary
         data = DataLimits(vocabulary, context, serve.max_data, serve.max_top_k)
         tokenizer = tokenizer_of(self.config, self.options, self.mesh.folder)
-        return Served(base_model_of(self.config), tokenizer, data, serve)
+        embedded = self.config.generator.engine == "embedded"
+        return Served(base_model_of(self.config), tokenizer, data, serve, embedded)
 
     @property
     def facts(self) -> SamplingFacts:

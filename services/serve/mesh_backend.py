@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.engines.port import RequestAborted
+from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.served_models.messages import (
     ModelNotOpen,
     ModelSpec,
@@ -26,7 +27,7 @@ from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.services import service
 from composer_mesh.services.pool.errors import NoReplicaLeft
-from composer_mesh.services.pool.process_placement import ProcessPlacements
+from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.serve.backend import BackendLost
 from composer_mesh.services.service import Service
@@ -56,6 +57,12 @@ class ServeMesh:
             "record": record,
             "deadline_s": config.run.deadline_s,
         }
+        more = process_environment(config)
+
+        def sampling_placement(slot: int) -> ProcessPlacement:
+            taken = placements.take("generator", slot)
+            return replace(taken, env={**taken.env, **more})
+
         trainer, samplers = await together(
             service.spawn(
                 ServedTrainerActor,
@@ -72,7 +79,7 @@ class ServeMesh:
                 name="sampler",
                 attempts=1 + config.supervision.rollout_retries,
                 max_outstanding=ALL_AT_ONCE,
-                placement=partial(placements.take, "generator"),
+                placement=sampling_placement,
                 **common,
             ),
         )

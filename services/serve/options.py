@@ -7,6 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
+from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
+from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.serve_env.options import (
@@ -54,7 +57,6 @@ def check_serves(config: Config) -> None:
         )
     trainer = config.trainer
     others = {
-        "generator.engine": (config.generator.engine, "embedded"),
         "trainer.ranks": (trainer.ranks, 1),
         "trainer.sharded": (trainer.sharded, False),
         "trainer.compile": (trainer.compile, False),
@@ -71,6 +73,27 @@ def check_serves(config: Config) -> None:
                 f"{key} is {value!r}, with which clients' models are not served: set it to "
                 f"{needed!r}"
             )
+    if config.generator.engine == "vllm":
+        _check_vllm(config)
+
+
+def _check_vllm(config: Config) -> None:
+    serve = config.serve
+    if serve.full_weights:
+        raise ServeRefused(
+            "generator.engine is 'vllm', which serves adapters, but serve.full_weights is true: set "
+            "it to 'embedded'"
+        )
+    if serve.max_rank > LORA_SLOTS[-1]:
+        raise ServeRefused(
+            f"serve.max_rank is {serve.max_rank}, but vLLM serves adapters up to rank "
+            f"{LORA_SLOTS[-1]}: lower it, or set generator.engine to 'embedded'"
+        )
+    try:
+        check_vllm_fits(config)
+        check_vllm_installed(config)
+    except VllmUnavailable as error:
+        raise ServeRefused(str(error)) from error
 
 
 def check_same_policy(config: Config, output: Path) -> None:

@@ -41,6 +41,8 @@ class Served:
     tokenizer: str
     data: DataLimits
     limits: ServeConfig
+    adapts_head: bool = True
+    """Whether samplers can serve adapters in the model's head."""
 
 
 class TrainingServer:
@@ -127,6 +129,11 @@ class TrainingServer:
             raise bad("lora_config is missing, and this server trains adapters: send it")
         if lora.rank > limits.max_rank:
             raise bad(f"rank is {lora.rank}: send one of at most {limits.max_rank}")
+        if lora.train_unembed and not self.served.adapts_head:
+            raise bad(
+                "train_unembed is true, and the vLLM of this server has no adapters in the head: "
+                "create the model with train_unembed=False"
+            )
         seed = secrets.randbits(31) if lora.seed is None else lora.seed & 0x7FFFFFFFFFFFFFFF
         return ModelSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
 

@@ -130,14 +130,18 @@ class FakeLlm:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.added: list[tuple[str, Any]] = []
+        self.adapters: list[Any] = []
         self.resets = True
         self.cached: int | None = 0
         self.model_executor = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
         self._running: dict[str, tuple[Any, int]] = {}
         self._version = "default"
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+    def add_request(
+        self, name: str, prompt: dict[str, list[int]], params: Any, lora_request: Any = None
+    ) -> None:
         assert name not in self._running
+        self.adapters.append(lora_request)
         self.added.append((name, prompt))
         self._running[name] = (params, len(params.token_ids))
 

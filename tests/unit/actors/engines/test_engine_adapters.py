@@ -95,7 +95,6 @@ def test_adapters_of_another_rank_and_missing_ones_are_refused(
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"generator": {"engine": "vllm"}}, "but generator.engine is of a kind that takes whole"),
         ({"sdpo": {"alpha": 0.1}}, "but sdpo.placement is of a kind that takes whole weights"),
     ],
 )

@@ -1,0 +1,118 @@
+"""Starts vLLM in this process, from the config; imports it. The imports take seconds."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.actors.engines.vllm_adapters import AdapterSlots, VllmAdapters, adapter_shapes
+from composer_mesh.actors.engines.vllm_engine import Limits, Sampling, VllmEngine
+from composer_mesh.actors.engines.vllm_settings import (
+    adapter_arguments,
+    engine_arguments,
+    refuse_unknown,
+    snapshot_arguments,
+)
+from composer_mesh.actors.engines.vllm_weights import VllmWeights
+from composer_mesh.actors.models.checkpoint_names import CheckpointNames
+from composer_mesh.actors.models.language_model import layer_kinds
+from composer_mesh.actors.models.lora import adapted_layer_names
+from composer_mesh.configs.schema import Config
+from composer_mesh.planning.model_facts import ATTENTION_KINDS
+from composer_mesh.rollouts.generation import GenerationRequest
+
+SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class _Started:
+    llm: Any
+    checkpoint: CheckpointNames
+    limits: Limits
+
+
+def start(config: Config, folder: Path) -> VllmEngine:
+    """Start an engine that serves the model of `folder` as version 0.
+
+    Raises vLLM's errors where it cannot serve the model.
+    """
+    from vllm.lora.request import LoRARequest
+
+    lora = config.trainer.lora if config.syncs_adapters else None
+    started = _start(config, folder, {} if lora is None else adapter_arguments(lora.rank))
+    llm, checkpoint = started.llm, started.checkpoint
+    if lora is not None:
+        layers = adapted_layer_names(checkpoint.model, lora.targets)
+        shapes = adapter_shapes(checkpoint.model, layers, lora.rank)
+        adapters = VllmAdapters(llm, LoRARequest, lora, shapes)
+        parameters = sampling_parameters()
+        return VllmEngine(llm, parameters, adapters.update, started.limits, adapters.of_request)
+    weights = VllmWeights(
+        llm.collective_rpc,
+        checkpoint.expected,
+        tied=bool(llm.model_config.hf_text_config.tie_word_embeddings),
+        here=config.generator.vllm.tensor_parallel == 1,
+        converted=checkpoint.converted,
+    )
+    return VllmEngine(llm, sampling_parameters(), weights.update, started.limits)
+
+
+def start_for_snapshots(config: Config, folder: Path) -> tuple[VllmEngine, AdapterSlots]:
+    """Start an engine of the model of `folder` that serves clients' adapters from the slots."""
+    from vllm.lora.request import LoRARequest
+
+    started = _start(config, folder, snapshot_arguments(config.serve))
+    slots = AdapterSlots(started.llm, LoRARequest)
+    engine = VllmEngine(
+        started.llm, sampling_parameters(), _refuse_weights, started.limits, slots.of_request
+    )
+    return engine, slots
+
+
+def _refuse_weights(weights: Any) -> None:
+    raise RuntimeError(f"an engine of snapshots has no versions, but got {weights.version}")
+
+
+def _start(config: Config, folder: Path, more: Mapping[str, Any]) -> _Started:
+    # vLLM warns that Triton is missing, which is not needed on a CPU.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    # Before vLLM starts: it changes some classes of transformers, which then cannot be built.
+    checkpoint = CheckpointNames(folder)
+    kinds = layer_kinds(checkpoint.model.config)
+    arguments = engine_arguments(config, folder, states=bool(set(kinds) - ATTENTION_KINDS))
+    refuse_unknown(config.generator.vllm.engine_args, [field.name for field in fields(EngineArgs)])
+    llm = LLMEngine.from_engine_args(EngineArgs(**arguments, **more))
+    limits = Limits(
+        config.policy.max_context,
+        llm.model_config.get_vocab_size(),
+        config.generator.max_concurrent,
+    )
+    return _Started(llm, checkpoint, limits)
+
+
+def sampling_parameters() -> Sampling:
+    """Return a converter of requests to vLLM's parameters, without vLLM's own defaults."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    def sampling(request: GenerationRequest) -> Any:
+        return SamplingParams(
+            temperature=request.temperature,
+            top_p=request.truncation.top_p,
+            top_k=request.truncation.top_k,
+            min_p=request.truncation.min_p,
+            seed=request.seed % SEEDS,
+            max_tokens=request.max_new_tokens,
+            stop_token_ids=request.stop_ids,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    return sampling
