@@ -81,8 +81,8 @@ def _check_vllm(config: Config) -> None:
     serve = config.serve
     if serve.full_weights:
         raise ServeRefused(
-            "generator.engine is 'vllm', which serves adapters, but serve.full_weights is true: set "
-            "it to 'embedded'"
+            "generator.engine is 'vllm', which serves adapters, but serve.full_weights is true: "
+            "set it to 'embedded'"
         )
     if serve.max_rank > LORA_SLOTS[-1]:
         raise ServeRefused(

@@ -37,7 +37,8 @@ async def test_each_snapshot_is_sampled_with_its_adapters_however_many_take_turn
         spec = ModelSpec(rank, number, train_attn=rank != 2, train_unembed=False)
         trainer.open(f"m{number}", spec, None)
         weights = trainer.models[f"m{number}"].weights
-        weights.copy_(torch.randn(weights.shape) * 0.1)
+        with torch.no_grad():
+            weights.copy_(torch.randn(weights.shape) * 0.1)
         snapshots.append(str(tmp_path / f"{number}.safetensors"))
         trainer.save(f"m{number}", Path(snapshots[-1]), weights_only=True)
 

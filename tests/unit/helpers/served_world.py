@@ -198,6 +198,7 @@ async def served(
     trainer: Any = None,
     runs: bool = True,
     format: CaptureFormat | None = None,
+    adapts_head: bool = True,
 ) -> AsyncIterator[World]:
     """Serve from a folder for a block, at whose end everything is as after a kill.
 
@@ -206,7 +207,7 @@ async def served(
     data = DataLimits(VOCABULARY, CONTEXT, 8, 5)
     if format is not None:
         data = DataLimits(format.vocabulary, 20 * CONTEXT, 8, 5)
-    base = Served("base", "", data, limits or ServeConfig())
+    base = Served("base", "", data, limits or ServeConfig(), adapts_head)
     facts = SamplingFacts(
         data.context, (1,), lambda ids: "".join(chr(97 + one % 26) for one in ids)
     )

@@ -284,3 +284,14 @@ async def test_pairs_without_both_sides_in_order_are_refused(
         refusal = await client.send(pair_body(model, *sides), 400)
         assert "is no pair with" in refusal["detail"]
         await client.raw(await client.send(pair_body(model, 1.0, -1.0, 0.0)))
+
+
+async def test_adapters_in_the_head_are_refused_where_samplers_have_none(tmp_path: Path) -> None:
+    async with served(tmp_path, adapts_head=False) as world:
+        client = world.client()
+        session = (await client.post("create_session", 200))["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+        refusal = await client.post("create_model", 400, **asked, lora_config={"rank": 4})
+        assert "create the model with train_unembed=False" in refusal["detail"]
+        fine = {"rank": 4, "train_unembed": False}
+        await client.post("create_model", 200, **asked, lora_config=fine)

@@ -17,7 +17,6 @@ KEY = "tml-0123456789abcdef"
 @pytest.mark.parametrize(
     ("section", "values", "expected"),
     [
-        ("generator", {"engine": "vllm"}, "generator.engine is 'vllm'"),
         ("trainer", {"ranks": 2}, "trainer.ranks is 2"),
         ("trainer", {"packing": True}, "trainer.packing is True"),
         ("trainer", {"optimizer": "muon"}, "trainer.optimizer is 'muon'"),
@@ -32,6 +31,21 @@ def test_configs_that_are_not_served_are_refused_by_key(
         check_serves(build_config(**{section: values}))
     assert expected in str(refused.value)
     assert "set it to" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"full_weights": True}, "serve.full_weights is true: set it to 'embedded'"),
+        ({"max_rank": 600}, "serve.max_rank is 600, but vLLM serves adapters up to rank 512"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused(
+    build_config: Any, values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ServeRefused) as refused:
+        check_serves(build_config(generator={"engine": "vllm"}, serve=values))
+    assert expected in str(refused.value)
 
 
 def test_beyond_loopback_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
