@@ -1,18 +1,23 @@
-"""The phases of a round, as the folder of a store and a run directory show them from outside."""
+"""The phase of a round that an island is in, as the folder of the store and its run show it."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 GROUP = "fragment-0000"
-MOMENT_S = 0.002
-JITTER_S = 0.03
-PHASES = ("training", "sending", "waiting", "closing", "merging", "storing", "checkpoint")
+MOMENT_S = 0.001
+AT_RANDOM_S = 2.0
+PATIENCE_S = 60.0
+PHASES = ("training", "sending", "waiting", "closing", "storing", "merging", "checkpoint")
+"""sending: bytes of its contribution are there, and the contribution is not; waiting: it is, and
+no manifest; closing: the manifest is, and its merge is not noted; storing: bytes of the common
+weights are there, and they are not; merging: no checkpoint has the merge; checkpoint: it is being
+written."""
 
 
 @dataclass
@@ -29,83 +34,52 @@ class Watched:
         rounds = self.store / GROUP / "rounds"
         return max((int(name.split(".")[0]) for name in _names(rounds)), default=0)
 
-    def has_parts(self, base: int) -> bool:
-        """Whether bytes of its contribution from a round are there."""
-        return f"{self.rank:05d}.parts" in _names(self._contributions(base))
-
-    def has_contributed(self, base: int) -> bool:
-        """Whether its contribution from a round is complete."""
-        return f"{self.rank:05d}.0" in _names(self._contributions(base))
-
     @property
-    def merges(self) -> int:
-        """How many merges it has noted."""
+    def phase(self) -> str:
+        """The phase that it is in now."""
+        newest = self.newest
+        sent = _names(self.store / GROUP / "contributions" / f"{newest:08d}")
+        if f"{self.rank:05d}.0" in sent:
+            return "waiting"
+        if f"{self.rank:05d}.parts" in sent:
+            return "sending"
+        step, merged = self._last_merge()
+        if merged < newest:
+            return "closing"
+        states = _names(self.store / GROUP / "states" / f"{newest:08d}")
+        if "outer.parts" in states and "outer.0" not in states:
+            return "storing"
+        checkpoints = _names(self.run / "checkpoints")
+        if any(name.startswith(f".step-{step}.") for name in checkpoints):
+            return "checkpoint"
+        whole = (re.fullmatch(r"step-(\d+)", name) for name in checkpoints)
+        is_kept = any(int(one[1]) >= step for one in whole if one)
+        return "training" if is_kept else "merging"
+
+    def _last_merge(self) -> tuple[int, int]:
+        """Return the step and the round of its last merge; zeros before the first."""
         member = self.run / ".island"
         if not member.exists():
-            return 0
-        name = member.read_text().strip()
-        return len(_names(self.store / GROUP / "merges" / name))
-
-    def has_state(self, number: int) -> bool:
-        """Whether bytes of the common weights of a round are there."""
-        return any(name.startswith("outer") for name in _names(self._states(number)))
-
-    @property
-    def drafts(self) -> int:
-        """The highest step of a checkpoint that is written or begun; 0 for none."""
-        found = (re.match(r"\.?step-(\d+)", name) for name in _names(self.run / "checkpoints"))
-        return max((int(one[1]) for one in found if one), default=0)
-
-    def _contributions(self, base: int) -> Path:
-        return self.store / GROUP / "contributions" / f"{base:08d}"
-
-    def _states(self, number: int) -> Path:
-        return self.store / GROUP / "states" / f"{number:08d}"
+            return 0, 0
+        folder = self.store / GROUP / "merges" / member.read_text().strip()
+        steps = {int(re.split(r"[.-]", name)[0]): name for name in _names(folder)}
+        if not steps:
+            return 0, 0
+        last = max(steps)
+        _, _, body = (folder / steps[last]).read_bytes().partition(b"\n")
+        return last, int(json.loads(body)["round"]) if body else 0
 
 
-def wait_for_moment(phase: str, victim: Watched, drawn: random.Random, until: float) -> str:
-    """Wait for a random moment of a phase; return where the island then was.
+def wait_for_moment(phase: str, victim: Watched, drawn: random.Random) -> str:
+    """Wait for a random time, and then until an island is in a phase; return the one it is in.
 
-    Raises TimeoutError at `until`, by the monotonic clock.
+    After PATIENCE_S it is any: some last for a millisecond.
     """
-    base = victim.newest
-    merges, drafts = victim.merges, victim.drafts
-    begins: dict[str, Callable[[], bool]] = {
-        "training": lambda: True,
-        "sending": lambda: victim.has_parts(victim.newest),
-        "waiting": lambda: victim.has_contributed(victim.newest),
-        "closing": lambda: victim.newest > base,
-        "merging": lambda: victim.merges > merges,
-        "storing": lambda: victim.newest > base and victim.has_state(victim.newest),
-        "checkpoint": lambda: victim.merges > merges and victim.drafts > drafts,
-    }
-    if phase == "checkpoint":
-        _wait(begins["merging"], until)
-        drafts = victim.drafts
-    _wait(begins[phase], until)
-    time.sleep(drawn.uniform(0, 2.0 if phase == "training" else JITTER_S))
-    return phase_of(victim, base, merges, drafts)
-
-
-def phase_of(victim: Watched, base: int, merges: int, drafts: int) -> str:
-    """Return the phase of a round from `base` on in which an island is."""
-    if victim.drafts > drafts and victim.merges > merges:
-        return "checkpoint"
-    if victim.merges > merges:
-        return "storing" if victim.has_state(victim.newest) else "merging"
-    if victim.newest > base and victim.has_contributed(base):
-        return "closing"
-    now = victim.newest
-    if victim.has_contributed(now):
-        return "waiting"
-    return "sending" if victim.has_parts(now) else "training"
-
-
-def _wait(condition: Callable[[], bool], until: float) -> None:
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError
+    time.sleep(drawn.uniform(0, AT_RANDOM_S))
+    until = time.monotonic() + PATIENCE_S
+    while (now := victim.phase) != phase and time.monotonic() < until:
         time.sleep(MOMENT_S)
+    return now
 
 
 def _names(folder: Path) -> list[str]:
