@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -182,11 +183,24 @@ def _compare(report: Report, alone: Path, all_of: Path, uri: str, count: int) ->
         "communicated_bytes_over_ddp": per_step / ring,
         "bytes_over_ddp_times_steps_per_round": per_step / ring * STEPS_PER_ROUND,
         "time_communicating": many["time_communicating"],
+        **_waits([all_of / f"island-{rank}" for rank in range(count)]),
         "success_islands_minus_alone": many["eval"]["final"]["success"]
         - one["eval"]["final"]["success"],
     }
     rows = [(name, str(value)) for name, value in report.figures.items() if "worlds" not in name]
     report.print_table("the quickstart", ("what", "number"), rows)
+
+
+def _waits(runs: Sequence[Path]) -> dict[str, float]:
+    """Return the shares of `time_communicating`: overlapped rounds, and the run's last one.
+
+    The last round is of all steps, so that there is none left to train while it is under way.
+    """
+    steps = [read_metrics(run / "metrics.jsonl") for run in runs]
+    trained = sum(one["time/step_s"] for run in steps for one in run)
+    last = sum(run[-1]["time/islands_s"] for run in steps)
+    overlapped = sum(one.get("time/islands_s") or 0.0 for run in steps for one in run[:-1])
+    return {"time_waiting_overlapped": overlapped / trained, "time_waiting_last": last / trained}
 
 
 def _bytes_after_start(run: Path) -> int:

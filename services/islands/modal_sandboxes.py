@@ -45,7 +45,7 @@ class ModalSandboxes:
         """Check the token; raises `LaunchFailed` without a valid one."""
         from modal import Client
 
-        with _refusals("know the token (set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, or log in)"):
+        with _refusals("accept a token (set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, or log in)"):
             self._client = self._client or Client.from_env()
             self._client.hello()
 
