@@ -209,11 +209,20 @@ class JobExecutor:
         known = self._read()
         for one in replicas:
             job = known.get(one.rank)
-            if job is not None and self._cloud.state(job)[0] not in ENDED:
+            if job is not None and not self._has_ended(job):
                 raise LaunchFailed(
                     f"job {job} of island {one.rank} has not ended: wait for it, or cancel it at "
                     f"{self._cloud.name} first"
                 )
+
+    def _has_ended(self, job: str) -> bool:
+        try:
+            return self._cloud.state(job)[0] in ENDED
+        except LaunchFailed as failed:
+            raise LaunchFailed(
+                f"{failed}; it is in {self._root / JOBS_FILE}, which may be moved away once none "
+                "of its jobs is left"
+            ) from failed
 
     def _read(self) -> dict[int, str]:
         path = self._root / JOBS_FILE

@@ -139,6 +139,19 @@ def test_a_sandbox_that_goes_on_is_not_started_twice(cloud: FakeModal, islands: 
     assert len(cloud.started) == 2
 
 
+def test_a_sandbox_that_is_not_known_any_more_is_told_with_the_repair(
+    cloud: FakeModal, islands: Run
+) -> None:
+    executor, replicas = islands("sleep 600")
+    executor.launch_replicas(replicas)
+    cloud.started[0].end()
+    del cloud.sandboxes["sb-2-0"]
+    again, replicas = islands("sleep 600", resume=True)
+    with pytest.raises(LaunchFailed, match=r"sandbox sb-2-0 is not known; it is in .*jobs.json"):
+        again.launch_replicas(replicas)
+    assert len(cloud.started) == 1
+
+
 def test_a_token_that_is_not_known_is_told_before_anything_starts(
     cloud: FakeModal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
