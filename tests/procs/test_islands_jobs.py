@@ -104,6 +104,24 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
     assert summary["eval"]["final"]["episodes"] == 16
 
 
+@pytest.mark.parametrize("of_cloud", [hf_jobs, modal])
+def test_an_island_that_its_job_refuses_is_told_with_the_reason(
+    of_cloud: OfCloud, tmp_path: Path
+) -> None:
+    place = IslandsDirectory(tmp_path / "all", f"file://{tmp_path}/store", 2)
+    place.root.mkdir()
+    config = config_of(tmp_path, 0, STEPS)
+    data = config.data.model_copy(update={"task": "no_such_package:Task"})
+    replica = Replica(0, config.model_copy(update={"data": data}), place.run(0))
+    with of_cloud(tmp_path) as (jobs, _):
+        executor = JobExecutor(jobs, place.root, JobOptions("mesh:1"), {})
+        executor.connect(open_store(place.address))
+        executor.launch_replicas([replica])
+        (end,) = executor.collect(RUN_DEADLINE_S)
+    assert end.state == "failed"
+    assert "no_such_package" in end.cause
+
+
 @pytest.mark.parametrize("on", ["hf-jobs", "modal"])
 def test_the_command_follows_jobs_over_s3_and_sums_them_up(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
