@@ -70,13 +70,15 @@ class Watched:
         return last, int(json.loads(body)["round"]) if body else 0
 
 
-def wait_for_moment(phase: str, victim: Watched, drawn: random.Random) -> str:
+def wait_for_moment(
+    phase: str, victim: Watched, drawn: random.Random, patience_s: float = PATIENCE_S
+) -> str:
     """Wait for a random time, and then until an island is in a phase; return the one it is in.
 
-    After PATIENCE_S it is any: some last for a millisecond.
+    After `patience_s` it is any: some last for a millisecond.
     """
-    time.sleep(drawn.uniform(0, AT_RANDOM_S))
-    until = time.monotonic() + PATIENCE_S
+    time.sleep(drawn.uniform(0, min(AT_RANDOM_S, patience_s)))
+    until = time.monotonic() + patience_s
     while (now := victim.phase) != phase and time.monotonic() < until:
         time.sleep(MOMENT_S)
     return now
