@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from math import ceil
 from typing import Any
 
 from composer_mesh.services.islands.jobs import MOUNTED_RUNS, Job, JobOptions
@@ -121,7 +122,7 @@ class ModalSandboxes:
         return {
             "tags": {"name": job.name},
             "env": dict(job.environment),
-            "timeout": LONGEST_S if options.timeout_s is None else int(options.timeout_s),
+            "timeout": LONGEST_S if options.timeout_s is None else ceil(options.timeout_s),
             **resources_of(options.hardware),
         }
 
