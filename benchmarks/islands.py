@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,13 +44,14 @@ def main() -> None:
     parser.add_argument("--runs", action="store_true", help="train the quickstart too: minutes")
     parser.add_argument("--islands", type=int, default=4, metavar="N", help="in --runs; 4")
     parser.add_argument("--s3", action="store_true", help="let the runs meet in the S3 server")
+    parser.add_argument("--overlap", type=int, default=1, metavar="STEPS", help="in --runs; 1")
     options = parser.parse_args()
     report = Report("islands")
     with TemporaryDirectory(prefix="islands-") as folder:
         worlds(report, QUICK_WORLDS if options.quick else WORLDS)
         kills(report, Path(folder), QUICK_KILLS if options.quick else KILLS)
         if options.runs:
-            runs(report, Path(folder), options.islands, options.s3)
+            runs(report, Path(folder), options.islands, options.s3, options.overlap)
     report.finish(options.json)
 
 
@@ -107,7 +109,7 @@ def _numbers(one: KillOutcome) -> tuple[str, ...]:
     return tuple(map(str, numbers))
 
 
-def runs(report: Report, folder: Path, count: int, by_s3: bool) -> None:
+def runs(report: Report, folder: Path, count: int, by_s3: bool, overlap: int) -> None:
     """Train the quickstart in one run, and in islands with as many rollouts together."""
     steps = 72 // count
     alone = folder / "alone"
@@ -124,7 +126,7 @@ def runs(report: Report, folder: Path, count: int, by_s3: bool) -> None:
             "trainer.lr": ISLANDS_LR,
             "islands.steps_per_round": STEPS_PER_ROUND,
             "islands.quantization": "int8",
-            "islands.overlap_steps": 1,
+            "islands.overlap_steps": overlap,
             **OUTER,
         }
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -182,11 +184,29 @@ def _compare(report: Report, alone: Path, all_of: Path, uri: str, count: int) ->
         "communicated_bytes_over_ddp": per_step / ring,
         "bytes_over_ddp_times_steps_per_round": per_step / ring * STEPS_PER_ROUND,
         "time_communicating": many["time_communicating"],
+        **_waits([all_of / f"island-{rank}" for rank in range(count)]),
         "success_islands_minus_alone": many["eval"]["final"]["success"]
         - one["eval"]["final"]["success"],
     }
     rows = [(name, str(value)) for name, value in report.figures.items() if "worlds" not in name]
     report.print_table("the quickstart", ("what", "number"), rows)
+
+
+def _waits(runs: Sequence[Path]) -> dict[str, float]:
+    """Return the parts of `time_communicating`: the first round, the last one, and the others.
+
+    Islands begin at different times, for which the first round waits; the last is of all steps, so
+    that there is none left to train while it is under way.
+    """
+    steps = [read_metrics(run / "metrics.jsonl") for run in runs]
+    trained = sum(one["time/step_s"] for run in steps for one in run)
+    parts = dict.fromkeys(("first", "other", "last"), 0.0)
+    for run in steps:
+        for one in run:
+            first = one["islands/round"] <= 1
+            part = "last" if one is run[-1] else "first" if first else "other"
+            parts[part] += one.get("time/islands_s") or 0.0
+    return {f"time_waiting_{part}": waited / trained for part, waited in parts.items()}
 
 
 def _bytes_after_start(run: Path) -> int:

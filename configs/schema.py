@@ -255,15 +255,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _islands_play_different_prompts(self) -> Self:
-        if self.islands.on and self.islands.world_size > 1 and self.data.curriculum is not None:
-            raise ValueError(
-                "islands.store is set and data.curriculum too, but a curriculum knows only the "
-                "prompts of its own run, so that islands would play the same ones: remove one"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _rewards_are_known_when_groups_finish(self) -> Self:
         if self.schedule.dynamic_sampling and self.late_rewards.on:
             raise ValueError(

@@ -93,14 +93,21 @@ class Curriculum:
     A group's task is drawn by the tasks' weights, times how near their latest success is to the
     band. In it the group plays the episode in the band that was played longest ago, and none that
     is under way; with probability `explore`, or if there is none, the task's next new one. New
-    episodes are taken in order, and none is left out.
+    episodes are taken in order, and none is left out; of n islands each takes every n-th one.
     """
 
     def __init__(
-        self, config: CurriculumConfig, seed: int, sources: Sequence[Source], episodes: Episodes
+        self,
+        config: CurriculumConfig,
+        seed: int,
+        sources: Sequence[Source],
+        episodes: Episodes,
+        first: int = 0,
+        every: int = 1,
     ) -> None:
         self._config, self._seed, self._episodes = config, seed, episodes
-        self._parts = {one.task: _Part(one, config) for one in sources}
+        self._first, self._every = first, every
+        self._parts = {one.task: _Part(one, config, first, every) for one in sources}
         self._choices: dict[int, int] = {}
         self._waiting: deque[tuple[int, Sequence[GroupResult]]] = deque()
 
@@ -112,7 +119,8 @@ class Curriculum:
     def choose(self, group_id: int, version: int, /) -> int:
         if group_id not in self._choices:
             self._learn(version)
-            rng = random.Random(seed_of(self._seed, f"curriculum-{group_id}"))
+            place = self._first + self._every * group_id
+            rng = random.Random(seed_of(self._seed, f"curriculum-{place}"))
             by_weight, by_chance = rng.random(), rng.random()
             part = self._drawn(by_weight)
             own = None
@@ -185,7 +193,9 @@ class _Part:
     source: Source
     config: CurriculumConfig
     next_new: int = 0
-    """The first episode that no group has been given."""
+    """The first episode of this island's share that no group has been given."""
+    every: int = 1
+    """Distance between two episodes of the share."""
     first: dict[int, int] = field(default_factory=dict)
     """The first group of each episode that was given to one."""
     band: dict[int, int] = field(default_factory=dict)
@@ -218,7 +228,7 @@ class _Part:
             self._ahead.add(own)
         while self.next_new in self._ahead:
             self._ahead.remove(self.next_new)
-            self.next_new += 1
+            self.next_new += self.every
 
     def measure(self, own: int, result: GroupResult) -> None:
         """Take in what a group has measured."""

@@ -37,6 +37,9 @@ from composer_mesh.mesh.object_store.write_once import (
 )
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 2.0
+POLL_SHARE = 0.05
+"""Pause before the next look at a round, as a share of the wait so far: a round that has closed is
+found that much later at most, and a wait of a minute has some hundred looks."""
 
 
 class RoundLost(Exception):
@@ -147,7 +150,7 @@ class ObjectStoreAllReduce:
         Contributions of another size than `size` are refused, as broken ones are. Raises
         `RoundLost` if there is no quorum after the deadline.
         """
-        began, pause = self._clock.now(), FIRST_POLL_S
+        began = self._clock.now()
         while True:
             if (manifest := self.manifest(round_number)) is not None:
                 return manifest
@@ -163,8 +166,8 @@ class ObjectStoreAllReduce:
                     f"{len(islands)} islands have contributed after {waited:.0f} s but the quorum "
                     f"is {self.rules.quorum}",
                 )
+            pause = min(max(FIRST_POLL_S, POLL_SHARE * waited), LONGEST_POLL_S)
             self._clock.sleep(min(pause, max(0.0, self.rules.deadline_s - waited)))
-            pause = min(2 * pause, LONGEST_POLL_S)
 
     def manifest(self, round_number: int) -> Manifest | None:
         """Return the manifest of a round; None as long as it is open."""

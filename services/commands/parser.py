@@ -7,6 +7,7 @@ from pathlib import Path
 
 from composer_mesh.services.ablation.plan import CHANNELS_OF
 from composer_mesh.services.commands.arguments import add_address, add_listen, add_set, seconds
+from composer_mesh.services.commands.islands_arguments import add_island_job, add_islands
 from composer_mesh.services.commands.task_arguments import (
     add_eval,
     add_make_code_tasks,
@@ -68,71 +69,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--rollout-only",
         action="store_true",
         help="sample and store rollouts, without a trainer",
-    )
-
-
-def _add_islands(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config",
-        type=Path,
-        nargs="+",
-        metavar="CONFIG",
-        help="a TOML file for all, or one for each",
-    )
-    add_set(parser)
-    parser.add_argument("-n", type=int, required=True, metavar="N", help="number of islands")
-    meet = parser.add_mutually_exclusive_group(required=True)
-    meet.add_argument(
-        "--store",
-        metavar="URI",
-        help="where they meet, such as file:///shared/run or s3://bucket/run",
-    )
-    meet.add_argument(
-        "--lighthouse",
-        metavar="URL",
-        help="torchft_lighthouse by which islands meet that reach each other: http://HOST:PORT",
-    )
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help="the runs' directories are written below it; runs/NAME-islands when not given",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the islands that have not finished"
-    )
-    parser.add_argument("--only", type=int, metavar="RANK", help="start only this island")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print every file and command; change nothing"
-    )
-    parser.add_argument(
-        "--detach", action="store_true", help="do not follow the islands until they end"
-    )
-    parser.add_argument(
-        "--on",
-        choices=("launch", "hf-jobs"),
-        default="launch",
-        help="what starts them: the launcher of each config's cluster.kind, or jobs of a cloud",
-    )
-    jobs = parser.add_argument_group("jobs of a cloud")
-    jobs.add_argument("--image", help="container image with composer-mesh and the config's paths")
-    jobs.add_argument("--hardware", metavar="NAME", help="the cloud's name for it: a100-large")
-    jobs.add_argument(
-        "--secret",
-        action="append",
-        metavar="VARIABLE",
-        help="environment variable that the jobs get as a secret, such as AWS_SECRET_ACCESS_KEY",
-    )
-    jobs.add_argument(
-        "--volume", metavar="NAME", help="a bucket that keeps the run directories: USER/BUCKET"
-    )
-    jobs.add_argument("--timeout-h", type=float, metavar="HOURS", help="longest time of a job")
-    jobs.add_argument("--namespace", help="user or organization that pays; the token's by default")
-
-
-def _add_island_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="the run directory in the job"
     )
 
 
@@ -378,8 +314,8 @@ COMMANDS = {
     "serve-env": ("offer a task to others as an OpenEnv and MCP server", add_serve_env),
     "eval": ("evaluate a config, a run, a checkpoint or an endpoint on a task", add_eval),
     "ablate": ("compare a run with and without its channels", _add_ablate),
-    "islands": ("train several runs that average their weights", _add_islands),
-    "island-job": ("what a job of `islands --on` runs", _add_island_job),
+    "islands": ("train several runs that average their weights", add_islands),
+    "island-job": ("what a job of `islands --on` runs", add_island_job),
     "launch": ("bring a run to its hosts, a cluster or the background", _add_launch),
     "worker": ("offer this host to a run", _add_worker),
     "stop": ("let a run write a checkpoint and end", _add_stop),

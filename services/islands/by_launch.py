@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from composer_mesh.configs.paths import with_whole_paths
+from composer_mesh.mesh.object_store.port import ObjectStore
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.directory.status import STATUS_FILE, read_status
@@ -54,7 +55,7 @@ class LaunchExecutor:
             sys.stdout.write(f"# island {one.rank}\n")
             print_plan(order, plan)
 
-    def connect(self) -> None:
+    def connect(self, store: ObjectStore | None) -> None:
         """A launcher checks what it needs when it plans."""
 
     def launch_replicas(self, replicas: Sequence[Replica]) -> None:

@@ -147,11 +147,12 @@ def _meet(arguments: argparse.Namespace) -> tuple[MeetBy, str]:
 def _connect(executor: Executor, place: IslandsDirectory, executor_name: str) -> None:
     """Check where the islands meet, and what starts them; raises `UsageError`."""
     try:
+        store = None
         if place.by == "store":
-            open_store(place.address)
+            store = open_store(place.address)
         else:
             check_lighthouse(place.address)
-        executor.connect()
+        executor.connect(store)
     except StoreUnfit as unfit:
         raise UsageError(f"--{place.by} {unfit}") from unfit
     except LaunchFailed as failed:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.islands.by_launch import LaunchExecutor
 from composer_mesh.services.islands.hf_jobs import HfJobs
-from composer_mesh.services.islands.jobs import JobExecutor, JobOptions
+from composer_mesh.services.islands.jobs import JobCloud, JobExecutor, JobOptions
+from composer_mesh.services.islands.modal_sandboxes import ModalSandboxes
 from composer_mesh.services.islands.ports import Executor
+from composer_mesh.services.launch.ports import LaunchFailed
 
 LAUNCH = "launch"
+CLOUDS: Mapping[str, Callable[[str | None], JobCloud]] = {
+    HfJobs.name: HfJobs,
+    ModalSandboxes.name: ModalSandboxes,
+}
+"""The clouds by their names in `--on`; each gets the `--namespace`."""
 OF_JOBS = ("image", "hardware", "secret", "volume", "timeout_h", "namespace")
 """Options that say what a job is made of."""
 
@@ -25,7 +32,7 @@ def executor_of(arguments: argparse.Namespace, root: Path) -> Executor:
         if given:
             raise UsageError(
                 f"--{given[0].replace('_', '-')} is for jobs of a cloud, but --on is {LAUNCH}: "
-                f"remove it, or add --on {HfJobs.name}"
+                f"remove it, or add --on {' or '.join(CLOUDS)}"
             )
         return LaunchExecutor()
     if arguments.image is None:
@@ -52,8 +59,12 @@ def executor_of(arguments: argparse.Namespace, root: Path) -> Executor:
         arguments.volume,
         None if arguments.timeout_h is None else arguments.timeout_h * 3600,
     )
-    cloud = HfJobs(arguments.namespace)
-    return JobExecutor(cloud, arguments.store, root, options, _secrets(options.secrets))
+    try:
+        cloud = CLOUDS[arguments.on](arguments.namespace)
+        cloud.check(options)
+    except LaunchFailed as failed:
+        raise UsageError(f"--on is {arguments.on}, but {failed}") from failed
+    return JobExecutor(cloud, root, options, _secrets(options.secrets))
 
 
 def _secrets(names: tuple[str, ...]) -> Mapping[str, str]:

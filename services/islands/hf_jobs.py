@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from composer_mesh.services.islands.jobs import MOUNTED_RUNS, Job
+from composer_mesh.services.islands.jobs import MOUNTED_RUNS, Job, JobOptions
 from composer_mesh.services.islands.ports import State
 from composer_mesh.services.launch.ports import LaunchFailed
 
@@ -30,6 +30,12 @@ class HfJobs:
 
     def __init__(self, namespace: str | None = None, api: Any = None) -> None:
         self._api, self._namespace = api, namespace
+
+    def check(self, options: JobOptions) -> None:
+        if options.volume is not None and options.volume.strip("/").count("/") != 1:
+            raise LaunchFailed(
+                f"--volume is {options.volume!r} but must be USER/BUCKET, which is a bucket there"
+            )
 
     def connect(self) -> None:
         """Check the token; raises `LaunchFailed` without a valid one."""

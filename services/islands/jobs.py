@@ -16,10 +16,10 @@ from typing import Protocol
 
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.mesh.object_store.port import ObjectStore, StoreUnavailable
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
+from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.islands.ports import ENDED, Replica, ReplicaState, State
 from composer_mesh.services.islands.records import RunRecords
 from composer_mesh.services.islands.states import failure_of, wait_for_all
@@ -62,6 +62,10 @@ class JobCloud(Protocol):
     """Where jobs run; every method raises `LaunchFailed` where the cloud refuses."""
 
     name: str
+
+    def check(self, options: JobOptions) -> None:
+        """Refuse options that it does not serve; asks nobody."""
+        ...
 
     def connect(self) -> None:
         """Check the account."""
@@ -108,13 +112,12 @@ class JobExecutor:
     def __init__(
         self,
         cloud: JobCloud,
-        store: str,
         root: Path,
         options: JobOptions,
         secrets: Mapping[str, str],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._cloud, self._address, self._root = cloud, store, root
+        self._cloud, self._root = cloud, root
         self._options, self._secrets, self._sleep = options, secrets, sleep
         self._store: ObjectStore | None = None
         self._jobs: dict[int, tuple[Replica, str]] = {}
@@ -127,8 +130,10 @@ class JobExecutor:
             sys.stdout.write(f"# island {one.rank}\n")
             sys.stdout.write(json.dumps(self._cloud.describe(job), indent=1) + "\n")
 
-    def connect(self) -> None:
-        self._store = open_store(self._address)
+    def connect(self, store: ObjectStore | None) -> None:
+        if store is None:
+            raise LaunchFailed("jobs record in a store, and there is none: give --store")
+        self._store = store
         self._cloud.connect()
 
     def launch_replicas(self, replicas: Sequence[Replica]) -> None:
@@ -179,8 +184,11 @@ class JobExecutor:
         except StoreUnavailable as unavailable:  # the next poll reads them, if there is one
             unread = str(unavailable)
         step = len(read_metrics(one.output / METRICS_FILE))
+        if state == "finished" and not unread and not _has_finished(one):
+            state, described = "failed", "its job has ended, but no run has finished in it"
         if state == "failed":
-            cause = failure_of(one.output) or self._said_last(job) or described
+            said = (described, self._said_last(job))
+            cause = failure_of(one.output) or ": ".join(filter(None, said))
         else:
             cause = unread or ("" if state in ENDED else described)
         return ReplicaState(one.rank, state, step, cause)
@@ -201,11 +209,20 @@ class JobExecutor:
         known = self._read()
         for one in replicas:
             job = known.get(one.rank)
-            if job is not None and self._cloud.state(job)[0] not in ENDED:
+            if job is not None and not self._has_ended(job):
                 raise LaunchFailed(
                     f"job {job} of island {one.rank} has not ended: wait for it, or cancel it at "
                     f"{self._cloud.name} first"
                 )
+
+    def _has_ended(self, job: str) -> bool:
+        try:
+            return self._cloud.state(job)[0] in ENDED
+        except LaunchFailed as failed:
+            raise LaunchFailed(
+                f"{failed}; it is in {self._root / JOBS_FILE}, which may be moved away once none "
+                "of its jobs is left"
+            ) from failed
 
     def _read(self) -> dict[int, str]:
         path = self._root / JOBS_FILE
@@ -224,3 +241,9 @@ class JobExecutor:
         jobs = self._read() | {rank: job for rank, (_, job) in self._jobs.items()}
         text = json.dumps({self._cloud.name: {str(rank): jobs[rank] for rank in sorted(jobs)}})
         write_whole(self._root / JOBS_FILE, (text + "\n").encode())
+
+
+def _has_finished(one: Replica) -> bool:
+    """Whether an island's records say so; a cloud may report a start that failed as an end."""
+    status = read_status(one.output)
+    return status is not None and status.state == "finished"

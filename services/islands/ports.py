@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.object_store.port import ObjectStore
 
 State = Literal["waiting", "running", "finished", "stopped", "failed"]
 ENDED: frozenset[State] = frozenset({"finished", "stopped", "failed"})
@@ -46,10 +47,10 @@ class Executor(Protocol):
         """Print every file, command and call; ask and change nothing."""
         ...
 
-    def connect(self) -> None:
-        """Check what it needs, such as an account and the store.
+    def connect(self, store: ObjectStore | None) -> None:
+        """Check what it needs, such as an account; raises `LaunchFailed`.
 
-        Raises `LaunchFailed` or `StoreUnfit`.
+        `store` is where the islands meet, if they do not meet by a lighthouse.
         """
         ...
 

@@ -9,15 +9,16 @@ from composer_mesh.tasks.task import Task
 
 def make_episode_order(config: Config, task: Task, past: Past) -> EpisodeOrder:
     """Return the order of a new or resumed run; an error of the task's own code names its line."""
+    islands = config.islands
+    share = (islands.rank, islands.world_size) if islands.on else (0, 1)
     if config.data.curriculum is None:
-        islands = config.islands
-        return InOrder(islands.rank, islands.world_size) if islands.on else InOrder()
+        return InOrder(*share)
     weights = [one.weight for one in config.data.tasks]
     sources = [
         Source(part.name, weight, _different_episodes(part))
         for part, weight in zip(task.parts, weights, strict=True)
     ]
-    order = Curriculum(config.data.curriculum, config.run.seed, sources, task)
+    order = Curriculum(config.data.curriculum, config.run.seed, sources, task, *share)
     for step, results in past.results:
         order.settle(step, results)
     for group_id, stored in past.waiting.items():

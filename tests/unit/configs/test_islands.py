@@ -79,11 +79,6 @@ def test_the_way_to_meet_is_part_of_a_run_and_its_address_is_not(build_config: A
     assert not all(one.safe for one in changes(build_config(islands=STORE), before))
 
 
-def test_a_curriculum_of_one_run_is_refused_among_several_islands(build_config: Any) -> None:
-    with pytest.raises(ValidationError, match="islands would play the same ones"):
-        build_config(data={"task": "toolbox", "curriculum": {}}, islands={**STORE, "world_size": 2})
-
-
 def test_patience_may_change_on_a_resume_and_rules_may_not(build_config: Any) -> None:
     before = build_config(islands=STORE)
     after = build_config(

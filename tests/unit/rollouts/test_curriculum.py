@@ -241,3 +241,31 @@ def test_a_trace_says_whether_it_was_a_success() -> None:
     order.choose(0, 0)
     first, *rest = traces(0, 0, 2)
     assert order.results([(0, [replace(first, success=False), *rest])])[0].successes == 1
+
+
+def test_islands_share_new_episodes_and_none_is_left_out() -> None:
+    islands = [
+        Curriculum(CONFIG, 7, [Source("one")], OneTask(), first=rank, every=3) for rank in range(3)
+    ]
+    played = [
+        [one.episode for results in play(order, range(20), of_difficulty) for one in results]
+        for order in islands
+    ]
+    for rank, episodes in enumerate(played):
+        assert {episode % 3 for episode in episodes} == {rank}
+        assert sorted(set(episodes)) == list(range(rank, max(episodes) + 1, 3))
+    assert len(set(played[0])) < len(played[0]), "no episode in the band was played again"
+    assert len({tuple(n // 3 for n in episodes) for episodes in played}) > 1, "all draw the same"
+
+
+def test_an_island_that_resumes_goes_on_with_its_share() -> None:
+    def fresh() -> Curriculum:
+        return Curriculum(CONFIG, 7, [Source("one", size=30)], OneTask(), first=1, every=2)
+
+    through, before = fresh(), fresh()
+    expected = play(through, range(12), of_difficulty)
+    early = play(before, range(6), of_difficulty)
+    after = fresh()
+    for step, results in enumerate(early):
+        after.settle(step, results)
+    assert play(after, range(6, 12), of_difficulty) == expected[6:]

@@ -103,6 +103,28 @@ def test_a_round_closes_after_its_deadline_without_the_late_island() -> None:
     assert (two.mean(manifest, 700) == own[0]).all()
 
 
+@pytest.mark.parametrize("late_s", [0.5, 3.1, 7.7, 33.0])
+def test_a_wait_ends_soon_after_the_last_contribution(late_s: float) -> None:
+    """Within a twentieth of the wait; and a wait of half a minute has no more than 150 looks."""
+    store, time, looks = MemoryStore(), Time(), 0
+    own = vectors(2)
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if time.seconds < late_s <= time.seconds + seconds:
+            two.contribute(0, own[1])
+        time.sleep(seconds)
+
+    one = ObjectStoreAllReduce(store, 0, 2, clock=Clock(lambda: time.seconds, sleep))
+    two = ObjectStoreAllReduce(store, 1, 2, clock=Time().clock)
+    one.contribute(0, own[0])
+    one.close(1, 700)
+
+    assert late_s <= time.seconds <= 1.05 * late_s + 0.06
+    assert looks <= 150
+
+
 def test_a_late_contribution_is_added_to_the_next_round() -> None:
     one, two = islands(MemoryStore(), 2, RoundRules(2, deadline_s=60))
     own = vectors(4)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hf_jobs_server import NAMESPACE, TOKEN, FakeHfJobs, hf_jobs_server
 from huggingface_hub import HfApi
+from job_islands import FINISHED, PRESET, job_islands
 
-from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.mesh.object_store.port import StoreUnavailable
 from composer_mesh.services.checks.accepting import UsageError
@@ -24,7 +24,6 @@ from composer_mesh.services.islands.ports import Replica
 from composer_mesh.services.islands.records import RunRecords
 from composer_mesh.services.launch.ports import LaunchFailed
 
-PRESET = Path(__file__).parents[4] / "configs" / "quickstart.toml"
 OPTIONS = JobOptions("registry.example/mesh:1", "a100-large", ("KEY_OF_THE_STORE",), None, 3600.0)
 SECRETS = {"KEY_OF_THE_STORE": "a-secret-of-the-tests"}
 Run = Callable[..., tuple[JobExecutor, list[Replica]]]
@@ -41,24 +40,8 @@ def islands(cloud: FakeHfJobs, tmp_path: Path) -> Run:
     """Two islands whose jobs run a shell script in place of Python."""
 
     def make(script: str, resume: bool = False) -> tuple[JobExecutor, list[Replica]]:
-        program = tmp_path / "program"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-        root = tmp_path / "all"
-        root.mkdir(exist_ok=True)
-        store = f"file://{tmp_path}/store"
-        replicas = [
-            Replica(
-                rank,
-                load_config(PRESET, [f"cluster.python={program}", f"run.name=island-{rank}"]),
-                root / f"island-{rank}",
-                resume,
-            )
-            for rank in range(2)
-        ]
         jobs = HfJobs(api=HfApi(endpoint=cloud.url, token=TOKEN))
-        executor = JobExecutor(jobs, store, root, OPTIONS, SECRETS, lambda _: None)
-        return executor, replicas
+        return job_islands(jobs, tmp_path, OPTIONS, SECRETS, script, resume)
 
     return make
 
@@ -66,8 +49,7 @@ def islands(cloud: FakeHfJobs, tmp_path: Path) -> Run:
 def test_each_island_is_a_job_with_its_config_and_its_secrets(
     cloud: FakeHfJobs, islands: Run
 ) -> None:
-    executor, replicas = islands("exit 0")
-    executor.connect()
+    executor, replicas = islands(FINISHED)
     executor.launch_replicas(replicas)
     assert {one.state for one in executor.collect(60)} == {"finished"}
     asked = cloud.jobs["job1"].asked
@@ -83,17 +65,25 @@ def test_each_island_is_a_job_with_its_config_and_its_secrets(
 
 def test_a_job_that_fails_is_told_with_the_end_of_its_output(islands: Run) -> None:
     executor, replicas = islands("echo first; echo no GPU is there; exit 3")
-    executor.connect()
     executor.launch_replicas(replicas)
     states = executor.collect(60)
     assert {one.state for one in states} == {"failed"}
     assert "no GPU is there" in states[0].cause
 
 
+def test_a_job_that_ends_without_a_finished_run_has_failed(islands: Run) -> None:
+    executor, replicas = islands("exit 0")
+    executor.launch_replicas(replicas)
+    (first, _) = executor.collect(60)
+    assert (first.state, first.cause) == (
+        "failed",
+        "its job has ended, but no run has finished in it",
+    )
+
+
 def test_a_refused_start_ends_the_jobs_that_were_started(cloud: FakeHfJobs, islands: Run) -> None:
     cloud.refuse_after = 1
     executor, replicas = islands("sleep 600")
-    executor.connect()
     with pytest.raises(LaunchFailed, match=r"did not start all-1"):
         executor.launch_replicas(replicas)
     assert [one.stage for one in cloud.jobs.values()] == ["CANCELED"]
@@ -101,7 +91,6 @@ def test_a_refused_start_ends_the_jobs_that_were_started(cloud: FakeHfJobs, isla
 
 def test_a_service_that_is_away_ends_nothing(cloud: FakeHfJobs, islands: Run) -> None:
     executor, replicas = islands("sleep 600")
-    executor.connect()
     executor.launch_replicas(replicas)
     assert {one.state for one in executor.poll()} == {"running"}
     cloud.failing = 2
@@ -116,7 +105,6 @@ def test_a_job_that_cannot_be_cancelled_is_named_and_the_others_are(
     cloud: FakeHfJobs, islands: Run
 ) -> None:
     executor, replicas = islands("sleep 600")
-    executor.connect()
     executor.launch_replicas(replicas)
     cloud.failing = 1
     with pytest.raises(LaunchFailed, match=r"job job0 may go on: .*503"):
@@ -130,8 +118,7 @@ def test_records_that_cannot_be_read_are_told_of_a_finished_island(
     def unavailable(_: RunRecords) -> None:
         raise StoreUnavailable("read", "records/0/status.json", "no answer")
 
-    executor, replicas = islands("exit 0")
-    executor.connect()
+    executor, replicas = islands(FINISHED)
     executor.launch_replicas(replicas)
     monkeypatch.setattr(RunRecords, "fetch", unavailable)
     ends = executor.collect(60)
@@ -141,10 +128,8 @@ def test_records_that_cannot_be_read_are_told_of_a_finished_island(
 
 def test_a_job_that_goes_on_is_not_started_twice(cloud: FakeHfJobs, islands: Run) -> None:
     executor, replicas = islands("sleep 600")
-    executor.connect()
     executor.launch_replicas(replicas)
     again, replicas = islands("sleep 600", resume=True)
-    again.connect()
     with pytest.raises(LaunchFailed, match=r"job job0 of island 0 has not ended"):
         again.launch_replicas(replicas)
     assert len(cloud.jobs) == 2
@@ -156,8 +141,7 @@ def test_a_job_that_goes_on_is_not_started_twice(cloud: FakeHfJobs, islands: Run
 
 
 def test_a_broken_list_of_jobs_starts_nothing(cloud: FakeHfJobs, islands: Run) -> None:
-    executor, replicas = islands("exit 0")
-    executor.connect()
+    executor, replicas = islands(FINISHED)
     (replicas[0].output.parent / JOBS_FILE).write_text('{"hf-jobs": 3}')
     with pytest.raises(RunDirectoryError, match="does not say which jobs"):
         executor.launch_replicas(replicas)
@@ -220,6 +204,7 @@ def options(**changes: object) -> Namespace:
         ({"store": None}, "--store is missing"),
         ({"timeout_h": -1.0}, "--timeout-h is -1 but must be above 0"),
         ({"secret": ["NOT_SET_ANYWHERE"]}, "NOT_SET_ANYWHERE names a variable that is not set"),
+        ({"volume": "runs"}, "--volume is 'runs' but must be USER/BUCKET"),
         ({"on": "launch"}, "--image is for jobs of a cloud"),
     ],
 )

@@ -66,3 +66,20 @@ def test_the_rows_of_a_finite_task_are_counted(build_config: Any) -> None:
 def test_rows_that_raise_are_an_error_with_the_line(build_config: Any) -> None:
     with pytest.raises(TaskCodeError, match=r"test_episode_order\.py:\d+: KeyError: 'mine'"):
         make_episode_order(build_config(data=BAND), Faulty(), Past())
+
+
+def test_islands_with_a_curriculum_start_from_different_episodes(build_config: Any) -> None:
+    orders = [
+        make_episode_order(
+            build_config(
+                data=BAND, islands={"store": "file:///shared/x", "rank": rank, "world_size": 2}
+            ),
+            Made(),
+            Past(),
+        )
+        for rank in range(2)
+    ]
+    assert [[order.choose(group, 0) for group in range(3)] for order in orders] == [
+        [0, 2, 4],
+        [1, 3, 5],
+    ]
