@@ -345,6 +345,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_divide_the_heads(self) -> Self:
+        size, policy = self.trainer.context_parallel, self.policy
+        if policy.path is None and (
+            policy.heads % size or (policy.kv_heads % size and size % policy.kv_heads)
+        ):
+            raise ValueError(
+                f"trainer.context_parallel is {size} but policy.heads is {policy.heads} and "
+                f"policy.kv_heads {policy.kv_heads}, which so many ranks cannot divide: set "
+                f"policy.heads to a multiple of {size}, and policy.kv_heads to a multiple or a "
+                "divisor of it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _each_update_has_a_group(self) -> Self:
         updates, groups = self.trainer.updates_per_batch, self.schedule.prompts_per_step
         if updates > groups:

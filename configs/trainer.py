@@ -157,6 +157,10 @@ class TrainerConfig(Section):
     ranks: Processes = 1
     """Number of trainer processes that share each step's samples and sum their gradients."""
 
+    context_parallel: Processes = 1
+    """Number of ranks that divide the positions of each microbatch among them, and before attention
+    exchange positions for heads, so that each rank keeps a part of a long context's activations."""
+
     threads: Cores = 1
     """CPU threads of each trainer process."""
 
@@ -190,6 +194,29 @@ class TrainerConfig(Section):
                 "would be compiled several times, once for each kind of level: set compile or "
                 "prefix_sharing to false, or on a GPU attention to 'flex'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _contexts_can_be_divided(self) -> Self:
+        size = self.context_parallel
+        if size == 1:
+            return self
+        if self.ranks % size:
+            raise ValueError(
+                f"context_parallel is {size} but ranks is {self.ranks}, which it does not divide: "
+                f"set ranks to a multiple of {size}, or context_parallel to a divisor of ranks"
+            )
+        for name, found, needed in (
+            ("packing", self.packing, True),
+            ("attention", self.attention, "sdpa"),
+            ("prefix_sharing", self.prefix_sharing, False),
+        ):
+            if found != needed:
+                raise ValueError(
+                    f"context_parallel is {size} but {name} is {found!r}, and positions are "
+                    "divided only of packed rows under sdpa without shared prefixes: set "
+                    f"{name} to {needed!r}, or context_parallel to 1"
+                )
         return self
 
     @model_validator(mode="after")

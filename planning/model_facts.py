@@ -11,6 +11,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_refusals import (
     ModelNotServed,
     NoSuchLayers,
+    UndividedContext,
+    UndividedHeads,
     UnfitModel,
     UnknownLayers,
     UnsupportedHead,
@@ -30,11 +32,16 @@ MEANT = {"softcap": "caps", "s_aux": "sinks", "position_bias": "position biases"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How a layer calls its attention: in the embedded engine's way, with a window, with more."""
+    """How a layer calls its attention: in the embedded engine's way, with a window, with more.
+
+    With so many heads of queries, and of keys.
+    """
 
     replaceable: bool
     window: int | None
     more: tuple[str, ...]
+    heads: int = 1
+    key_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class ModelFacts:
 
 
 def _call(told: dict[str, Any]) -> AttentionCall:
-    return AttentionCall(told["replaceable"], told["window"], tuple(told["more"]))
+    return AttentionCall(**{**told, "more": tuple(told["more"])})
 
 
 def check_model_fits(facts: ModelFacts, config: Config) -> None:
@@ -84,6 +91,7 @@ def check_model_trains(facts: ModelFacts, config: Config) -> None:
     _check_head(facts)
     _check_positions(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
+    _check_context(facts, config.trainer.context_parallel)
     _check_layers(facts, config)
     _check_adapters(facts, config)
 
@@ -117,6 +125,22 @@ def _check_attention(facts: ModelFacts, attention: str) -> None:
         f"{facts.name} cannot have trainer.attention = {attention!r}, "
         f"{why if asked else 'which it does not support'}: set it to {found}"
     )
+
+
+def _check_context(facts: ModelFacts, size: int) -> None:
+    if size == 1 or facts.attention is None:
+        return  # without facts, the trainer looks when it starts
+    plain = all(call.replaceable and not call.more for call in facts.attention)
+    if _others(facts, SHARED_KINDS) or len(facts.attention) != facts.layers or not plain:
+        raise UndividedContext(facts.name, size)
+    for call in facts.attention:
+        check_heads(facts.name, size, call.heads, call.key_heads)
+
+
+def check_heads(name: str, size: int, heads: int, key_heads: int) -> None:
+    """Raise `UndividedHeads` unless so many ranks can divide heads, and divide or repeat keys'."""
+    if heads % size or (key_heads % size and size % key_heads):
+        raise UndividedHeads(name, size, heads, key_heads)
 
 
 def _check_layers(facts: ModelFacts, config: Config) -> None:

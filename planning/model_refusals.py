@@ -47,6 +47,40 @@ class UnsupportedSharing(UnfitModel):
         return f"{self.args[0]}: {self.args[1]}: set trainer.prefix_sharing to false"
 
 
+class UndividedContext(UnfitModel):
+    """A model whose attention is not computed from packed rows, by their sequences."""
+
+    def __init__(self, model: str, size: int) -> None:
+        super().__init__(model, size)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} cannot have trainer.context_parallel = {self.args[1]}: some of its "
+            "layers hand no window or no arguments to an attention function, or carry a state, or "
+            "have caps or sinks: set it to 1"
+        )
+
+
+class UndividedHeads(UnfitModel):
+    """Heads of attention that the ranks of a context cannot divide."""
+
+    def __init__(self, model: str, size: int, heads: int, key_heads: int) -> None:
+        super().__init__(model, size, heads, key_heads)
+
+    def __str__(self) -> str:
+        model, size, heads, key_heads = self.args
+        fitting = [
+            one
+            for one in range(1, heads + 1)
+            if not heads % one and not (key_heads % one and one % key_heads)
+        ]
+        return (
+            f"trainer.context_parallel is {size} but {model} has {heads} heads of queries and "
+            f"{key_heads} of keys, which so many ranks cannot divide: set it to one of "
+            f"{', '.join(map(str, fitting))}"
+        )
+
+
 class UnknownLayers(UnfitModel):
     """A model whose decoder layers cannot be identified."""
 

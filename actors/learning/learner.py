@@ -55,6 +55,7 @@ class Learner:
     ) -> None:
         self.version = 0
         self._config, self._ranks = config, ranks
+        ranks.divide_context(config.trainer.context_parallel)
         self._backend = make_backend(config, ranks)
         self.model = self._backend.model(folder)
         reference = None

@@ -1,7 +1,8 @@
-"""The data-parallel ranks of a trainer: each computes its share; gradients are summed over all.
+"""The ranks of a trainer: each computes its share of a step; gradients are summed over all.
 
-Losses are divided by counts of the complete step, so that sums suffice. A single rank has nothing
-to sum, and needs a process group only if it shards its weights. `sharding` shards them.
+Ranks that divide the positions of their forwards, a context, compute one share together. Losses are
+divided by counts of the complete step, so that sums suffice. A single rank has nothing to sum, and needs a
+process group only if it shards its weights. `sharding` shards them.
 """
 
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composer_mesh.actors.models.context_parallel import ContextGroup
 from composer_mesh.actors.models.rendezvous import Meeting, join_store, talk_over
 
 T = TypeVar("T")
@@ -26,6 +28,9 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
         self.beside: Any = None
         """Process group for work concurrent with steps, so that messages do not mix."""
+        self.context: ContextGroup | None = None
+        """Those of the ranks that divide the positions of each forward; None for only this one."""
+        self._timeout: timedelta | None = None
 
     @classmethod
     def connect(
@@ -48,7 +53,35 @@ class Ranks:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = cls(rank, size, device)
         ranks.beside = dist.new_group(backend=BACKENDS["cpu"], timeout=timeout)
+        ranks._timeout = timeout
         return ranks
+
+    def divide_context(self, size: int) -> None:
+        """Let each `size` ranks in a row divide the positions of their forwards, from now on."""
+        if size == 1 or self.context is not None:
+            return
+        number = self.rank // size
+        groups = [self._group(range(first, first + size)) for first in range(0, self.size, size)]
+        self.context = ContextGroup(self.rank % size, size, groups[number])
+
+    def _group(self, members: Iterable[int]) -> Any:
+        backend = BACKENDS[self.device.type]
+        return dist.new_group(list(members), timeout=self._timeout, backend=backend)
+
+    @property
+    def shares(self) -> int:
+        """Number of shares that a step is divided into: each is one rank's, or a context's."""
+        return self.size if self.context is None else self.size // self.context.size
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's share."""
+        return self.rank if self.context is None else self.rank // self.context.size
+
+    @property
+    def first_of_share(self) -> bool:
+        """Whether this rank speaks for its share: of a context only one does."""
+        return self.context is None or self.context.rank == 0
 
     def mesh(self) -> Any:
         """Return the ranks as torch's `DeviceMesh`; a single rank creates its own group for it."""
@@ -68,6 +101,14 @@ class Ranks:
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value)
         return [one for one in found if one is not None]
+
+    def any_of_share(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank of this share."""
+        return flag if self.context is None else self.context.any(flag, self.device)
+
+    def of_shares(self, value: T) -> list[T]:
+        """Return the value of every share, in their order: of a context its first rank's."""
+        return self.gather(value)[:: 1 if self.context is None else self.context.size]
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
