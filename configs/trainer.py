@@ -161,6 +161,10 @@ class TrainerConfig(Section):
     """Number of ranks that divide the positions of each microbatch among them, and before attention
     exchange positions for heads, so that each rank keeps a part of a long context's activations."""
 
+    expert_parallel: Processes = 1
+    """Number of ranks that divide the experts of each layer of a mixture among them: tokens go to
+    the ranks of their experts, in place of all experts' weights to every rank."""
+
     threads: Cores = 1
     """CPU threads of each trainer process."""
 
@@ -216,6 +220,28 @@ class TrainerConfig(Section):
                     f"context_parallel is {size} but {name} is {found!r}, and positions are "
                     "divided only of packed rows under sdpa without shared prefixes: set "
                     f"{name} to {needed!r}, or context_parallel to 1"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_divided(self) -> Self:
+        size = self.expert_parallel
+        if size == 1:
+            return self
+        if self.ranks % size:
+            raise ValueError(
+                f"expert_parallel is {size} but ranks is {self.ranks}, which it does not divide: "
+                f"set ranks to a multiple of {size}, or expert_parallel to a divisor of ranks"
+            )
+        for name, found, needed in (
+            ("sharding", "none" if not self.sharded else "fsdp2", "fsdp2"),
+            ("compile", self.compile, False),
+        ):
+            if found != needed:
+                raise ValueError(
+                    f"expert_parallel is {size} but {name} is {found!r}, and experts are divided "
+                    f"only of sharded weights, in layers that are not compiled: set {name} to "
+                    f"{needed!r}, or expert_parallel to 1"
                 )
         return self
 

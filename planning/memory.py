@@ -92,7 +92,7 @@ class Training:
     """How one trainer rank computes.
 
     `sharded`: each of the `ranks` stores only its shard; `number`: bytes of a number in the forward
-    pass; `trainable`: number of parameters with optimizer state; `frozen_bytes`: bytes of a
+    pass; `tokens`: those of a pass that this rank computes; `trainable`: number of parameters with optimizer state; `frozen_bytes`: bytes of a
     parameter in all frozen copies; `longest`: longest row if attention needs a mask, else 0;
     `scored`: whether attention makes all its scores at once; `offloaded`: whether the inputs of
     checkpointed layers wait in host memory; `optimizer_offload`: whether its state does.

@@ -100,6 +100,8 @@ def check_model_teaches(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where another model cannot read what the policy writes, or be compared."""
     _check_head(facts)
     _check_positions(facts, config.policy.max_context)
+    if config.sdpo.placement == "inline":
+        _check_context(facts, config.trainer.context_parallel)
 
 
 def _check_head(facts: ModelFacts) -> None:

@@ -81,6 +81,35 @@ class UndividedHeads(UnfitModel):
         )
 
 
+class NoExperts(UnfitModel):
+    """A model without layers of experts that ranks could divide."""
+
+    def __init__(self, model: str, size: int) -> None:
+        super().__init__(model, size)
+
+    def __str__(self) -> str:
+        return (
+            f"trainer.expert_parallel is {self.args[1]} but {self.args[0]} has no layers whose "
+            "experts are one tensor, which ranks could divide: set it to 1"
+        )
+
+
+class UndividedExperts(UnfitModel):
+    """Experts that the ranks cannot divide evenly."""
+
+    def __init__(self, model: str, experts: int, ranks: int) -> None:
+        super().__init__(model, experts, ranks)
+
+    def __str__(self) -> str:
+        model, experts, ranks = self.args
+        fitting = ", ".join(str(one) for one in range(2, experts + 1) if not experts % one)
+        return (
+            f"trainer.expert_parallel is above 1 but {model} has {experts} experts in a layer, "
+            f"which {ranks} ranks cannot divide evenly: set trainer.ranks to one of {fitting}, or "
+            "trainer.expert_parallel to 1"
+        )
+
+
 class UnknownLayers(UnfitModel):
     """A model whose decoder layers cannot be identified."""
 

@@ -56,6 +56,7 @@ class Learner:
         self.version = 0
         self._config, self._ranks = config, ranks
         ranks.divide_context(config.trainer.context_parallel)
+        ranks.divide_experts(config.trainer.expert_parallel)
         self._backend = make_backend(config, ranks)
         self.model = self._backend.model(folder)
         reference = None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_mesh.actors.models.context_parallel import ContextGroup
+from composer_mesh.actors.models.expert_parallel import ExpertGroup
 from composer_mesh.actors.models.rendezvous import Meeting, join_store, talk_over
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ class Ranks:
         """Process group for work concurrent with steps, so that messages do not mix."""
         self.context: ContextGroup | None = None
         """Those of the ranks that divide the positions of each forward; None for only this one."""
+        self.experts: ExpertGroup | None = None
+        """Those of the ranks that divide the experts of each layer; None if each has all."""
         self._timeout: timedelta | None = None
 
     @classmethod
@@ -63,6 +66,17 @@ class Ranks:
         number = self.rank // size
         groups = [self._group(range(first, first + size)) for first in range(0, self.size, size)]
         self.context = ContextGroup(self.rank % size, size, groups[number])
+
+    def divide_experts(self, size: int) -> None:
+        """Let `size` ranks divide the experts of each layer of mixtures, from now on."""
+        if size == 1 or self.experts is not None:
+            return
+        copies = self.size // size
+        stored = [range(first, first + copies) for first in range(0, self.size, copies)]
+        gather = [self._group(members) for members in stored] if copies > 1 else None
+        dispatch = [self._group(range(one, self.size, copies)) for one in range(copies)]
+        own = None if gather is None else gather[self.rank // copies]
+        self.experts = ExpertGroup(size, copies, dispatch[self.rank % copies], own)
 
     def _group(self, members: Iterable[int]) -> Any:
         backend = BACKENDS[self.device.type]

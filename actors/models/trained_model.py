@@ -17,6 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from composer_mesh.actors.models.attention_calls import PACKED
 from composer_mesh.actors.models.context_parallel import CONTEXT, ContextGroup
+from composer_mesh.actors.models.expert_parallel import (
+    check_experts,
+    check_has_experts,
+    divide_experts,
+)
 from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
 from composer_mesh.actors.models.policy import (
@@ -57,6 +62,8 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
             "only sdpa and eager have a backward: set it to 'sdpa', or placement.trainer.gpus to 1"
         )
     source, model = _read(folder, trainer, ranks)
+    if ranks.experts is not None:
+        check_has_experts(model, ranks.experts.size)
     if source is not None:
         LanguageModel(source).check_head()
         if trainer.packing:
@@ -98,6 +105,8 @@ def _read(folder: Path, trainer: TrainerConfig, ranks: Ranks) -> tuple[Any | Non
         _attend_by_sequences(folder, [one for one in (source, model) if one is not None])
     if ranks.context is not None:
         _check_context(folder, model, ranks.context)
+    if ranks.experts is not None:
+        check_experts(model, ranks.size)
     return source, model
 
 
@@ -155,8 +164,11 @@ def _placed(model: Any, source: Any | None, trainer: TrainerConfig, ranks: Ranks
         setattr(model, CONTEXT, ranks.context)
     if not trainer.sharded:
         return model.to(ranks.device)
-    whole = list(adapter_weights(model).values())
-    shard(model, ranks.mesh(), getattr(torch, trainer.compute_dtype), whole)
+    mesh, dtype = ranks.mesh(), getattr(torch, trainer.compute_dtype)
+    apart = list(adapter_weights(model).values())
+    if ranks.experts is not None:
+        apart += divide_experts(model, mesh, ranks.experts, dtype)
+    shard(model, mesh, dtype, apart)
     model.to_empty(device=ranks.device)
     remember_weights(model)
     _fill(model, source)

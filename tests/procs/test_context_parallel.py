@@ -28,6 +28,7 @@ class World:
         self.one = {
             case: contexts.trained(case, root, Ranks(), steps) for case in contexts.CASES
         }
+        self.lost = contexts.lost(root, Ranks(), steps, at=0)
         multiprocessing.set_forkserver_preload(["contexts"])
         self.ranks: dict[int, list[dict[str, Any]]] = {}
         for size, cases in ((2, [*contexts.CASES]), (4, [*APART])):
@@ -69,3 +70,9 @@ def test_ranks_that_divide_positions_make_the_losses_gradients_and_weights_of_on
             assert found == pytest.approx(expected, rel=BOUND, abs=BOUND)
     first = alone["metrics"][0]
     assert {"loss/policy", "loss/sdpo", "loss/replay"} <= {n for n, v in first.items() if v}
+
+
+def test_a_rank_that_loses_its_signals_lets_its_context_train_without_them(world: World) -> None:
+    for rank in world.ranks[2]:
+        assert [one.get("sdpo/lost_steps") for one in rank["lost"]["metrics"]] == [1, None]
+        same(rank["lost"]["last"], world.lost["last"])

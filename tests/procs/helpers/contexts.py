@@ -117,10 +117,19 @@ def trained(case: str, root: Path, ranks: Ranks, steps: Any, context: int = 1) -
     return learning.five_steps(settings, root / CASES[case][0], ranks, steps[CASES[case][0]])
 
 
+def lost(root: Path, ranks: Ranks, steps: Any, at: int) -> Any:
+    """A step whose signals one rank loses, without sharded weights, and another after it."""
+    case = "repeated keys"
+    settings = config(case, root, ranks.size, ranks.size)
+    return learning.lost(settings, root / CASES[case][0], ranks, steps[CASES[case][0]][0], at)
+
+
 def every(rank: int, size: int, context: int, cases: Sequence[str], root: Path, steps: Any) -> None:
     """What each of several processes does, in the same order; the results lie in `root` then."""
     torch.set_num_threads(1)
     random.seed(rank)
     ranks = Ranks.connect(rank, size, root / f"rendezvous-{size}", 60.0)
     found = {case: trained(case, root, ranks, steps, context) for case in cases}
+    if size == context:
+        found["lost"] = lost(root, ranks, steps, at=1)
     torch.save(found, root / f"rank-{rank}-of-{size}.pt")
