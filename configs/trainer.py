@@ -293,16 +293,6 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _matrices_are_whole(self) -> Self:
-        if self.optimizer == "muon" and self.sharded:
-            raise ValueError(
-                "optimizer is 'muon', which needs whole matrices, but weights are sharded: set "
-                "sharding to 'none' and compute_dtype to 'float32', or optimizer to 'adamw' or "
-                "'adamw_8bit'"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _rate_falls_only_with_a_schedule(self) -> Self:
         if self.min_lr_ratio and self.lr_schedule == "constant":
             raise ValueError(

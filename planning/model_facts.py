@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_refusals import (
     ModelNotServed,
+    NoExperts,
     NoSuchLayers,
     UndividedContext,
+    UndividedExperts,
     UndividedHeads,
     UnfitModel,
     UnknownLayers,
@@ -19,6 +22,7 @@ from composer_mesh.planning.model_refusals import (
     UnsupportedSharing,
 )
 
+LISTS = ("kinds", "linear", "implementations", "experts")
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENTION_KINDS = frozenset({FULL, SLIDING, CHUNKED})
 SHARED_KINDS = frozenset({FULL, SLIDING})
@@ -50,7 +54,8 @@ class ModelFacts:
 
     `head` is the difference between its logits and those of a head that the losses know; it and
     `attention` are None where only a model with weights shows them. `implementations` are the
-    values of `trainer.attention` that compute all of its attention.
+    values of `trainer.attention` that compute all of its attention; `experts` are the numbers of
+    experts, each kind once, of layers that hold them as one tensor.
     """
 
     name: str
@@ -63,13 +68,14 @@ class ModelFacts:
     head: float | None
     attention: tuple[AttentionCall, ...] | None
     implementations: tuple[str, ...]
+    experts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Self:
         """Return facts from a dict, as JSON has them."""
         calls = told["attention"]
         attention = None if calls is None else tuple(_call(one) for one in calls)
-        plain = {key: tuple(told[key]) for key in ("kinds", "linear", "implementations")}
+        plain = {key: tuple(told[key]) for key in LISTS}
         return cls(**{**told, **plain, "attention": attention})
 
 
@@ -92,6 +98,7 @@ def check_model_trains(facts: ModelFacts, config: Config) -> None:
     _check_positions(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
     _check_context(facts, config.trainer.context_parallel)
+    _check_experts(facts, config.trainer)
     _check_layers(facts, config)
     _check_adapters(facts, config)
 
@@ -137,6 +144,16 @@ def _check_context(facts: ModelFacts, size: int) -> None:
         raise UndividedContext(facts.name, size)
     for call in facts.attention:
         check_heads(facts.name, size, call.heads, call.key_heads)
+
+
+def _check_experts(facts: ModelFacts, trainer: TrainerConfig) -> None:
+    if trainer.expert_parallel == 1:
+        return
+    if not facts.experts:
+        raise NoExperts(facts.name, trainer.expert_parallel)
+    for count in facts.experts:
+        if count % trainer.ranks:
+            raise UndividedExperts(facts.name, count, trainer.ranks)
 
 
 def check_heads(name: str, size: int, heads: int, key_heads: int) -> None:

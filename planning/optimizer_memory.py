@@ -29,6 +29,9 @@ QUANTIZING = 53
 """Of AdamW with 8-bit state, whose codes are found as int64."""
 ORTHOGONALIZING = 13
 """Of Muon, for a square matrix."""
+TRAVELLING = 26
+"""Of Muon of sharded rows, besides, for the matrix that a rank owns: what arrives, its float32 copy
+and gradient, and what leaves; and this rank's rows of the matrices of a round."""
 
 
 def block_size(shape: Sequence[int]) -> int:

@@ -85,11 +85,13 @@ def test_an_export_in_the_middle_of_a_step_is_the_version_before_it(world: World
         assert all(rank["experts"]["unmoved"])
 
 
-def test_a_rank_stores_its_part_of_the_experts(world: World) -> None:
+def test_a_rank_stores_its_part_of_the_experts_and_gathers_no_other(world: World) -> None:
+    assert world.saved["apart"] == [False, False]
     whole = world.saved["stored"]
     experts = [name for name in whole if ".experts." in name]
     assert experts
     for rank in world.ranks[2]:
+        assert rank["saved"]["apart"] == [True, True]
         for name in experts:
             assert rank["saved"]["stored"][name] == (whole[name][0] // 2, *whole[name][1:])
 

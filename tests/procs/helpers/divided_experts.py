@@ -12,6 +12,8 @@ import learning
 import torch
 
 from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.expert_parallel import expert_modules
+from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
@@ -57,7 +59,20 @@ def saved(folder: Path, ranks: Ranks, steps: Sequence[StepBatch], checkpoint: Pa
     found = learning.saved(settings, folder, ranks, steps, checkpoint)
     learner = Learner(settings, folder, ranks)
     own = {name: learning.local(one) for name, one in learner.export().items()}
-    return found | {"stored": {name: tuple(one.shape) for name, one in own.items()}}
+    stored = {name: tuple(one.shape) for name, one in own.items()}
+    return found | {"stored": stored, "apart": apart(learner.model)}
+
+
+def apart(model: Any) -> list[bool]:
+    """Whether each layer's experts are not gathered when they compute. All ranks together."""
+    found: list[bool] = []
+    for module in expert_modules(model):
+        module.register_forward_pre_hook(
+            lambda one, _: found.append(learning.is_dtensor(one.down_proj))
+        )
+    with torch.no_grad():
+        LanguageModel(model).hidden([[1, 2, 3]])
+    return found
 
 
 def every(rank: int, size: int, cases: Sequence[str], root: Path, steps: Any) -> None:

@@ -235,6 +235,18 @@ BROKEN = {
         ["trainer.ranks=3", "trainer.context_parallel=3", "trainer.packing=true"],
         ["context_parallel is 3 but policy.heads is 4", "set policy.heads to a multiple of 3"],
     ),
+    "experts that do not divide the ranks": (
+        ["trainer.ranks=3", "trainer.expert_parallel=2"],
+        ["expert_parallel is 2 but ranks is 3", "set ranks to a multiple of 2"],
+    ),
+    "experts of complete copies": (
+        ["trainer.ranks=2", "trainer.expert_parallel=2", "trainer.sharding=none"],
+        ["expert_parallel is 2 but sharding is 'none'", "set sharding to 'fsdp2'"],
+    ),
+    "experts of compiled layers": (
+        ["trainer.ranks=2", "trainer.expert_parallel=2", "trainer.compile=true"],
+        ["expert_parallel is 2 but compile is True", "set compile to False"],
+    ),
     "context beyond a microbatch": (
         ["trainer.microbatch_tokens=100"],
         ["microbatch_tokens is 100", "max_context is 384", "to 384 or more"],

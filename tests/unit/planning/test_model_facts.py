@@ -39,6 +39,7 @@ CONTEXT = {
     "trainer": {"ranks": 8, "context_parallel": 8, "packing": True},
     "policy": {"path": "model"},
 }
+EXPERTS = {"trainer": {"ranks": 4, "expert_parallel": 2}}
 
 
 def lora(*targets: str) -> dict[str, Any]:
@@ -106,6 +107,12 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
             replace(FACTS, attention=(PLAIN,)),
             {**VLLM, **CONTEXT},
             "cannot have trainer.context_parallel = 8: some of its layers .*: set it to 1",
+        ),
+        (FACTS, {**VLLM, **EXPERTS}, "expert_parallel is 2 but .* has no layers whose experts"),
+        (
+            replace(FACTS, experts=(9,)),
+            {**VLLM, **EXPERTS},
+            "9 experts in a layer, which 4 ranks .* set trainer.ranks to one of 3, 9, or",
         ),
         (
             WINDOW,
