@@ -118,7 +118,9 @@ def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
     shards = how.ranks if how.sharded else 1
     if how.trainable != parameter_count(sizes):
         return adapter_memory(how.trainable // shards)
-    return optimizer_memory(sizes, how.optimizer, shards, how.optimizer_offload, how.on_gpu)
+    return optimizer_memory(
+        sizes, how.optimizer, shards, how.optimizer_offload, how.on_gpu, how.sharded
+    )
 
 
 def training_parts(sizes: ModelSizes, how: Training) -> Parts:

@@ -110,7 +110,7 @@ def _dispatched(
 ) -> Tensor:
     """Return what a layer's experts compute of states [N, H]: `experts` and `scores` are [N, K]."""
     weights = {
-        name: _gathered(weight.to_local(), group).to(dtype)
+        name: _gathered(weight.to_local(), group, dtype)
         for name, weight in module.named_parameters(recurse=False)
     }
     local = _LocalExperts(module, weights)
@@ -143,30 +143,31 @@ def _computed(local: _LocalExperts, rows: Tensor, arriving: Tensor) -> Tensor:
     return found[:count]
 
 
-def _gathered(rows: Tensor, group: ExpertGroup) -> Tensor:
-    """Return the rows of all ranks that store what this rank computes with."""
+def _gathered(rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:
+    """Return the rows of all ranks that store what this rank computes with, in a dtype."""
     if group.gather is None:
-        return rows
-    found: Tensor = _Gather.apply(rows, group)
+        return rows.to(dtype)
+    found: Tensor = _Gather.apply(rows, group, dtype)
     return found
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the rows of a weight; gradients are summed over the ranks and divided again."""
+    """Gathers the rows of a weight in a dtype; sums its gradients over the ranks in the rows' own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ExpertGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:
+        ctx.group, ctx.dtype = group, rows.dtype
+        rows = rows.to(dtype).contiguous()
         whole = rows.new_empty(group.copies * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(whole, rows.contiguous(), group=group.gather)
+        dist.all_gather_into_tensor(whole, rows, group=group.gather)
         return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        group = ctx.group
+        group, gradient = ctx.group, gradient.to(ctx.dtype).contiguous()
         rows = gradient.new_empty(len(gradient) // group.copies, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(rows, gradient.contiguous(), group=group.gather)
-        return rows, None
+        dist.reduce_scatter_tensor(rows, gradient, group=group.gather)
+        return rows, None, None
 
 
 def _exchanged(
