@@ -346,16 +346,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ranks_divide_the_heads(self) -> Self:
-        size, policy = self.trainer.context_parallel, self.policy
-        if policy.path is None and (
-            policy.heads % size or (policy.kv_heads % size and size % policy.kv_heads)
-        ):
-            raise ValueError(
-                f"trainer.context_parallel is {size} but policy.heads is {policy.heads} and "
-                f"policy.kv_heads {policy.kv_heads}, which so many ranks cannot divide: set "
-                f"policy.heads to a multiple of {size}, and policy.kv_heads to a multiple or a "
-                "divisor of it"
-            )
+        if self.policy.path is None:
+            self.policy.check_heads_divided_by(self.trainer.context_parallel)
         return self
 
     @model_validator(mode="after")

@@ -151,6 +151,8 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         on_gpu=config.placement.trainer.gpus > 0,
         optimizer=trainer.optimizer,
         optimizer_offload=trainer.optimizer_offload,
+        context=trainer.context_parallel,
+        experts_over=trainer.expert_parallel if sizes.is_mixture else 1,
     )
     parts = (
         *training_parts(sizes, how),
