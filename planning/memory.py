@@ -92,12 +92,13 @@ def in_words(parts: Iterable[Part]) -> str:
 class Training:
     """How one trainer rank computes.
 
-    `sharded`: each of the `ranks` stores only its shard; `number`: bytes of a number in the forward
-    pass; `tokens`: those of a pass that this rank computes; `trainable`: number of parameters with optimizer state; `frozen_bytes`: bytes of a
-    parameter in all frozen copies; `longest`: longest row if attention needs a mask, else 0;
-    `scored`: whether attention makes all its scores at once; `offloaded`: whether the inputs of
-    checkpointed layers wait in host memory; `optimizer_offload`: whether its state does; `context`:
-    ranks that divide the positions; `experts_over`: ranks that divide a layer's experts.
+    `sharded`: each of the `ranks` stores only its shard; `tokens`: those of a pass that this rank
+    computes; `number`: bytes of a number in the forward pass; `trainable`: number of parameters
+    with optimizer state; `frozen_bytes`: bytes of a parameter in all frozen copies; `longest`:
+    longest row if attention needs a mask, else 0; `scored`: whether attention makes all its scores
+    at once; `offloaded`: whether the inputs of checkpointed layers wait in host memory;
+    `optimizer_offload`: whether its state does; `context`: ranks that divide the positions;
+    `experts_over`: ranks that divide a layer's experts.
     """
 
     ranks: int

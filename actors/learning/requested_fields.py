@@ -31,7 +31,11 @@ def requested_fields(
         found["hidden_states"] = rows.states
     if "entropies" in loss.needs:
         found["entropies"] = linear_entropies(
-            rows.states, model.weight, bias=model.bias, softcap=model.softcap, temperature=temperature
+            rows.states,
+            model.weight,
+            bias=model.bias,
+            softcap=model.softcap,
+            temperature=temperature,
         )
     if "logits" in loss.needs:
         found["logits"] = linear_logits(

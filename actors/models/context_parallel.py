@@ -4,8 +4,8 @@
     attention              each rank computes some of the heads, of all positions
 
 Before attention an all-to-all exchanges positions for heads, and after it heads for positions, as
-in DeepSpeed-Ulysses (arXiv 2309.14509): what attention computes is unchanged, so packed rows, windows
-and grouped heads are exact. Every rank of a group makes the same calls in the same order.
+in DeepSpeed-Ulysses (arXiv 2309.14509): what attention computes is unchanged, so packed rows,
+windows and grouped heads are exact. Every rank of a group makes the same calls in the same order.
 
 A loss is computed from log-probs of all positions, on every rank of a group alike. Each rank's
 backward is through its own positions only, so that gradients summed over ranks are the loss's.
@@ -79,13 +79,13 @@ class _Sum(torch.autograd.Function):
     """Sums a tensor over a group, every rank of which computes the same from the sum."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+    def forward(_ctx: Any, part: Tensor, group: Any) -> Tensor:
         total = part.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None
 
 

@@ -3,8 +3,8 @@
     router -> all-to-all: a token's row to the ranks of its experts -> experts -> all-to-all -> sum
 
 Each rank stores rows of a layer's fused experts, as of any sharded weight, so that checkpoints and
-weight sync are unchanged. Of R ranks, n divide a layer: rank r computes those experts that the R / n
-ranks of its number r // (R / n) store together, which gather them from one another for compute.
+weight sync are unchanged. Of R ranks, n divide a layer: each R / n in a row store the same part of
+it together, and gather it from one another to compute.
 
 Any experts module of transformers runs, on its own rows: where it has `num_experts` and its weights
 are in one tensor for all experts. All ranks make the same calls in the same order.
@@ -119,9 +119,9 @@ def _dispatched(
     counts = flat.bincount(minlength=group.size * local.num_experts).view(group.size, -1)
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group.dispatch)
-    splits = counts.sum(1).tolist(), arriving.sum(1).tolist()
-    rows = _exchanged(states[order // per_token], *splits, group)
-    outputs = _exchanged(_computed(local, rows, arriving), *reversed(splits), group)
+    sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+    rows = _exchanged(states[order // per_token], sent, received, group)
+    outputs = _exchanged(_computed(local, rows, arriving), received, sent, group)
     weighted = outputs * scores.reshape(-1)[order][:, None]
     of_tokens = torch.empty_like(weighted).index_copy(0, order, weighted)
     return of_tokens.view(len(states), per_token, -1).sum(1).to(states.dtype)
@@ -139,7 +139,7 @@ def _computed(local: _LocalExperts, rows: Tensor, arriving: Tensor) -> Tensor:
         rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers[:1]
     ones = rows.new_ones(len(rows), 1)
     forward = type(local._module).forward
-    found: Tensor = forward(local, rows, experts[:, None], ones)  # type: ignore[arg-type]
+    found: Tensor = forward(local, rows, experts[:, None], ones)
     return found[:count]
 
 
@@ -152,7 +152,7 @@ def _gathered(rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the rows of a weight in a dtype; sums its gradients over the ranks in the rows' own."""
+    """Gathers the rows of a weight in a dtype; gradients are summed in that of the rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:

@@ -55,7 +55,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return [1, L, H, D]: each sequence of the row `packed` attends to itself, causally.
 
-    With a context, `query` to the output are of this rank's positions of the row. Without `packed`, transformers' "sdpa". Raises ValueError for caps, sinks and biases.
+    With a context, its tensors are of this rank's positions of the row. Without `packed`,
+    transformers' "sdpa". Raises ValueError for caps, sinks and biases.
     """
     if packed is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(

@@ -1,8 +1,8 @@
 """The ranks of a trainer: each computes its share of a step; gradients are summed over all.
 
 Ranks that divide the positions of their forwards, a context, compute one share together. Losses are
-divided by counts of the complete step, so that sums suffice. A single rank has nothing to sum, and needs a
-process group only if it shards its weights. `sharding` shards them.
+divided by counts of the complete step, so that sums suffice. A single rank has nothing to sum, and
+needs a process group only if it shards its weights. `sharding` shards them.
 """
 
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ same work. The orthogonalization is torch's, which computes in bfloat16: in that
 the owners, and an update is that of whole matrices.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,18 @@ class ShardedMuon(torch.optim.Optimizer):
         super().__init__(matrices, settings)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all matrices; every rank has gradients of the same ones."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             matrices = [one for one in group["params"] if one.grad is not None]
             matrices.sort(key=lambda one: -one.numel())
             for first in range(0, len(matrices), size := _ranks(matrices)):
                 self._update(matrices[first : first + size], group)
+        return loss
 
     def _update(self, matrices: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         """Update the matrices of one round, the first of which belongs to rank 0."""
@@ -104,9 +109,7 @@ def _row_counts(matrix: Any) -> list[int]:
     return [max(0, min(most, rows - rank * most)) for rank in range(ranks)]
 
 
-def _exchanged(
-    values: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
-) -> Tensor:
+def _exchanged(values: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
     """Send runs of values to the ranks; return what arrives."""
     arrived = values.new_empty(sum(received))
     dist.all_to_all_single(arrived, values, [*received], [*sent], group=group)

@@ -25,9 +25,7 @@ class World:
         torch.set_num_threads(1)
         models = contexts.write_policies(root)
         steps = {name: contexts.batches(model) for name, model in models.items()}
-        self.one = {
-            case: contexts.trained(case, root, Ranks(), steps) for case in contexts.CASES
-        }
+        self.one = {case: contexts.trained(case, root, Ranks(), steps) for case in contexts.CASES}
         self.lost = contexts.lost(root, Ranks(), steps, at=0)
         multiprocessing.set_forkserver_preload(["contexts"])
         self.ranks: dict[int, list[dict[str, Any]]] = {}

@@ -120,7 +120,8 @@ def test_a_layer_of_divided_experts_keeps_what_is_planned_beyond_one_of_whole_ex
                 torch.nn.init.normal_(local(weight.detach()), std=0.02)
         kept.append(held(two) - held(one))
     planned = [
-        parts(number=number, experts_over=over, checkpointing=True)["activations"] for over in (1, 8)
+        parts(number=number, experts_over=over, checkpointing=True)["activations"]
+        for over in (1, 8)
     ]
     more = (planned[1] - planned[0]) // 2  # a layer, and its gradients
     assert kept[1] - kept[0] == pytest.approx(more, rel=0.06)
