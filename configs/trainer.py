@@ -214,12 +214,13 @@ class TrainerConfig(Section):
             ("packing", self.packing, True),
             ("attention", self.attention, "sdpa"),
             ("prefix_sharing", self.prefix_sharing, False),
+            ("compile", self.compile, False),
         ):
             if found != needed:
                 raise ValueError(
                     f"context_parallel is {size} but {name} is {found!r}, and positions are "
-                    "divided only of packed rows under sdpa without shared prefixes: set "
-                    f"{name} to {needed!r}, or context_parallel to 1"
+                    "divided only of packed rows under sdpa, without shared prefixes or compiled "
+                    f"layers: set {name} to {needed!r}, or context_parallel to 1"
                 )
         return self
 

@@ -26,6 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_mesh.planning.model_refusals import NoExperts, UndividedExperts
 
+DIVIDED = "expert_group"
+"""Attribute of a model whose experts are divided: its `ExpertGroup`."""
+
 
 @dataclass(frozen=True)
 class ExpertGroup:
@@ -50,6 +53,11 @@ def expert_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def experts_of(model: Any) -> ExpertGroup | None:
+    """Return the group that divides a model's experts, None for a model that has them whole."""
+    return getattr(model, DIVIDED, None)
+
+
 def check_has_experts(model: Any, size: int) -> None:
     """Raise `NoExperts` where a model has none that so many ranks could divide."""
     if not any(True for _ in expert_modules(model)):
@@ -71,6 +79,7 @@ def divide_experts(
     Their numbers are lost: fill them afterwards. They are computed in `dtype` from then on.
     """
     divided: list[nn.Parameter] = []
+    setattr(model, DIVIDED, group)
     for module in expert_modules(model):
         for name, whole in list(module.named_parameters(recurse=False)):
             own = nn.Parameter(_own_rows(whole.detach(), mesh), whole.requires_grad)

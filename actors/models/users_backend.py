@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
 from composer_mesh.actors.models.context_parallel import context_of
+from composer_mesh.actors.models.expert_parallel import experts_of
 from composer_mesh.actors.models.policy import empty_model
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import distinct
@@ -86,9 +87,13 @@ class UsersBackend:
         if not any(weight.requires_grad for weight in model.parameters()):
             told = "no parameter of its model requires a gradient"
             raise self._error("model", f"{told}: leave some that are trained")
-        if self._ranks.context is not context_of(model):
-            told = "it computes all positions but trainer.context_parallel divides them"
-            raise self._error("model", f"{told}: load it with super().model, or set that to 1")
+        for key, asked, found in (
+            ("context_parallel", self._ranks.context, context_of(model)),
+            ("expert_parallel", self._ranks.experts, experts_of(model)),
+        ):
+            if asked is not found:
+                told = f"its model is not divided among ranks as trainer.{key} asks"
+                raise self._error("model", f"{told}: load it with super().model, or set that to 1")
         if is_sharded(model) != self._sharded:
             own, wanted = ("sharded", "none") if is_sharded(model) else ("whole", "fsdp2")
             told = f"its model is {own} but the config shards it as {wanted!r}"

@@ -37,6 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "repeated keys": ("repeated keys", {"sharding": "none"}, {}),
     "mixture": ("mixture", BALANCED | {"activation_checkpointing": True}, {}),
     "adapters": ("divided keys", learning.ADAPTED, {}),
+    "offloaded inputs": (
+        "repeated keys",
+        {"activation_checkpointing": True, "activation_offload": True},
+        {},
+    ),
     "updates": ("divided keys", learning.SEVERAL, learning.CORRECTED),
     "top k": (
         "repeated keys",

@@ -231,6 +231,13 @@ BROKEN = {
         ],
         ["context_parallel is 2 but attention is 'eager'", "set attention to 'sdpa'"],
     ),
+    "a context of compiled layers": (
+        [
+            *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
+            "trainer.compile=true",
+        ],
+        ["context_parallel is 2 but compile is True", "set compile to False"],
+    ),
     "heads that no context divides": (
         ["trainer.ranks=3", "trainer.context_parallel=3", "trainer.packing=true"],
         ["context_parallel is 3 but policy.heads is 4", "set policy.heads to a multiple of 3"],
