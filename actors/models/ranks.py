@@ -6,6 +6,7 @@ needs a process group only if it shards its weights. `sharding` shards them.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +21,17 @@ from composer_mesh.actors.models.rendezvous import Meeting, join_store, talk_ove
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Division:
+    """How many ranks divide the positions of a forward, and how many a layer's experts."""
+
+    context: int = 1
+    experts: int = 1
+
+
+WHOLE = Division()
 
 
 class Ranks:
@@ -44,10 +56,12 @@ class Ranks:
         deadline_s: float,
         device: torch.device = CPU,
         store: dist.Store | None = None,
+        division: Division = WHOLE,
     ) -> "Ranks":
-        """Join the process group at the rendezvous. Waits for all ranks.
+        """Join the process groups at the rendezvous. Waits for all ranks.
 
-        Where the rendezvous is a port of this process, `store` is its server.
+        Where the rendezvous is a port of this process, `store` is its server. No group can be
+        formed later, as the rendezvous may be gone.
         """
         timeout = timedelta(seconds=deadline_s)
         store = store or join_store(rendezvous, size, deadline_s)
@@ -57,19 +71,36 @@ class Ranks:
         ranks = cls(rank, size, device)
         ranks.beside = dist.new_group(backend=BACKENDS["cpu"], timeout=timeout)
         ranks._timeout = timeout
+        ranks.divide(division)
         return ranks
 
-    def divide_context(self, size: int) -> None:
+    def divide(self, division: Division) -> None:
+        """Form the groups of ranks that divide positions and experts. Needs the rendezvous."""
+        self._divide_context(division.context)
+        self._divide_experts(division.experts)
+
+    def check_divided(self, division: Division) -> None:
+        """Raise ValueError unless the ranks are divided like this."""
+        found = Division(
+            1 if self.context is None else self.context.size,
+            1 if self.experts is None else self.experts.size,
+        )
+        if found != division:
+            raise ValueError(f"ranks are divided as {found} but {division} is asked: connect so")
+
+    def _divide_context(self, size: int) -> None:
         """Let each `size` ranks in a row divide the positions of their forwards, from now on."""
-        if size == 1 or self.context is not None:
+        if size == 1:
+            self.context = None
             return
         number = self.rank // size
         groups = [self._group(range(first, first + size)) for first in range(0, self.size, size)]
         self.context = ContextGroup(self.rank % size, size, groups[number])
 
-    def divide_experts(self, size: int) -> None:
+    def _divide_experts(self, size: int) -> None:
         """Let `size` ranks divide the experts of each layer of mixtures, from now on."""
-        if size == 1 or self.experts is not None:
+        if size == 1:
+            self.experts = None
             return
         copies = self.size // size
         stored = [range(first, first + copies) for first in range(0, self.size, copies)]

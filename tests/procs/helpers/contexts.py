@@ -18,7 +18,7 @@ from model_families import family_model
 
 from composer_mesh.actors.models.expert_routing import choices_of
 from composer_mesh.actors.models.policy import build_tokenizer, save_policy
-from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.ranks import Division, Ranks
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 
@@ -134,6 +134,7 @@ def every(rank: int, size: int, context: int, cases: Sequence[str], root: Path, 
     torch.set_num_threads(1)
     random.seed(rank)
     ranks = Ranks.connect(rank, size, root / f"rendezvous-{size}", 60.0)
+    ranks.divide(Division(context))
     found = {case: trained(case, root, ranks, steps, context) for case in cases}
     if size == context:
         found["lost"] = lost(root, ranks, steps, at=1)

@@ -14,7 +14,7 @@ import torch
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.expert_parallel import expert_modules
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.ranks import Division, Ranks
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 
@@ -80,6 +80,7 @@ def every(rank: int, size: int, cases: Sequence[str], root: Path, steps: Any) ->
     torch.set_num_threads(1)
     folder = root / "mixture"
     ranks = Ranks.connect(rank, size, root / f"rendezvous-{size}", 60.0)
+    ranks.divide(Division(experts=2))
     contexts_of = [case for case in cases if case == "contexts"]
     found = {case: trained(case, folder, ranks, steps) for case in cases if case not in contexts_of}
     if size == 2:
@@ -89,6 +90,8 @@ def every(rank: int, size: int, cases: Sequence[str], root: Path, steps: Any) ->
         found["from one"] = learning.gone_on(
             settings, folder, ranks, steps[2:], checkpoints / "of-one"
         )
-    for case in contexts_of:  # last: ranks stay divided
+    if contexts_of:
+        ranks.divide(Division(context=2, experts=2))
+    for case in contexts_of:
         found[case] = trained(case, folder, ranks, steps)
     torch.save(found, root / f"rank-{rank}-of-{size}.pt")
