@@ -14,7 +14,7 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.mcp_servers.servers import serving
-from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.ranks import Division, Ranks
 from composer_mesh.actors.models.rendezvous import Meeting, open_store
 from composer_mesh.actors.models.update_gate import UpdateGate
 from composer_mesh.actors.models.warm_start import prepare_policy
@@ -90,10 +90,12 @@ class TrainerActor(MeshActor):
         return rendezvous
 
     @concurrent_endpoint
-    async def connect(self, rank: int, size: int, rendezvous: Meeting, deadline_s: float) -> None:
-        """Join the process group, before `load`, if there are several ranks. Waits for all."""
+    async def connect(
+        self, rank: int, size: int, rendezvous: Meeting, deadline_s: float, division: Division
+    ) -> None:
+        """Join the process groups, before `load`, if there are several ranks. Waits for all."""
         self._ranks = await asyncio.to_thread(
-            Ranks.connect, rank, size, rendezvous, deadline_s, own_device(), self._store
+            Ranks.connect, rank, size, rendezvous, deadline_s, own_device(), self._store, division
         )
 
     @concurrent_endpoint

@@ -31,7 +31,7 @@ SAFE = (
     *((f"trainer.{key}", NUMERICS) for key in ("ranks", "threads", "sharding", "attention")),
     *(
         (f"trainer.{key}", NUMERICS)
-        for key in ("microbatch_tokens", "packing", "prefix_sharing", "compile")
+        for key in ("microbatch_tokens", "packing", "prefix_sharing", "compile", "*_parallel")
     ),
     ("trainer.activation_checkpointing", NUMERICS),
     ("trainer.optimizer_offload", PLACES),

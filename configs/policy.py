@@ -259,3 +259,13 @@ class PolicyConfig(Section):
                 f"{SMALLEST_VOCABULARY} or more"
             )
         return self
+
+    def check_heads_divided_by(self, ranks: int) -> None:
+        """Raise ValueError where so many ranks cannot divide the heads of the built-in model."""
+        if self.heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise ValueError(
+                f"trainer.context_parallel is {ranks} but policy.heads is {self.heads} and "
+                f"policy.kv_heads {self.kv_heads}, which so many ranks cannot divide: set "
+                f"policy.heads to a multiple of {ranks}, and policy.kv_heads to a multiple or a "
+                "divisor of it"
+            )

@@ -335,6 +335,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_divide_the_heads(self) -> Self:
+        if self.policy.path is None:
+            self.policy.check_heads_divided_by(self.trainer.context_parallel)
+        return self
+
+    @model_validator(mode="after")
     def _each_update_has_a_group(self) -> Self:
         updates, groups = self.trainer.updates_per_batch, self.schedule.prompts_per_step
         if updates > groups:

@@ -157,6 +157,14 @@ class TrainerConfig(Section):
     ranks: Processes = 1
     """Number of trainer processes that share each step's samples and sum their gradients."""
 
+    context_parallel: Processes = 1
+    """Number of ranks that divide the positions of each microbatch among them, and before attention
+    exchange positions for heads, so that each rank keeps a part of a long context's activations."""
+
+    expert_parallel: Processes = 1
+    """Number of ranks that divide the experts of each layer of a mixture among them: tokens go to
+    the ranks of their experts, in place of all experts' weights to every rank."""
+
     threads: Cores = 1
     """CPU threads of each trainer process."""
 
@@ -190,6 +198,52 @@ class TrainerConfig(Section):
                 "would be compiled several times, once for each kind of level: set compile or "
                 "prefix_sharing to false, or on a GPU attention to 'flex'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _contexts_can_be_divided(self) -> Self:
+        size = self.context_parallel
+        if size == 1:
+            return self
+        if self.ranks % size:
+            raise ValueError(
+                f"context_parallel is {size} but ranks is {self.ranks}, which it does not divide: "
+                f"set ranks to a multiple of {size}, or context_parallel to a divisor of ranks"
+            )
+        for name, found, needed in (
+            ("packing", self.packing, True),
+            ("attention", self.attention, "sdpa"),
+            ("prefix_sharing", self.prefix_sharing, False),
+            ("compile", self.compile, False),
+        ):
+            if found != needed:
+                raise ValueError(
+                    f"context_parallel is {size} but {name} is {found!r}, and positions are "
+                    "divided only of packed rows under sdpa, without shared prefixes or compiled "
+                    f"layers: set {name} to {needed!r}, or context_parallel to 1"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_divided(self) -> Self:
+        size = self.expert_parallel
+        if size == 1:
+            return self
+        if self.ranks % size:
+            raise ValueError(
+                f"expert_parallel is {size} but ranks is {self.ranks}, which it does not divide: "
+                f"set ranks to a multiple of {size}, or expert_parallel to a divisor of ranks"
+            )
+        for name, found, needed in (
+            ("sharding", "none" if not self.sharded else "fsdp2", "fsdp2"),
+            ("compile", self.compile, False),
+        ):
+            if found != needed:
+                raise ValueError(
+                    f"expert_parallel is {size} but {name} is {found!r}, and experts are divided "
+                    f"only of sharded weights, in layers that are not compiled: set {name} to "
+                    f"{needed!r}, or expert_parallel to 1"
+                )
         return self
 
     @model_validator(mode="after")
@@ -237,16 +291,6 @@ class TrainerConfig(Section):
                     f"beside the input of a layer: set {name} to its default, or "
                     "activation_offload to false"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _matrices_are_whole(self) -> Self:
-        if self.optimizer == "muon" and self.sharded:
-            raise ValueError(
-                "optimizer is 'muon', which needs whole matrices, but weights are sharded: set "
-                "sharding to 'none' and compute_dtype to 'float32', or optimizer to 'adamw' or "
-                "'adamw_8bit'"
-            )
         return self
 
     @model_validator(mode="after")

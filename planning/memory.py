@@ -15,6 +15,7 @@ from composer_mesh.configs.trainer import OptimizerName
 from composer_mesh.planning.model_sizes import (
     cache_numbers,
     embedding_parameters,
+    expert_parameters,
     inner_width,
     key_width,
     layer_parameters,
@@ -91,11 +92,13 @@ def in_words(parts: Iterable[Part]) -> str:
 class Training:
     """How one trainer rank computes.
 
-    `sharded`: each of the `ranks` stores only its shard; `number`: bytes of a number in the forward
-    pass; `trainable`: number of parameters with optimizer state; `frozen_bytes`: bytes of a
-    parameter in all frozen copies; `longest`: longest row if attention needs a mask, else 0;
-    `scored`: whether attention makes all its scores at once; `offloaded`: whether the inputs of
-    checkpointed layers wait in host memory; `optimizer_offload`: whether its state does.
+    `sharded`: each of the `ranks` stores only its shard; `tokens`: those of a pass that this rank
+    computes; `number`: bytes of a number in the forward pass; `trainable`: number of parameters
+    with optimizer state; `frozen_bytes`: bytes of a parameter in all frozen copies; `longest`:
+    longest row if attention needs a mask, else 0; `scored`: whether attention makes all its scores
+    at once; `offloaded`: whether the inputs of checkpointed layers wait in host memory;
+    `optimizer_offload`: whether its state does; `context`: ranks that divide the positions;
+    `experts_over`: ranks that divide a layer's experts.
     """
 
     ranks: int
@@ -111,6 +114,8 @@ class Training:
     on_gpu: bool = False
     optimizer: OptimizerName = "adamw"
     optimizer_offload: bool = False
+    context: int = 1
+    experts_over: int = 1
 
 
 def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
@@ -118,7 +123,9 @@ def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
     shards = how.ranks if how.sharded else 1
     if how.trainable != parameter_count(sizes):
         return adapter_memory(how.trainable // shards)
-    return optimizer_memory(sizes, how.optimizer, shards, how.optimizer_offload, how.on_gpu)
+    return optimizer_memory(
+        sizes, how.optimizer, shards, how.optimizer_offload, how.on_gpu, how.sharded
+    )
 
 
 def training_parts(sizes: ModelSizes, how: Training) -> Parts:
@@ -127,6 +134,7 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
     optimizer = optimizer_of(sizes, how)
     passing = (
         Part("gathered for compute", _gathered(sizes, how)),
+        Part("experts of this rank", _own_experts(sizes, how)),
         Part("activations", _passing(sizes, how)),
         # As it is built, and once more in the dtype of the scores, which the kernels add it to.
         Part("attention mask", (1 + how.number) * how.tokens * how.longest),
@@ -170,11 +178,25 @@ def activation_bytes(sizes: ModelSizes, number: int) -> int:
 def _passing(sizes: ModelSizes, how: Training) -> int:
     """Return the bytes stored for a backward: each layer's activations, or only its inputs."""
     layer, layers = activation_bytes(sizes, how.number), sizes.num_hidden_layers
+    layer += _exchanged(sizes, how)
     kept = offloaded_bytes(sizes, how.number) if how.checkpointing else (layers - 1) * layer
     if how.offloaded:
         kept = 0
     # The layer whose backward runs has its gradients next to its activations.
     return how.tokens * (kept + 2 * layer + 3 * FLOAT * sizes.hidden_size)
+
+
+def _exchanged(sizes: ModelSizes, how: Training) -> int:
+    """Return what dividing positions and experts adds to a token's activations in a layer.
+
+    Keys and values are repeated where there are fewer heads than ranks; what experts compute is
+    stored where they are, and where it is weighted.
+    """
+    repeats = max(1, how.context // sizes.num_key_value_heads)
+    found = 2 * how.number * key_width(sizes) * (repeats - 1)
+    if how.experts_over > 1:
+        found += how.number * sizes.num_experts_per_tok * sizes.hidden_size
+    return found
 
 
 def offloaded_bytes(sizes: ModelSizes, number: int) -> int:
@@ -199,8 +221,24 @@ def _gathered(sizes: ModelSizes, how: Training) -> int:
     """Return the bytes of unsharded weights and gradients of two layers, embedding and head."""
     if how.number == FLOAT and (how.ranks == 1 or not how.sharded):
         return 0
-    at_hand = embedding_parameters(sizes) + 2 * layer_parameters(sizes)
-    return 2 * how.number * at_hand
+    layer = layer_parameters(sizes)
+    if how.experts_over > 1:
+        layer -= expert_parameters(sizes)
+    return 2 * how.number * (embedding_parameters(sizes) + 2 * layer)
+
+
+def _own_experts(sizes: ModelSizes, how: Training) -> int:
+    """Return the bytes of the experts that a rank computes, beside its rows, and their gradients.
+
+    Each layer's are kept for the backward unless it is checkpointed; in float32, and stored by this
+    rank alone, they are the weights themselves. A gradient also has a float32 form, which is added.
+    """
+    if how.experts_over == 1:
+        return 0
+    of_layer = expert_parameters(sizes) // how.experts_over
+    copied = how.number != FLOAT or how.experts_over < how.ranks
+    layers = 1 if how.checkpointing else sizes.num_hidden_layers
+    return of_layer * (how.number * (layers * copied + 1) + FLOAT * copied)
 
 
 def weight_parts(sizes: ModelSizes, number: int, copies: int = 1, split: int = 1) -> Parts:

@@ -139,7 +139,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     whole = parameter_count(sizes)
     how = Training(
         ranks=trainer.ranks,
-        tokens=trainer.microbatch_tokens,
+        tokens=-(-trainer.microbatch_tokens // trainer.context_parallel),
         trainable=_adapters(sizes, lora) if lora else whole,
         number=number_of(trainer.compute_dtype),
         sharded=trainer.sharded,
@@ -151,6 +151,8 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         on_gpu=config.placement.trainer.gpus > 0,
         optimizer=trainer.optimizer,
         optimizer_offload=trainer.optimizer_offload,
+        context=trainer.context_parallel,
+        experts_over=trainer.expert_parallel if sizes.is_mixture else 1,
     )
     parts = (
         *training_parts(sizes, how),
@@ -200,7 +202,7 @@ def _of_a_custom_loss(config: Config, sizes: ModelSizes, how: Training) -> Parts
     if not isinstance(config.loss, CustomLoss) or "logits" not in config.loss.needs:
         return ()
     head = 0 if how.number == FLOAT else FLOAT * sizes.vocab_size * sizes.hidden_size
-    scores = LOGITS_COPIES * FLOAT * how.tokens * sizes.vocab_size
+    scores = LOGITS_COPIES * FLOAT * config.trainer.microbatch_tokens * sizes.vocab_size
     return (Part("logits of the custom loss", scores + 2 * head),)
 
 

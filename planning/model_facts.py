@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_refusals import (
     ModelNotServed,
+    NoExperts,
     NoSuchLayers,
+    UndividedContext,
+    UndividedExperts,
+    UndividedHeads,
     UnfitModel,
     UnknownLayers,
     UnsupportedHead,
     UnsupportedSharing,
 )
 
+LISTS = ("kinds", "linear", "implementations", "experts")
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENTION_KINDS = frozenset({FULL, SLIDING, CHUNKED})
 SHARED_KINDS = frozenset({FULL, SLIDING})
@@ -30,11 +36,16 @@ MEANT = {"softcap": "caps", "s_aux": "sinks", "position_bias": "position biases"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How a layer calls its attention: in the embedded engine's way, with a window, with more."""
+    """How a layer calls its attention: in the embedded engine's way, with a window, with more.
+
+    With so many heads of queries, and of keys.
+    """
 
     replaceable: bool
     window: int | None
     more: tuple[str, ...]
+    heads: int = 1
+    key_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,8 @@ class ModelFacts:
 
     `head` is the difference between its logits and those of a head that the losses know; it and
     `attention` are None where only a model with weights shows them. `implementations` are the
-    values of `trainer.attention` that compute all of its attention.
+    values of `trainer.attention` that compute all of its attention; `experts` are the numbers of
+    experts, each kind once, of layers that hold them as one tensor.
     """
 
     name: str
@@ -56,18 +68,19 @@ class ModelFacts:
     head: float | None
     attention: tuple[AttentionCall, ...] | None
     implementations: tuple[str, ...]
+    experts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Self:
         """Return facts from a dict, as JSON has them."""
         calls = told["attention"]
         attention = None if calls is None else tuple(_call(one) for one in calls)
-        plain = {key: tuple(told[key]) for key in ("kinds", "linear", "implementations")}
+        plain = {key: tuple(told[key]) for key in LISTS}
         return cls(**{**told, **plain, "attention": attention})
 
 
 def _call(told: dict[str, Any]) -> AttentionCall:
-    return AttentionCall(told["replaceable"], told["window"], tuple(told["more"]))
+    return AttentionCall(**{**told, "more": tuple(told["more"])})
 
 
 def check_model_fits(facts: ModelFacts, config: Config) -> None:
@@ -84,6 +97,8 @@ def check_model_trains(facts: ModelFacts, config: Config) -> None:
     _check_head(facts)
     _check_positions(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
+    _check_context(facts, config.trainer.context_parallel)
+    _check_experts(facts, config.trainer)
     _check_layers(facts, config)
     _check_adapters(facts, config)
 
@@ -92,6 +107,8 @@ def check_model_teaches(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where another model cannot read what the policy writes, or be compared."""
     _check_head(facts)
     _check_positions(facts, config.policy.max_context)
+    if config.sdpo.placement == "inline":
+        _check_context(facts, config.trainer.context_parallel)
 
 
 def _check_head(facts: ModelFacts) -> None:
@@ -117,6 +134,32 @@ def _check_attention(facts: ModelFacts, attention: str) -> None:
         f"{facts.name} cannot have trainer.attention = {attention!r}, "
         f"{why if asked else 'which it does not support'}: set it to {found}"
     )
+
+
+def _check_context(facts: ModelFacts, size: int) -> None:
+    if size == 1 or facts.attention is None:
+        return  # without facts, the trainer looks when it starts
+    plain = all(call.replaceable and not call.more for call in facts.attention)
+    if _others(facts, SHARED_KINDS) or len(facts.attention) != facts.layers or not plain:
+        raise UndividedContext(facts.name, size)
+    for call in facts.attention:
+        check_heads(facts.name, size, call.heads, call.key_heads)
+
+
+def _check_experts(facts: ModelFacts, trainer: TrainerConfig) -> None:
+    if trainer.expert_parallel == 1:
+        return
+    if not facts.experts:
+        raise NoExperts(facts.name, trainer.expert_parallel)
+    for count in facts.experts:
+        if count % trainer.ranks:
+            raise UndividedExperts(facts.name, count, trainer.ranks)
+
+
+def check_heads(name: str, size: int, heads: int, key_heads: int) -> None:
+    """Raise `UndividedHeads` unless so many ranks can divide heads, and divide or repeat keys'."""
+    if heads % size or (key_heads % size and size % key_heads):
+        raise UndividedHeads(name, size, heads, key_heads)
 
 
 def _check_layers(facts: ModelFacts, config: Config) -> None:

@@ -47,6 +47,69 @@ class UnsupportedSharing(UnfitModel):
         return f"{self.args[0]}: {self.args[1]}: set trainer.prefix_sharing to false"
 
 
+class UndividedContext(UnfitModel):
+    """A model whose attention is not computed from packed rows, by their sequences."""
+
+    def __init__(self, model: str, size: int) -> None:
+        super().__init__(model, size)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} cannot have trainer.context_parallel = {self.args[1]}: some of its "
+            "layers hand no window or no arguments to an attention function, or carry a state, or "
+            "have caps or sinks: set it to 1"
+        )
+
+
+class UndividedHeads(UnfitModel):
+    """Heads of attention that the ranks of a context cannot divide."""
+
+    def __init__(self, model: str, size: int, heads: int, key_heads: int) -> None:
+        super().__init__(model, size, heads, key_heads)
+
+    def __str__(self) -> str:
+        model, size, heads, key_heads = self.args
+        fitting = [
+            one
+            for one in range(1, heads + 1)
+            if not heads % one and not (key_heads % one and one % key_heads)
+        ]
+        return (
+            f"trainer.context_parallel is {size} but {model} has {heads} heads of queries and "
+            f"{key_heads} of keys, which so many ranks cannot divide: set it to one of "
+            f"{', '.join(map(str, fitting))}"
+        )
+
+
+class NoExperts(UnfitModel):
+    """A model without layers of experts that ranks could divide."""
+
+    def __init__(self, model: str, size: int) -> None:
+        super().__init__(model, size)
+
+    def __str__(self) -> str:
+        return (
+            f"trainer.expert_parallel is {self.args[1]} but {self.args[0]} has no layers whose "
+            "experts are one tensor, which ranks could divide: set it to 1"
+        )
+
+
+class UndividedExperts(UnfitModel):
+    """Experts that the ranks cannot divide evenly."""
+
+    def __init__(self, model: str, experts: int, ranks: int) -> None:
+        super().__init__(model, experts, ranks)
+
+    def __str__(self) -> str:
+        model, experts, ranks = self.args
+        fitting = ", ".join(str(one) for one in range(2, experts + 1) if not experts % one)
+        return (
+            f"trainer.expert_parallel is above 1 but {model} has {experts} experts in a layer, "
+            f"which {ranks} ranks cannot divide evenly: set trainer.ranks to one of {fitting}, or "
+            "trainer.expert_parallel to 1"
+        )
+
+
 class UnknownLayers(UnfitModel):
     """A model whose decoder layers cannot be identified."""
 

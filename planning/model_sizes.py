@@ -133,9 +133,14 @@ def layer_parameters(sizes: ModelSizes) -> int:
     attention = hidden * queries + 2 * hidden * keys + queries * hidden + _biases(sizes)
     feed_forward = 3 * hidden * sizes.intermediate_size
     if sizes.is_mixture:
-        feed_forward = sizes.num_experts * (3 * hidden * sizes.moe_intermediate_size + hidden)
+        feed_forward = expert_parameters(sizes) + sizes.num_experts * hidden
     norms = 2 * hidden + (2 * head_width(sizes) if sizes.norms_heads else 0)
     return attention + feed_forward + norms
+
+
+def expert_parameters(sizes: ModelSizes) -> int:
+    """Return the number of parameters of all experts of one layer, without their router."""
+    return sizes.num_experts * 3 * sizes.hidden_size * sizes.moe_intermediate_size
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int, targets: Sequence[str]) -> int:

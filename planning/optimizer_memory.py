@@ -29,6 +29,9 @@ QUANTIZING = 53
 """Of AdamW with 8-bit state, whose codes are found as int64."""
 ORTHOGONALIZING = 13
 """Of Muon, for a square matrix."""
+OWNING = 25
+"""Of Muon of sharded rows, for the whole matrix that a rank owns in a round: what arrives, what is
+computed of it, what leaves, and this rank's rows of the other matrices of the round."""
 
 
 def block_size(shape: Sequence[int]) -> int:
@@ -90,9 +93,16 @@ class OptimizerMemory:
 
 @lru_cache(maxsize=64)
 def optimizer_memory(
-    sizes: ModelSizes, optimizer: OptimizerName, shards: int, offloaded: bool, on_gpu: bool
+    sizes: ModelSizes,
+    optimizer: OptimizerName,
+    shards: int,
+    offloaded: bool,
+    on_gpu: bool,
+    sharded: bool = True,
 ) -> OptimizerMemory:
     """Return the bytes of an optimizer of all weights, each divided into as many shards.
+
+    Weights that are not `sharded` are plain tensors.
 
     torch's allocator of pinned memory rounds each tensor up to a power of two.
     """
@@ -102,7 +112,7 @@ def optimizer_memory(
     parts = parts_of(counts) if offloaded else [list(range(len(weights)))]
     held = sorted(sum(states[at] for at in part) for part in parts)
     update = max(
-        _update_bytes(optimizer, [(*weights[at], counts[at]) for at in part], on_gpu)
+        _update_bytes(optimizer, [(*weights[at], counts[at]) for at in part], on_gpu, sharded)
         for part in parts
     )
     tensors = [one // shards for weight in weights for one in state_tensors(optimizer, *weight)]
@@ -118,17 +128,21 @@ def adapter_memory(trainable: int) -> OptimizerMemory:
 
 
 def _update_bytes(
-    optimizer: OptimizerName, weights: Sequence[tuple[str, tuple[int, ...], int]], on_gpu: bool
+    optimizer: OptimizerName,
+    weights: Sequence[tuple[str, tuple[int, ...], int]],
+    on_gpu: bool,
+    sharded: bool,
 ) -> int:
     """Return the temporaries of updating weights, given with a rank's counts of values."""
     if optimizer == "adamw_8bit":
         return QUANTIZING * min(UPDATED_VALUES, max(count for *_, count in weights))
     by_muon = [optimizer == "muon" and is_layer_matrix(name, shape) for name, shape, _ in weights]
     counts = [count for *_, count in weights]
-    matrices = [count for count, muon in zip(counts, by_muon, strict=True) if muon]
+    wholes = [math.prod(shape) for _, shape, _ in weights]
+    matrices = [count for count, muon in zip(wholes, by_muon, strict=True) if muon]
     others = [count for count, muon in zip(counts, by_muon, strict=True) if not muon]
     adamw = TOGETHER * sum(others) if on_gpu else EACH * max(others, default=0)
-    return max(adamw, ORTHOGONALIZING * max(matrices, default=0))
+    return max(adamw, (OWNING if sharded else ORTHOGONALIZING) * max(matrices, default=0))
 
 
 def _trained(sizes: ModelSizes) -> Iterator[Weight]:

@@ -120,6 +120,8 @@ def _relief(kind: str, config: Config) -> str:
         trainer, found = config.trainer, ["raise trainer.ranks", "lower trainer.microbatch_tokens"]
         if not trainer.activation_checkpointing:
             found.append("set trainer.activation_checkpointing to true")
+        if trainer.context_parallel == 1 and trainer.packing:
+            found.append("raise trainer.context_parallel")
         if trainer.compute_dtype == "float32":
             found.append("set trainer.compute_dtype to 'bfloat16'")
         return ", ".join(found)

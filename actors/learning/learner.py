@@ -30,7 +30,7 @@ from composer_mesh.actors.models.adapter_files import AdapterFolder
 from composer_mesh.actors.models.lora import restore_adapters
 from composer_mesh.actors.models.model_folder import ModelFolder
 from composer_mesh.actors.models.optimizer_state import check_weights
-from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.ranks import Division, Ranks
 from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import own_weights
 from composer_mesh.actors.models.trained_model import frozen_model
@@ -55,6 +55,8 @@ class Learner:
     ) -> None:
         self.version = 0
         self._config, self._ranks = config, ranks
+        trainer = config.trainer
+        ranks.check_divided(Division(trainer.context_parallel, trainer.expert_parallel))
         self._backend = make_backend(config, ranks)
         self.model = self._backend.model(folder)
         reference = None

@@ -42,7 +42,7 @@ class MixtureLosses:
         if routing.given is not None:
             positions = sum(one.experts.positions for one in batch.samples if one.experts)
             choices = positions * routing.given.shape[1] * routing.given.shape[2]
-            figures["moe/rerouted"] += sum(map(int, routing.rerouted.values())) / choices
+            figures["moe/rerouted"] += routing.rerouted_choices() / choices
         share = sum(len(one.ids) for one in samples) / sum(len(one.ids) for one in batch.samples)
         loss = share * routing.balance_loss()
         figures["moe/balance_loss"] += float(loss.detach()) / len(routing.logits)

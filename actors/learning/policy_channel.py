@@ -161,9 +161,10 @@ class PolicyChannel:
             return token_entropies(scores, self._temperature).sum() / count
 
         rows = hidden.predicting(mask)
-        return linear_scores(
-            rows_entropy, rows, model.weight, bias=model.bias, softcap=model.softcap
+        own = linear_scores(
+            rows_entropy, rows.states, model.weight, bias=model.bias, softcap=model.softcap
         )
+        return rows.sum(own)
 
     @property
     def has_reference(self) -> bool:
@@ -231,12 +232,12 @@ class PolicyChannel:
 
     def finish_step(self, ranks: Ranks) -> Figures:
         """Return this step's metrics over all ranks: `logprob_mismatch/…`, `policy/custom/…`."""
-        measured = Sums.joined(ranks.gather(self._logprob_mismatch.sums.on_cpu()))
+        measured = Sums.joined(ranks.of_shares(self._logprob_mismatch.sums.on_cpu()))
         return figures(measured) | self._custom_means(ranks)
 
     def _custom_means(self, ranks: Ranks) -> Figures:
         totals: dict[str, MetricSum] = {}
-        for metrics in ranks.gather(self._custom_metrics):
+        for metrics in ranks.of_shares(self._custom_metrics):
             for name, metric in metrics.items():
                 totals[name] = totals[name] + metric if name in totals else metric
         return {f"policy/custom/{name}": metric.mean for name, metric in totals.items()}

@@ -28,14 +28,18 @@ def requested_fields(
     rows, counts = hidden.predicting(mask), mask.sum(-1).tolist()
     found: dict[str, Tensor] = {}
     if "hidden_states" in loss.needs:
-        found["hidden_states"] = rows
+        found["hidden_states"] = rows.states
     if "entropies" in loss.needs:
         found["entropies"] = linear_entropies(
-            rows, model.weight, bias=model.bias, softcap=model.softcap, temperature=temperature
+            rows.states,
+            model.weight,
+            bias=model.bias,
+            softcap=model.softcap,
+            temperature=temperature,
         )
     if "logits" in loss.needs:
         found["logits"] = linear_logits(
-            rows, model.weight, model.bias, temperature, softcap=model.softcap
+            rows.states, model.weight, model.bias, temperature, softcap=model.softcap
         )
-    parts = {name: tensor.split(counts) for name, tensor in found.items()}
+    parts = {name: rows.whole(tensor).split(counts) for name, tensor in found.items()}
     return [{name: split[row] for name, split in parts.items()} for row in range(len(mask))]

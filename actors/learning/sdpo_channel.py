@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.sums import Figures
-from composer_mesh.actors.models.hidden_states import HiddenStates
+from composer_mesh.actors.models.hidden_states import HiddenStates, Rows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
 from composer_mesh.configs.sdpo import SdpoConfig
@@ -65,12 +65,19 @@ class TeacherOutputSource(Protocol):
 
 @dataclass
 class StudentRows:
-    """The student's hidden states [N, H] for the targets of some views, in their order."""
+    """The student's hidden states for the `targets` [N] of some views, in their order.
+
+    Of a context each rank has the states `hidden` [n, H] of some of these `rows`.
+    """
 
     model: LanguageModel
-    hidden: Tensor
+    rows: Rows
     targets: Tensor
     temperature: float
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.rows.states
 
     @classmethod
     def of(
@@ -82,11 +89,13 @@ class StudentRows:
         temperature: float,
     ) -> "StudentRows":
         """Select the rows of `views[i]` from sequence `rows[i]` of `hidden`, its trace."""
-        parts = [hidden.of(row, view.student_rows) for row, view in zip(rows, views, strict=True)]
+        places = [
+            hidden.places_of(row, view.student_rows) for row, view in zip(rows, views, strict=True)
+        ]
         targets = torch.tensor(
             [target for view in views for target in view.targets], device=hidden.computed.device
         )
-        return cls(model, torch.cat(parts), targets, temperature)
+        return cls(model, hidden.rows(torch.cat(places)), targets, temperature)
 
     @torch.no_grad()
     def top_k(self, top_k: int) -> Tensor:
@@ -95,7 +104,9 @@ class StudentRows:
         head = LinearHead(model.weight, model.bias, 1.0, torch.float32, model.softcap)
         kept = min(top_k, len(model.weight))
         blocks = head.scores(self.hidden, default_block(self.hidden))
-        return torch.cat([scores.topk(kept, dim=-1).indices.int() for _, scores in blocks])
+        own = [scores.topk(kept, dim=-1).indices.int() for _, scores in blocks]
+        empty = self.targets.new_empty((0, kept), dtype=torch.int32)
+        return self.rows.whole(torch.cat([empty, *own]))
 
 
 class SdpoChannel:
@@ -138,16 +149,29 @@ class SdpoChannel:
         distribution. `divergences` [N] takes each row's divergence in nats, whatever the objective:
         `TurnDivergences` defines it.
         """
-        if divergences is None:
-            divergences = rows.hidden.new_empty(len(rows.hidden), dtype=torch.float32)
+        seen = rows.hidden.new_empty(len(rows.hidden), dtype=torch.float32)
+        loss = self._own_loss(rows, teacher_output, normalizer, figures, seen)
+        if divergences is not None:
+            divergences.copy_(rows.rows.whole(seen))
+        return rows.rows.sum(loss)
+
+    def _own_loss(
+        self,
+        rows: StudentRows,
+        teacher_output: TeacherOutput,
+        normalizer: int,
+        figures: Figures | None,
+        divergences: Tensor,
+    ) -> Tensor:
+        """Return the loss of this rank's rows, whose divergences [n] it sets."""
         teacher_output = teacher_output.on(rows.hidden.device)
-        tensors = teacher_output.tensors
-        for name, tensor in tensors.items():
-            if len(tensor) != len(rows.hidden):
+        for name, tensor in teacher_output.tensors.items():
+            if len(tensor) != rows.rows.count:
                 raise ValueError(
                     f"the signal's {name} have {len(tensor)} rows but the views have "
-                    f"{len(rows.hidden)} tokens: build both from the same batch"
+                    f"{rows.rows.count} tokens: build both from the same batch"
                 )
+        tensors = {name: rows.rows.own(one) for name, one in teacher_output.tensors.items()}
         if self._config.teacher_output == "sampled":
             return self._sampled(rows, tensors["logprobs"], normalizer, divergences)
         if self._config.teacher_output == "topk":
@@ -161,7 +185,7 @@ class SdpoChannel:
         entropies = rows.hidden.new_zeros(2, dtype=torch.float32)
         loss = self._whole(rows, teacher, head, normalizer, entropies, divergences)
         if figures is not None:
-            for name, value in zip(ENTROPIES, entropies.tolist(), strict=True):
+            for name, value in zip(ENTROPIES, rows.rows.sum(entropies).tolist(), strict=True):
                 figures[name] += value
         return loss
 
@@ -241,7 +265,7 @@ class SdpoChannel:
         student = linear_logprobs(
             rows.hidden,
             model.weight,
-            rows.targets,
+            rows.rows.own(rows.targets),
             bias=model.bias,
             softcap=model.softcap,
             temperature=rows.temperature,

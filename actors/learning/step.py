@@ -6,6 +6,7 @@ reference and an optimizer, but not where batches and teacher outputs come from.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.optimizer_state import Kept
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
+from composer_mesh.actors.teacher_outputs.messages import TeacherOutput
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.preference import PreferenceLoss
@@ -133,8 +135,8 @@ class ThreeChannelStep:
 
     def view_plan(self, batch: StepBatch) -> RankPlan:
         """Return the views of this rank's microbatches, through all updates of a step."""
-        how = (self._budget, self._ranks.size, self._packed, self._sharing)
-        return plan_views(batch, self._parts(batch), *how)[self._ranks.rank]
+        how = (self._budget, self._ranks.shares, self._packed, self._sharing)
+        return plan_views(batch, self._parts(batch), *how)[self._ranks.share]
 
     def teacher_forwards(self, batch: StepBatch) -> list[int]:
         """Return a sharded teacher's forwards in each microbatch, through all updates of a step."""
@@ -155,10 +157,10 @@ class ThreeChannelStep:
 
     def _together(self, plans: Sequence[RankPlan]) -> Sequence[RankPlan]:
         """Return the plans of the ranks that run forwards together with this one."""
-        return plans if self._sharded else [plans[self._ranks.rank]]
+        return plans if self._sharded else [plans[self._ranks.share]]
 
     def _plans(self, batch: StepBatch) -> list[RankPlan]:
-        return plan_step(batch, self._budget, self._ranks.size, self._packed, self._sharing)
+        return plan_step(batch, self._budget, self._ranks.shares, self._packed, self._sharing)
 
     def run(
         self,
@@ -193,12 +195,12 @@ class ThreeChannelStep:
                 self._policy.forget_since(measured)
                 done = self._accumulate(part, plans, None, first)
             divergences = {(one.trace_id, one.turn): one for one in done.divergences} | divergences
-            sums.append(StepSums.of_ranks(self._ranks.gather(done.sums)))
+            sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums)))
             norm, rate = self._update.apply(batch.step, nothing if norms else before_update)
             norms.append(norm)
             self._policy.updated()
             first += _most_microbatches(plans)
-        self.divergences = list(divergences.values())
+        self.divergences = list(divergences.values()) if self._ranks.first_of_share else []
         total = sums[0] if len(sums) == 1 else StepSums.of_updates(sums)
         if lost:
             total.figures["sdpo/lost_steps"] = 1
@@ -211,7 +213,7 @@ class ThreeChannelStep:
         """Let the policy channel use the states of all samples before the first update."""
         for part in parts:
             plans = self._plans(part)
-            plan, rounds = plans[self._ranks.rank], self._rounds(part, plans)
+            plan, rounds = plans[self._ranks.share], self._rounds(part, plans)
             for index, forwards in enumerate(rounds.trained):
                 left = forwards
                 if index < len(plan.microbatches):
@@ -241,7 +243,7 @@ class ThreeChannelStep:
         first: int,
     ) -> _Pass:
         """Accumulate the gradients of this rank's share of an update, starting from zero."""
-        plan, rounds = plans[self._ranks.rank], self._rounds(batch, plans)
+        plan, rounds = plans[self._ranks.share], self._rounds(batch, plans)
         one = _Pass(batch, source, plan, rounds, batch.counts(), first)
         if self._sharded and self._policy.has_reference:
             one.reference = reference_rounds(batch, plans, self._sharing)
@@ -365,14 +367,15 @@ class ThreeChannelStep:
             views,
             self._sdpo.temperature,
         )
-        try:
+        teacher_output: TeacherOutput | None = None
+        with suppress(TeacherOutputsLost):
             teacher_output = one.source.take(
                 one.first + index, views, lambda: rows.top_k(self._sdpo.top_k)
             )
-        except TeacherOutputsLost:
+        if self._ranks.any_of_share(teacher_output is None) or teacher_output is None:
             one.source, one.lost = None, True
             return None
-        divergences = rows.hidden.new_empty(len(rows.hidden), dtype=torch.float32)
+        divergences = rows.hidden.new_empty(rows.rows.count, dtype=torch.float32)
         loss = self._sdpo.loss(
             rows, teacher_output, one.counts.sdpo_tokens, one.sums.figures, divergences
         )

@@ -52,27 +52,29 @@ class StepStart:
             self._logprobs[sample.trace_id] = row[: len(sample.ids) - 1]
         if self._fraction == 1:
             return
-        entropies = linear_entropies(
-            hidden.predicting(mask),
+        rows = hidden.predicting(mask)
+        own = linear_entropies(
+            rows.states,
             model.weight,
             bias=model.bias,
             softcap=model.softcap,
             temperature=self._temperature,
-        ).cpu()
+        )
+        entropies = rows.whole(own).cpu()
         masks = mask.cpu()
         counts = masks.sum(1).tolist()
-        for sample, row, own in zip(samples, masks, entropies.split(counts), strict=True):
-            self._entropies[sample.trace_id] = row[: len(sample.ids) - 1], own
+        for sample, row, part in zip(samples, masks, entropies.split(counts), strict=True):
+            self._entropies[sample.trace_id] = row[: len(sample.ids) - 1], part
 
     def choose(self, ranks: Ranks) -> None:
         """Choose the tokens with the highest entropies, once all samples are added. Collective."""
         if self._fraction == 1:
             return
         own = torch.cat([torch.empty(0), *(one for _, one in self._entropies.values())])
-        everything = ranks.gather(own)
+        everything = ranks.of_shares(own)
         entropies = torch.cat(everything)
         chosen = high_entropy_mask(entropies, torch.ones_like(entropies).bool(), self._fraction)
-        first = sum(map(len, everything[: ranks.rank]))
+        first = sum(map(len, everything[: ranks.share]))
         for name, (mask, found) in self._entropies.items():
             part = chosen[first : first + len(found)]
             self._chosen[name] = torch.zeros(len(mask)).masked_scatter(mask, part.float())

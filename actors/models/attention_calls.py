@@ -52,9 +52,9 @@ def attention_calls(model: Any) -> tuple[AttentionCall, ...] | None:
     calls: list[AttentionCall] = []
 
     def noting(*given: Any, **options: Any) -> tuple[Tensor, None]:
-        _, query, _, value, _ = given
-        calls.append(_call(options))
+        _, query, key, value, _ = given
         heads, tokens = query.shape[1:3]
+        calls.append(_call(options, (heads, key.shape[1])))
         return query.new_empty(query.shape[0], tokens, heads, value.shape[-1]), None
 
     AttentionInterface.register(NOTING, noting)
@@ -70,9 +70,9 @@ def attention_calls(model: Any) -> tuple[AttentionCall, ...] | None:
     return tuple(calls)
 
 
-def _call(options: Mapping[str, Any]) -> AttentionCall:
+def _call(options: Mapping[str, Any], heads: tuple[int, int]) -> AttentionCall:
     more = tuple(name for name in MORE if options.get(name) is not None)
-    return AttentionCall(PASSED_ON in options, options.get("sliding_window"), more)
+    return AttentionCall(PASSED_ON in options, options.get("sliding_window"), more, *heads)
 
 
 def computing(calls: tuple[AttentionCall, ...] | None) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.lora import adapter_weights
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.rows import is_dtensor, local
+from composer_mesh.actors.models.sharded_muon import ADJUST, ShardedMuon
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
@@ -131,8 +132,9 @@ def _held(
         yield (adamw if trainer.optimizer == "adamw" else adamw_8bit), weights
         return
     matrices = {n: one for n, one in weights.items() if is_layer_matrix(n, one.shape)}
-    if matrices:
-        yield muon, matrices
+    for make, sharded in ((muon, False), (sharded_muon, True)):
+        if held := {n: one for n, one in matrices.items() if is_dtensor(one) is sharded}:
+            yield make, held
     if others := {n: one for n, one in weights.items() if n not in matrices}:
         yield adamw, others
 
@@ -143,8 +145,15 @@ def muon(trainer: TrainerConfig, matrices: Mapping[str, nn.Parameter]) -> torch.
         matrices.values(),
         lr=trainer.lr,
         weight_decay=trainer.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
+        adjust_lr_fn=ADJUST,
     )
+
+
+def sharded_muon(
+    trainer: TrainerConfig, matrices: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the Muon of matrices that are sharded over ranks; its updates are those of `muon`."""
+    return ShardedMuon(matrices.values(), trainer.lr, trainer.weight_decay)
 
 
 def adamw(trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

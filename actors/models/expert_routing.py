@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from composer_mesh.actors.models.context_parallel import ContextGroup
 from composer_mesh.planning.model_refusals import UnsupportedRouting
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 
@@ -39,11 +40,17 @@ TOPK = (torch.topk, Tensor.topk)
 class ExpertRouting:
     """The experts of one forward: `given` [N, L, K], -1 where the model chooses; else its own.
 
-    `real` [N] is False at padding, which balances nothing; None if there is none.
+    `real` [N] is False at padding, which balances nothing; None if there is none. Where the ranks
+    of a `context` divide the positions, N are this rank's, and sums are over those of all.
     """
 
-    def __init__(self, given: Tensor | None = None, real: Tensor | None = None) -> None:
-        self.given, self.real = given, real
+    def __init__(
+        self,
+        given: Tensor | None = None,
+        real: Tensor | None = None,
+        context: ContextGroup | None = None,
+    ) -> None:
+        self.given, self.real, self._context = given, real, context
         self.chosen: dict[int, Tensor] = {}
         self.logits: dict[int, Tensor] = {}
         self.rerouted: dict[int, Tensor] = {}
@@ -65,6 +72,13 @@ class ExpertRouting:
         self.rerouted[layer] = (~same & ~free).sum()
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
+    def rerouted_choices(self) -> int:
+        """Return how many of the given experts are not those that the model had chosen."""
+        return int(self._summed(torch.stack(list(self.rerouted.values())).sum()))
+
+    def _summed(self, part: Tensor) -> Tensor:
+        return part if self._context is None else self._context.summed(part)
+
     def balance_loss(self) -> Tensor:
         """Return the load-balancing loss, summed over layers: 1 for each if experts are equal.
 
@@ -79,13 +93,14 @@ class ExpertRouting:
         weights = torch.ones(len(logits), device=logits.device)
         if self.real is not None:
             weights = self.real.to(weights)
-        count = weights.sum().clamp(min=1)
+        count = self._summed(weights.sum()).clamp(min=1)
         experts = logits.shape[-1]
         picked = weights.new_zeros(experts).index_add_(
             0, chosen.flatten(), weights.repeat_interleave(chosen.shape[1])
         )
-        shares = picked / (count * chosen.shape[1])
-        probabilities = (logits.float().softmax(-1) * weights[:, None]).sum(0) / count
+        shares = self._summed(picked) / (count * chosen.shape[1])
+        probabilities = (logits.float().softmax(-1) * weights[:, None]).sum(0)
+        probabilities = self._summed(probabilities) / count
         return experts * (shares * probabilities).sum()
 
 
@@ -230,11 +245,14 @@ def routing_of(
     places: Tensor,
     count: int,
     device: torch.device,
+    context: ContextGroup | None = None,
 ) -> ExpertRouting:
     """Return the routing of a forward over `count` positions, of sequences at `places` [B, T].
 
-    Those of `experts` are given, of the first sequences; the model chooses the others.
+    Those of `experts` are given, of the first sequences; the model chooses the others. With a
+    `context`, the routing is of this rank's positions.
     """
+    own = slice(None) if context is None else context.own(count)
     real = torch.zeros(count, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         real[places[row, : len(sequence)].cpu()] = True
@@ -245,8 +263,8 @@ def routing_of(
         given = torch.full((count, first.layers, first.per_token), -1)
         for row, one in told.items():
             given[places[row, : one.positions].cpu()] = numbers_of(one)
-        given = given.to(device)
-    return ExpertRouting(given, None if bool(real.all()) else real.to(device))
+        given = given[own].to(device)
+    return ExpertRouting(given, None if bool(real.all()) else real[own].to(device), context)
 
 
 def numbers_of(choices: ExpertChoices) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.attention_calls import PACKED, PASSED_ON
+from composer_mesh.actors.models.context_parallel import context_of
 from composer_mesh.actors.models.expert_routing import (
     KEYWORD,
     ExpertRouting,
@@ -53,7 +54,8 @@ class LanguageModel:
     With `packing`, several sequences share an input row; with `sharing`, what several of them begin
     with is computed once. Of a sharded model only `hidden`
     communicates with other ranks, so all ranks must call it equally often, in the same order; its
-    head is gathered from then on until the backward. `forwards` counts those that have run.
+    head is gathered from then on until the backward. Where ranks divide the positions of a forward,
+    these make all calls together. `forwards` counts those that have run.
     """
 
     def __init__(self, model: Any, packing: bool = False, sharing: Sharing = "off") -> None:
@@ -61,7 +63,7 @@ class LanguageModel:
         self.routing: ExpertRouting | None = None
         self._experts: Sequence[ExpertChoices | None] = ()
         self._head = model.get_output_embeddings()
-        self._packing = packing
+        self._packing, self._context = packing, context_of(model)
         # A sharded model has its own method, which gathers weights first.
         self._decoder = getattr(model, STATES, None) or partial(decoder_states, model)
 
@@ -192,23 +194,28 @@ class LanguageModel:
         """Return the argument by which the routers of a mixture are told, and tell, the experts."""
         if not routers_of(self.model):
             return {}
-        self.routing = routing_of(sequences, self._experts, places, count, self.device)
+        self.routing = routing_of(
+            sequences, self._experts, places, count, self.device, self._context
+        )
         return {KEYWORD: self.routing}
 
     def _packed(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
         # In a single row restarts cost nothing, except where a mask of it is dense.
         how = self.model.config._attn_implementation
-        packed = Packed.of(sequences, self.device, one_row=how in IN_ONE_ROW)
+        context = self._context
+        packed = Packed.of(sequences, self.device, how in IN_ONE_ROW, context)
         inputs: dict[str, Any] = {}
         if how == PACKED:
-            inputs = {"attention_mask": self._no_mask, PASSED_ON: PackedRow([*map(len, sequences)])}
+            padding = packed.ids.numel() - sum(map(len, sequences))
+            lengths = [*map(len, sequences), *[padding] * bool(padding)]
+            inputs = {"attention_mask": self._no_mask, PASSED_ON: PackedRow(lengths, context)}
         elif how == "flex_attention":
             seen, windows = packed.seen, windows_of(self.model.config)
             inputs = {"attention_mask": attention_masks(seen, seen, windows, blocks=True)}
         inputs |= self._routed(sequences, packed.places, packed.ids.numel())
-        return packed.unpacked(
-            self._states(input_ids=packed.ids, position_ids=packed.positions, **inputs)
-        )
+        own = slice(None) if context is None else context.own(packed.ids.numel())
+        inputs |= {"input_ids": packed.ids[:, own], "position_ids": packed.positions[:, own]}
+        return packed.unpacked(self._states(**inputs), context)
 
     @property
     def _no_mask(self) -> Tensor:
@@ -222,20 +229,25 @@ class LanguageModel:
 
         `hidden` and `ids` [B, T] are of the same sequences.
         """
-        found = linear_logprobs(
-            hidden.predicting(mask),
+        rows = hidden.predicting(mask)
+        own = linear_logprobs(
+            rows.states,
             self.weight,
-            ids[:, 1:][mask],
+            rows.own(ids[:, 1:][mask]),
             bias=self.bias,
             softcap=self.softcap,
             temperature=temperature,
         )
+        found = rows.whole(own)
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
     def collision_logprobs(self, hidden: HiddenStates, mask: Tensor) -> Tensor:
         """Log of sum p^2 [B, T - 1] of each prediction where the mask is True, 0 elsewhere."""
         rows = hidden.predicting(mask)
-        found = linear_collision_logprobs(rows, self.weight, bias=self.bias, softcap=self.softcap)
+        own = linear_collision_logprobs(
+            rows.states, self.weight, bias=self.bias, softcap=self.softcap
+        )
+        found = rows.whole(own)
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from composer_mesh.actors.models.attention_calls import UNTRIED
 from composer_mesh.actors.models.checkpoint_names import CheckpointNames
+from composer_mesh.actors.models.expert_parallel import expert_modules
 from composer_mesh.actors.models.language_model import (
     PROBE_IDS,
     PROBE_SCALE,
@@ -55,6 +56,7 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
         head=_head_difference(empty_model(folder)),
         attention=calls,
         implementations=implementations,
+        experts=tuple(sorted({len(next(one.parameters())) for one in expert_modules(model)})),
     )
 
 

@@ -14,18 +14,22 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.models.context_parallel import ContextGroup
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.tree_masks import Places
 from composer_mesh.rollouts.packing import packed_rows
 
 
 class PackedRow:
-    """The lengths of the sequences in the only row of a forward; they add up to its tokens."""
+    """The lengths of the sequences in the only row of a forward; they add up to its tokens.
 
-    __slots__ = ("lengths",)
+    With a `context` its ranks divide the row's positions.
+    """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
+    __slots__ = ("context", "lengths")
+
+    def __init__(self, lengths: Sequence[int], context: ContextGroup | None = None) -> None:
+        self.lengths, self.context = list(lengths), context
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,20 @@ class Packed:
 
     @classmethod
     def of(
-        cls, sequences: Sequence[Sequence[int]], device: torch.device, one_row: bool = False
+        cls,
+        sequences: Sequence[Sequence[int]],
+        device: torch.device,
+        one_row: bool = False,
+        context: ContextGroup | None = None,
     ) -> "Packed":
-        """Pack sequences into rows as long as the longest of them, or all into one row."""
+        """Pack sequences into rows as long as the longest of them, or all into one row.
+
+        One that the ranks of a `context` divide is padded to a length that they divide evenly.
+        """
         lengths = [len(sequence) for sequence in sequences]
         rows = [list(range(len(lengths)))] if one_row else packed_rows(lengths)
         width, longest = (sum(lengths) if one_row else max(lengths)), max(lengths)
+        width = width if context is None else context.padded(width)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         # The padding of a row is a separate sequence whose output is unused.
         positions = torch.arange(width).repeat(len(rows), 1)
@@ -70,6 +82,6 @@ class Packed:
         """What a position sees, as a tree of prefixes in which every sequence is a root."""
         return Places(self.owners, self.owners + 1, self.positions)
 
-    def unpacked(self, states: Tensor) -> HiddenStates:
-        """Return the states [R, L, H] as those of the sequences."""
-        return HiddenStates(states.flatten(0, 1), self.places)
+    def unpacked(self, states: Tensor, context: ContextGroup | None = None) -> HiddenStates:
+        """Return the states [R, L, H], of a `context` this rank's, as those of the sequences."""
+        return HiddenStates(states.flatten(0, 1), self.places, context)

@@ -55,7 +55,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return [1, L, H, D]: each sequence of the row `packed` attends to itself, causally.
 
-    Without `packed`, transformers' "sdpa". Raises ValueError for caps, sinks and biases.
+    With a context, its tensors are of this rank's positions of the row. Without `packed`,
+    transformers' "sdpa". Raises ValueError for caps, sinks and biases.
     """
     if packed is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
@@ -64,12 +65,26 @@ def packed_attention(
         return plain
     if asked := [name for name in MORE if others.get(name) is not None]:
         raise ValueError(f"attention has {', '.join(asked)}, which packed rows do not compute")
+    context = packed.context
+    if context is not None:
+        key, value = context.repeated(key), context.repeated(value)
+        query, key, value = (context.exchanged(one) for one in (query, key, value))
+        module = _SomeHeads(module, query.shape[1] // key.shape[1])
     queries, keys, values = (one.split(packed.lengths, dim=2) for one in (query, key, value))
     outputs = [
         _causal(module, asked, seen, taken, sliding_window, others)
         for asked, seen, taken in zip(queries, keys, values, strict=True)
     ]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return (output if context is None else context.exchanged(output)), None
+
+
+class _SomeHeads:
+    """What an attention function reads of a layer, for the heads that one rank computes."""
+
+    def __init__(self, module: Any, groups: int) -> None:
+        self.num_key_value_groups = groups
+        self.is_causal = getattr(module, "is_causal", True)
 
 
 def _causal(

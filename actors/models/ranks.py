@@ -1,10 +1,12 @@
-"""The data-parallel ranks of a trainer: each computes its share; gradients are summed over all.
+"""The ranks of a trainer: each computes its share of a step; gradients are summed over all.
 
-Losses are divided by counts of the complete step, so that sums suffice. A single rank has nothing
-to sum, and needs a process group only if it shards its weights. `sharding` shards them.
+Ranks that divide the positions of their forwards, a context, compute one share together. Losses are
+divided by counts of the complete step, so that sums suffice. A single rank has nothing to sum, and
+needs a process group only if it shards its weights. `sharding` shards them.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,11 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composer_mesh.actors.models.context_parallel import ContextGroup
+from composer_mesh.actors.models.expert_parallel import ExpertGroup
 from composer_mesh.actors.models.rendezvous import Meeting, join_store, talk_over
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Division:
+    """How many ranks divide the positions of a forward, and how many a layer's experts."""
+
+    context: int = 1
+    experts: int = 1
+
+
+WHOLE = Division()
 
 
 class Ranks:
@@ -26,6 +41,11 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
         self.beside: Any = None
         """Process group for work concurrent with steps, so that messages do not mix."""
+        self.context: ContextGroup | None = None
+        """Those of the ranks that divide the positions of each forward; None for only this one."""
+        self.experts: ExpertGroup | None = None
+        """Those of the ranks that divide the experts of each layer; None if each has all."""
+        self._timeout: timedelta | None = None
 
     @classmethod
     def connect(
@@ -36,10 +56,12 @@ class Ranks:
         deadline_s: float,
         device: torch.device = CPU,
         store: dist.Store | None = None,
+        division: Division = WHOLE,
     ) -> "Ranks":
-        """Join the process group at the rendezvous. Waits for all ranks.
+        """Join the process groups at the rendezvous. Waits for all ranks.
 
-        Where the rendezvous is a port of this process, `store` is its server.
+        Where the rendezvous is a port of this process, `store` is its server. No group can be
+        formed later, as the rendezvous may be gone.
         """
         timeout = timedelta(seconds=deadline_s)
         store = store or join_store(rendezvous, size, deadline_s)
@@ -48,7 +70,63 @@ class Ranks:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = cls(rank, size, device)
         ranks.beside = dist.new_group(backend=BACKENDS["cpu"], timeout=timeout)
+        ranks._timeout = timeout
+        ranks.divide(division)
         return ranks
+
+    def divide(self, division: Division) -> None:
+        """Form the groups of ranks that divide positions and experts. Needs the rendezvous."""
+        self._divide_context(division.context)
+        self._divide_experts(division.experts)
+
+    def check_divided(self, division: Division) -> None:
+        """Raise ValueError unless the ranks are divided like this."""
+        found = Division(
+            1 if self.context is None else self.context.size,
+            1 if self.experts is None else self.experts.size,
+        )
+        if found != division:
+            raise ValueError(f"ranks are divided as {found} but {division} is asked: connect so")
+
+    def _divide_context(self, size: int) -> None:
+        """Let each `size` ranks in a row divide the positions of their forwards, from now on."""
+        if size == 1:
+            self.context = None
+            return
+        number = self.rank // size
+        groups = [self._group(range(first, first + size)) for first in range(0, self.size, size)]
+        self.context = ContextGroup(self.rank % size, size, groups[number])
+
+    def _divide_experts(self, size: int) -> None:
+        """Let `size` ranks divide the experts of each layer of mixtures, from now on."""
+        if size == 1:
+            self.experts = None
+            return
+        copies = self.size // size
+        stored = [range(first, first + copies) for first in range(0, self.size, copies)]
+        gather = [self._group(members) for members in stored] if copies > 1 else None
+        dispatch = [self._group(range(one, self.size, copies)) for one in range(copies)]
+        own = None if gather is None else gather[self.rank // copies]
+        self.experts = ExpertGroup(size, copies, dispatch[self.rank % copies], own)
+
+    def _group(self, members: Iterable[int]) -> Any:
+        backend = BACKENDS[self.device.type]
+        return dist.new_group(list(members), timeout=self._timeout, backend=backend)
+
+    @property
+    def shares(self) -> int:
+        """Number of shares that a step is divided into: each is one rank's, or a context's."""
+        return self.size if self.context is None else self.size // self.context.size
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's share."""
+        return self.rank if self.context is None else self.rank // self.context.size
+
+    @property
+    def first_of_share(self) -> bool:
+        """Whether this rank speaks for its share: of a context only one does."""
+        return self.context is None or self.context.rank == 0
 
     def mesh(self) -> Any:
         """Return the ranks as torch's `DeviceMesh`; a single rank creates its own group for it."""
@@ -68,6 +146,14 @@ class Ranks:
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value)
         return [one for one in found if one is not None]
+
+    def any_of_share(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank of this share."""
+        return flag if self.context is None else self.context.any(flag, self.device)
+
+    def of_shares(self, value: T) -> list[T]:
+        """Return the value of every share, in their order: of a context its first rank's."""
+        return self.gather(value)[:: 1 if self.context is None else self.context.size]
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

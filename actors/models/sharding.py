@@ -32,9 +32,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def shard(
-    model: Any, mesh: DeviceMesh, dtype: torch.dtype, whole: Iterable[nn.Parameter] = ()
+    model: Any, mesh: DeviceMesh, dtype: torch.dtype, apart: Iterable[nn.Parameter] = ()
 ) -> None:
-    """Shard a model's weights over the ranks of a mesh, in place, except those in `whole`.
+    """Shard a model's weights over the ranks of a mesh, in place, except those that are `apart`.
 
     `LanguageModel` computes in `dtype` from then on.
     """
@@ -47,7 +47,7 @@ def shard(
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*decoder_layers(model), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=set(apart))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

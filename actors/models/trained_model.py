@@ -16,6 +16,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from composer_mesh.actors.models.attention_calls import PACKED
+from composer_mesh.actors.models.context_parallel import CONTEXT, ContextGroup
+from composer_mesh.actors.models.expert_parallel import (
+    check_experts,
+    check_has_experts,
+    divide_experts,
+)
 from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
 from composer_mesh.actors.models.policy import (
@@ -37,7 +43,8 @@ from composer_mesh.actors.models.sharding import (
 )
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
-from composer_mesh.planning.model_refusals import UnfitModel
+from composer_mesh.planning.model_facts import check_heads
+from composer_mesh.planning.model_refusals import UndividedContext, UnfitModel
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +62,8 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
             "only sdpa and eager have a backward: set it to 'sdpa', or placement.trainer.gpus to 1"
         )
     source, model = _read(folder, trainer, ranks)
+    if ranks.experts is not None:
+        check_has_experts(model, ranks.experts.size)
     if source is not None:
         LanguageModel(source).check_head()
         if trainer.packing:
@@ -94,7 +103,19 @@ def _read(folder: Path, trainer: TrainerConfig, ranks: Ranks) -> tuple[Any | Non
         model = empty_model(folder, trainer.attention)
     if trainer.packing and trainer.attention == "sdpa":
         _attend_by_sequences(folder, [one for one in (source, model) if one is not None])
+    if ranks.context is not None:
+        _check_context(folder, model, ranks.context)
+    if ranks.experts is not None:
+        check_experts(model, ranks.size)
     return source, model
+
+
+def _check_context(folder: Path, model: Any, context: ContextGroup) -> None:
+    """Raise `UnfitModel` where the ranks of a context cannot divide a model's forwards."""
+    if model.config._attn_implementation != PACKED:
+        raise UndividedContext(type(model).__name__, context.size)
+    for call in attention_of(folder)[0] or ():
+        check_heads(type(model).__name__, context.size, call.heads, call.key_heads)
 
 
 def _attend_by_sequences(folder: Path, models: list[Any]) -> None:
@@ -139,10 +160,15 @@ def _offloaded(forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _placed(model: Any, source: Any | None, trainer: TrainerConfig, ranks: Ranks) -> Any:
+    if ranks.context is not None:
+        setattr(model, CONTEXT, ranks.context)
     if not trainer.sharded:
         return model.to(ranks.device)
-    whole = list(adapter_weights(model).values())
-    shard(model, ranks.mesh(), getattr(torch, trainer.compute_dtype), whole)
+    mesh, dtype = ranks.mesh(), getattr(torch, trainer.compute_dtype)
+    apart = list(adapter_weights(model).values())
+    if ranks.experts is not None:
+        apart += divide_experts(model, mesh, ranks.experts, dtype)
+    shard(model, mesh, dtype, apart)
     model.to_empty(device=ranks.device)
     remember_weights(model)
     _fill(model, source)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
+from composer_mesh.actors.models.context_parallel import context_of
+from composer_mesh.actors.models.expert_parallel import experts_of
 from composer_mesh.actors.models.policy import empty_model
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import distinct
@@ -37,7 +39,7 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
     if not isinstance(backend, TrainerBackend):
         told = f"it made a {type(backend).__name__} without the methods {', '.join(METHODS)}"
         raise CustomFunctionError(name, "", f"{told}: return a backend")
-    return UsersBackend(name, backend, config.trainer.sharded)
+    return UsersBackend(name, backend, config.trainer.sharded, ranks)
 
 
 def check_backend(section: CustomFunction) -> Callable[..., Any]:
@@ -57,8 +59,8 @@ def check_backend(section: CustomFunction) -> Callable[..., Any]:
 class UsersBackend:
     """A backend whose results are checked, with errors that say value, bound and repair."""
 
-    def __init__(self, name: str, backend: TrainerBackend, sharded: bool) -> None:
-        self._name, self._backend, self._sharded = name, backend, sharded
+    def __init__(self, name: str, backend: TrainerBackend, sharded: bool, ranks: Ranks) -> None:
+        self._name, self._backend, self._sharded, self._ranks = name, backend, sharded, ranks
 
     def model(self, folder: Path) -> Any:
         """Return the backend's model; raises for one that the trainer cannot train."""
@@ -85,6 +87,13 @@ class UsersBackend:
         if not any(weight.requires_grad for weight in model.parameters()):
             told = "no parameter of its model requires a gradient"
             raise self._error("model", f"{told}: leave some that are trained")
+        for key, asked, found in (
+            ("context_parallel", self._ranks.context, context_of(model)),
+            ("expert_parallel", self._ranks.experts, experts_of(model)),
+        ):
+            if asked is not found:
+                told = f"its model is not divided among ranks as trainer.{key} asks"
+                raise self._error("model", f"{told}: load it with super().model, or set that to 1")
         if is_sharded(model) != self._sharded:
             own, wanted = ("sharded", "none") if is_sharded(model) else ("whole", "fsdp2")
             told = f"its model is {own} but the config shards it as {wanted!r}"

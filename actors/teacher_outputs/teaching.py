@@ -179,7 +179,8 @@ def hinted_states(
     for indices in groups:
         states = language_model.hidden([views[index].teacher_ids for index in indices])
         for row, index in enumerate(indices):
-            rows[index] = states.of(row, views[index].teacher_rows)
+            own = states.rows(states.places_of(row, views[index].teacher_rows))
+            rows[index] = own.whole(own.states)
     for _ in range(forwards - language_model.forwards):
         language_model.dummy_forward()
     return torch.cat(rows) if rows else torch.empty(0)

@@ -26,6 +26,7 @@ from composer_mesh.actors.learning.replay_channel import (
     figures_of,
 )
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
+from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.models.language_model import (
     STATES,
     LanguageModel,
@@ -176,7 +177,7 @@ class FurtherChannels:
         ]
         targets = torch.tensor([target for view in views for target in view.targets])
         own = torch.cat(states).to(student.weight.dtype)
-        rows = StudentRows(student, own, targets.to(hidden.device), self.sdpo.temperature)
+        rows = StudentRows(student, Rows.all(own), targets.to(hidden.device), self.sdpo.temperature)
         output = self._teacher_output(model, rows, part)
         own_figures: Figures = defaultdict(float)
         with torch.autocast(hidden.device.type, enabled=False):

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.models.ranks import Division
 from composer_mesh.actors.models.rendezvous import Meeting
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
@@ -210,10 +211,11 @@ class TrainerRanks:
             await self._rendezvous_at(Path(folder) / "ranks")
 
     async def _rendezvous_at(self, rendezvous: Meeting) -> None:
-        size = len(self.all)
+        size, trainer = len(self.all), self._config.trainer
+        divided = Division(trainer.context_parallel, trainer.expert_parallel)
         await together(
             *(
-                self._call(one, "connect", rank, size, rendezvous, self._longest_wait_s)
+                self._call(one, "connect", rank, size, rendezvous, self._longest_wait_s, divided)
                 for rank, one in enumerate(self.all)
             )
         )

@@ -78,7 +78,7 @@ class MeshTraining:
                 batch,
                 minibatches(batch, trainer.updates_per_batch, trainer.epochs),
                 trainer.microbatch_tokens,
-                len(ranks),
+                len(ranks) // trainer.context_parallel,
                 trainer.packing,
                 trainer.sharing,
             )

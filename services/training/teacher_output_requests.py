@@ -26,9 +26,9 @@ ASKED = 2
 
 @dataclass(frozen=True)
 class Request:
-    """One teacher's part of one microbatch of one trainer rank."""
+    """One teacher's part of one microbatch of one share: that of a trainer rank, or a context."""
 
-    rank: int
+    share: int
     microbatch: int
     part: int
     views: list[HintedView]
@@ -43,6 +43,7 @@ class StepWork:
         self._asks_student = asks_the_student(config.sdpo)
         self._has_own_head = config.sdpo.has_own_head
         self._step, self._ranks, self._deadline_s = step, ranks, deadline_s
+        self._context = config.trainer.context_parallel
 
     async def bring_head(self, teacher: SpawnedActor) -> None:
         """Transfer the teachers' own output head to the ranks, if they have one."""
@@ -76,10 +77,15 @@ class StepWork:
         """Notify a rank that no more teacher outputs of this step will arrive."""
         await rank.call("lose_teacher_outputs", self._step, reason, deadline_s=self._deadline_s)
 
+    def _ranks_of(self, request: Request) -> Sequence[SpawnedActor]:
+        """Return the ranks that compute a share: of a context all get the same output."""
+        first = request.share * self._context
+        return self._ranks[first : first + self._context]
+
     async def _teacher_output(self, teacher: SpawnedActor, request: Request) -> TeacherOutputHandle:
         choice: Any = None
         if self._asks_student:
-            choice = await self._ranks[request.rank].call(
+            choice = await self._ranks_of(request)[0].call(
                 "student_choice",
                 self._step,
                 request.microbatch,
@@ -99,13 +105,18 @@ class StepWork:
         left: list[Request],
     ) -> None:
         try:
-            await self._ranks[request.rank].call(
-                "take_teacher_output",
-                self._step,
-                request.microbatch,
-                request.part,
-                handle,
-                deadline_s=self._deadline_s,
+            await asyncio.gather(
+                *(
+                    rank.call(
+                        "take_teacher_output",
+                        self._step,
+                        request.microbatch,
+                        request.part,
+                        handle,
+                        deadline_s=self._deadline_s,
+                    )
+                    for rank in self._ranks_of(request)
+                )
             )
             left.remove(request)
         finally:
@@ -124,12 +135,12 @@ def requests_for(
     idle.
     """
     found: list[tuple[int, Request]] = []
-    for rank, plan in enumerate(plans):
+    for share, plan in enumerate(plans):
         wanted = [(i, m) for i, m in enumerate(plan.microbatches) if m.views]
         for turn, (index, microbatch) in enumerate(wanted):
             views = [batch.views[place] for place in microbatch.views]
-            part = (teacher + turn + rank) % teachers
+            part = (teacher + turn + share) % teachers
             run = split_views(views, teachers)[part]
             if len(run):
-                found.append((index, Request(rank, index, part, views[run.start : run.stop])))
-    return [request for _, request in sorted(found, key=lambda one: (one[0], one[1].rank))]
+                found.append((index, Request(share, index, part, views[run.start : run.stop])))
+    return [request for _, request in sorted(found, key=lambda one: (one[0], one[1].share))]

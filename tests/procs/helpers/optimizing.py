@@ -64,17 +64,40 @@ def rowless(ranks: Ranks, folder: Path) -> bool:
     return differed and runs.equal(runs.complete(written), runs.complete(read))
 
 
+def muon_differs(ranks: Ranks) -> float:
+    """By how much Muon of sharded rows, of ranks without any too, differs from that of matrices."""
+    shapes = [(8, 6), (6, 8), (1, 5), (7, 3), (3, 16)]
+    torch.manual_seed(0)
+    wholes = {f"layers.{n}.w": nn.Parameter(torch.randn(one)) for n, one in enumerate(shapes)}
+    mesh = ranks.mesh()
+    rows = {
+        name: nn.Parameter(distribute_tensor(one.detach(), mesh, [Shard(0)]))
+        for name, one in wholes.items()
+    }
+    trainer = runs.config(optimizer="muon").trainer
+    optimizers = [optimizers_of(trainer, one)[0] for one in (wholes, rows)]
+    for _ in range(3):
+        for name, one in wholes.items():
+            one.grad = torch.randn(one.shape)
+            rows[name].grad = distribute_tensor(one.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    found = runs.complete(rows)
+    return max(float((found[name] - one).abs().max()) for name, one in wholes.items())
+
+
 def both(rank: int, rendezvous: Path, folder: Path, steps: list[StepBatch], root: Path) -> None:
     """What each of two processes does, in the same order; the results lie in `root` then."""
     torch.set_num_threads(1)
     ranks = Ranks.connect(rank, 2, rendezvous, 60.0)
     found: dict[str, Any] = {}
-    for optimizer in ("adamw", "adamw_8bit"):
+    for optimizer in ("adamw", "adamw_8bit", "muon"):
         for offload in OFFLOADS:
             config = runs.config(optimizer=optimizer, optimizer_offload=offload, ranks=2)
             name, alone = (name_of(optimizer, count, offload) for count in (2, 1))
             found[name] = saved(config, folder, ranks, steps, root / name)
             found[f"{name} again"] = resumed(config, folder, ranks, steps[2:], root / name)
             found[f"{name} from one"] = resumed(config, folder, ranks, steps[2:], root / alone)
+    found["muon"] = muon_differs(ranks)
     found["rowless"] = rowless(ranks, root / "rowless")
     torch.save(found, root / f"rank-{rank}.pt")

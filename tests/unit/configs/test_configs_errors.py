@@ -209,6 +209,51 @@ BROKEN = {
         ["trainer.prefix_sharing=true", "trainer.compile=true"],
         ["every layer would be compiled several times", "set compile or prefix_sharing to false"],
     ),
+    "contexts that do not divide the ranks": (
+        ["trainer.ranks=3", "trainer.context_parallel=2", "trainer.packing=true"],
+        ["context_parallel is 2 but ranks is 3", "set ranks to a multiple of 2"],
+    ),
+    "a context of rows apart": (
+        ["trainer.ranks=2", "trainer.context_parallel=2"],
+        ["context_parallel is 2 but packing is False", "set packing to True"],
+    ),
+    "a context of shared prefixes": (
+        [
+            *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
+            "trainer.prefix_sharing=true",
+        ],
+        ["context_parallel is 2 but prefix_sharing is True", "set prefix_sharing to False"],
+    ),
+    "a context with another attention": (
+        [
+            *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
+            "trainer.attention=eager",
+        ],
+        ["context_parallel is 2 but attention is 'eager'", "set attention to 'sdpa'"],
+    ),
+    "a context of compiled layers": (
+        [
+            *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
+            "trainer.compile=true",
+        ],
+        ["context_parallel is 2 but compile is True", "set compile to False"],
+    ),
+    "heads that no context divides": (
+        ["trainer.ranks=3", "trainer.context_parallel=3", "trainer.packing=true"],
+        ["context_parallel is 3 but policy.heads is 4", "set policy.heads to a multiple of 3"],
+    ),
+    "experts that do not divide the ranks": (
+        ["trainer.ranks=3", "trainer.expert_parallel=2"],
+        ["expert_parallel is 2 but ranks is 3", "set ranks to a multiple of 2"],
+    ),
+    "experts of complete copies": (
+        ["trainer.ranks=2", "trainer.expert_parallel=2", "trainer.sharding=none"],
+        ["expert_parallel is 2 but sharding is 'none'", "set sharding to 'fsdp2'"],
+    ),
+    "experts of compiled layers": (
+        ["trainer.ranks=2", "trainer.expert_parallel=2", "trainer.compile=true"],
+        ["expert_parallel is 2 but compile is True", "set compile to False"],
+    ),
     "context beyond a microbatch": (
         ["trainer.microbatch_tokens=100"],
         ["microbatch_tokens is 100", "max_context is 384", "to 384 or more"],

@@ -138,6 +138,24 @@ def test_long_contexts_fit_by_the_sums_that_the_guide_makes_by_hand(
     assert needs < host.gpu_memory_gb
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "by_hand"),
+    [
+        ("qwen3-8b-64k", ["context_parallel=4", "packing=true"], 47.5),
+        ("qwen3-coder", ["expert_parallel=16"], 63.6),
+        ("qwen3-coder", ["expert_parallel=16", "context_parallel=4", "packing=true"], 40.6),
+    ],
+)
+def test_divided_positions_and_experts_take_what_the_guide_sums_by_hand(
+    name: str, changes: list[str], by_hand: float, problems: Path
+) -> None:
+    overrides = [*own(name, problems), *(f"trainer.{one}" for one in changes)]
+    config = load_config(preset(name), overrides, model_later=True)
+    needs = total(memory_of("trainer", config, sizes_of(config.policy)).gpu) / GB
+    assert needs == pytest.approx(by_hand, rel=0.1)
+    assert f"{by_hand} |" in (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
+
+
 def test_the_32b_preset_leaves_no_gpu_idle(
     problems: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

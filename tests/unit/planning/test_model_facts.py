@@ -35,6 +35,11 @@ WINDOW = replace(
 )
 EMBEDDED = {"generator": {"engine": "embedded"}}
 VLLM = {"generator": {"engine": "vllm"}}
+CONTEXT = {
+    "trainer": {"ranks": 8, "context_parallel": 8, "packing": True},
+    "policy": {"path": "model"},
+}
+EXPERTS = {"trainer": {"ranks": 4, "expert_parallel": 2}}
 
 
 def lora(*targets: str) -> dict[str, Any]:
@@ -89,6 +94,27 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
             "has layers of mamba, but prefixes are shared .* set trainer.prefix_sharing to false",
         ),
         (
+            replace(FACTS, attention=(replace(PLAIN, heads=4, key_heads=4),) * 2),
+            {**VLLM, **CONTEXT},
+            "context_parallel is 8 but .* 4 heads of queries and 4 of keys, .* one of 1, 2, 4$",
+        ),
+        (
+            replace(FACTS, attention=(replace(PLAIN, heads=16, key_heads=3),) * 2),
+            {**VLLM, **CONTEXT},
+            "16 heads of queries and 3 of keys, .* set it to one of 1$",
+        ),
+        (
+            replace(FACTS, attention=(PLAIN,)),
+            {**VLLM, **CONTEXT},
+            "cannot have trainer.context_parallel = 8: some of its layers .*: set it to 1",
+        ),
+        (FACTS, {**VLLM, **EXPERTS}, "expert_parallel is 2 but .* has no layers whose experts"),
+        (
+            replace(FACTS, experts=(9,)),
+            {**VLLM, **EXPERTS},
+            "9 experts in a layer, which 4 ranks .* set trainer.ranks to one of 3, 9, or",
+        ),
+        (
             WINDOW,
             {**VLLM, "trainer": {"activation_checkpointing": True}},
             "no list of 2 decoder layers",
@@ -110,6 +136,14 @@ def test_nothing_of_the_embedded_engine_is_said_where_vllm_serves(
     facts: ModelFacts, build_config: Any
 ) -> None:
     check_model_fits(facts, build_config(**VLLM))
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (16, 8), (32, 4), (8, 1)])
+def test_ranks_divide_heads_and_divide_or_repeat_those_of_keys(
+    heads: int, key_heads: int, build_config: Any
+) -> None:
+    call = replace(PLAIN, heads=heads, key_heads=key_heads)
+    check_model_fits(replace(FACTS, attention=(call,) * 2), build_config(**VLLM, **CONTEXT))
 
 
 def test_a_teacher_needs_positions_for_the_policys_conversations(build_config: Any) -> None:

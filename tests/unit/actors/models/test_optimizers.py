@@ -31,7 +31,7 @@ from composer_mesh.services.checks.accepting import startable
 pytest.importorskip("torchao", exc_type=ModuleNotFoundError)
 
 NAMES = ("adamw", "adamw_8bit", "muon")
-SHARDED = [("adamw", "fsdp2"), ("adamw_8bit", "fsdp2"), *((name, "none") for name in NAMES)]
+SHARDED = [(name, sharding) for sharding in ("fsdp2", "none") for name in NAMES]
 
 
 @pytest.fixture(scope="module")

@@ -294,11 +294,6 @@ def test_muon_gets_the_matrices_of_layers_alone(build_config: Any, build_model: 
     assert len(adamw.param_groups[0]["params"]) == len(weights) - len(of_muon)
 
 
-def test_muon_is_refused_for_sharded_weights(build_config: Any) -> None:
-    with pytest.raises(ValidationError, match="optimizer is 'muon', which needs whole matrices"):
-        build_config(trainer={"optimizer": "muon", "ranks": 2})
-
-
 @pytest.mark.parametrize("lora", [None, ADAPTED])
 def test_offloaded_inputs_of_layers_change_no_gradient(
     build_config: Any, folder: Path, lora: Any, peft: Any

@@ -15,10 +15,12 @@ from repository import ROOT
 from step_batches import batch_of, weights_of
 
 from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.context_parallel import ContextGroup
+from composer_mesh.actors.models.expert_parallel import ExpertGroup
 from composer_mesh.actors.models.optimizer_state import UnsupportedState
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.users_backend import check_backend
+from composer_mesh.actors.models.users_backend import check_backend, make_backend
 from composer_mesh.configs.custom_function import CustomFunction
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.services.checks.custom_functions import check_custom_functions
@@ -27,6 +29,7 @@ OWN = "composer_mesh:TorchBackend"
 USERS = '''
 import torch
 from composer_mesh import TorchBackend
+from composer_mesh.actors.models.policy import load_model
 
 
 class With(TorchBackend):
@@ -76,6 +79,11 @@ class NoModel(TorchBackend):
 class Raises(TorchBackend):
     def model(self, folder):
         return 1 / 0
+
+
+class Whole(TorchBackend):
+    def model(self, folder):
+        return load_model(folder)
 
 
 class Half(TorchBackend):
@@ -253,6 +261,22 @@ def test_a_backend_that_cannot_be_trained_is_refused_when_it_is_loaded(
     with pytest.raises(CustomFunctionError, match=REFUSED[name]) as refused:
         learner(f"users_backends:{name}")
     assert f"custom function 'users_backends:{name}'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "group"),
+    [("context", ContextGroup(0, 2, None)), ("experts", ExpertGroup(2, 1, None, None))],
+)
+def test_a_backend_that_does_not_divide_its_model_among_ranks_is_refused(
+    learner: Any, build_config: Any, folder: Path, place: str, group: Any
+) -> None:
+    learner("users_backends:Whole")  # without groups it may be whole
+    backend = {"import_path": "users_backends:Whole"}
+    ranks = Ranks()
+    setattr(ranks, place, group)
+    told = f"model: its model is not divided among ranks as trainer.{place.rstrip('s')}_parallel"
+    with pytest.raises(CustomFunctionError, match=told):
+        make_backend(build_config(trainer={"backend": backend}), ranks).model(folder)
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused_after_the_first_step(learner: Any) -> None:

@@ -16,6 +16,7 @@ from step_batches import batch_of, nearby, weights_of
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
 from composer_mesh.actors.models import policy
+from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.ranks import Ranks
@@ -105,7 +106,7 @@ def test_the_loss_is_that_to_the_other_models_distribution_over_the_students_ids
     output = TeacherOutput(teacher.teacher_output(views), teacher.head())
     states = torch.randn(sum(len(view.targets) for view in views), 32, requires_grad=True)
     targets = torch.tensor([target for view in views for target in view.targets])
-    own = StudentRows(LanguageModel(student), states, targets, 1.0)
+    own = StudentRows(LanguageModel(student), Rows.all(states), targets, 1.0)
     found = SdpoChannel(config.sdpo, config.run.steps).loss(own, output, normalizer=len(targets))
     with torch.no_grad():
         other = LanguageModel(model)
@@ -133,7 +134,7 @@ def test_every_output_of_another_model_trains_the_student_with_a_finite_loss(
     teacher = TeacherModel(bigger(padding), config.sdpo, 4096, vocabulary=rows)
     states = torch.randn(sum(len(view.targets) for view in views), 32, requires_grad=True)
     targets = torch.tensor([target for view in views for target in view.targets])
-    own = StudentRows(LanguageModel(student), states, targets, 1.0)
+    own = StudentRows(LanguageModel(student), Rows.all(states), targets, 1.0)
     found = teacher.teacher_output(views, own.top_k(500))
     output = TeacherOutput(found, teacher.head() if teacher_output == "hidden" else None)
     loss = SdpoChannel(config.sdpo, config.run.steps).loss(own, output, normalizer=len(targets))

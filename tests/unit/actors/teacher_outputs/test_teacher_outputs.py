@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from composer_mesh.actors.learning.sdpo_channel import StudentRows
+from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import (
     Head,
@@ -123,7 +124,7 @@ def test_topk_of_the_students_choice_is_about_the_students_entries() -> None:
 def test_the_student_chooses_its_own_most_likely_entries(build_model: Any) -> None:
     model = LanguageModel(build_model(1))
     hidden = model.hidden([[5, 7, 9, 11]]).computed.detach()
-    rows = StudentRows(model, hidden, torch.zeros(4, dtype=torch.long), 1.0)
+    rows = StudentRows(model, Rows.all(hidden), torch.zeros(4, dtype=torch.long), 1.0)
     expected = (hidden @ model.weight.T).topk(3, dim=-1).indices
     assert torch.equal(rows.top_k(3).long(), expected)
     assert rows.top_k(3).dtype == torch.int32

@@ -87,13 +87,25 @@ def test_requests_come_in_the_order_in_which_the_ranks_will_need_them() -> None:
     """By microbatch: ranks of a sharded model are never further apart than one of them."""
     uneven = hinted.batch([BUDGET] * 5, [hinted.view(f"t{n}") for n in (0, 1, 2, 4)])
     found = requests_for(0, uneven, plans(uneven, 2), 1)
-    asked = [(one.rank, one.microbatch) for one in found]
+    asked = [(one.share, one.microbatch) for one in found]
     wanted = [
         [(rank, index) for index, micro in enumerate(plan.microbatches) if micro.views]
         for rank, plan in enumerate(plans(uneven, 2))
     ]
     assert sorted(asked) == sorted(wanted[0] + wanted[1])
     assert asked == sorted(asked, key=lambda one: (one[1], one[0]))
+
+
+async def test_the_ranks_of_a_context_get_each_output_that_is_computed_once(
+    build_config: Any,
+) -> None:
+    ring = Ring(settings := config(build_config, context=2), ranks=[3, 3])
+    (teacher,) = await ring.begin()
+    await training(ring, settings).train(batch())
+    assert len(ring.of("teacher_output")) == teacher.served == 3
+    for rank in ring.ranks:
+        assert rank.taken == [(n, 0, ((f"t{n}", 0),)) for n in range(3)]
+    assert teacher.held == set()
 
 
 @pytest.mark.parametrize("teachers", [1, 2, 3])

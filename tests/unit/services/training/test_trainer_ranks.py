@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fake_ranks import MEETING, FakeHost
 
+from composer_mesh.actors.models.ranks import Division
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.planning.placement_errors import NoCapacity
 from composer_mesh.services.pool.process_placement import ProcessPlacement
@@ -38,6 +39,17 @@ async def test_all_ranks_are_replaced_and_load_the_checkpoint_of_the_same_policy
         connect, load = actor.heard
         assert connect[0] == "connect"
         assert load[2:] == (Path("policy"), Path("step-3"))
+
+
+async def test_ranks_hear_how_they_are_divided_while_they_can_meet(
+    host: FakeHost, build_config: Any
+) -> None:
+    trainer = {"ranks": 4, "context_parallel": 2, "expert_parallel": 4, "packing": True}
+    ranks = TrainerRanks(build_config(trainer=trainer), host, lambda _: ProcessPlacement())  # type: ignore[arg-type]
+    await ranks.start()
+    await ranks.load(Path("policy"))
+    for actor in host.actors:
+        assert actor.heard[0][-1] == Division(context=2, experts=4)
 
 
 async def test_one_rank_meets_nobody(host: FakeHost, build_config: Any) -> None:

@@ -1,0 +1,102 @@
+"""Ranks that divide the positions of each forward train what one rank trains alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import contexts
+import pytest
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.services.pool.process_placement import ProcessPlacement
+from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.step import MeshTraining
+
+BOUND = 1e-5
+APART = ("divided keys", "repeated keys")
+"""Cases that four ranks train, as two contexts of two."""
+
+
+class World:
+    """The policies, and what one rank, two and four ranks made of the same steps."""
+
+    def __init__(self, root: Path) -> None:
+        torch.set_num_threads(1)
+        self.root = root
+        models = contexts.write_policies(root)
+        self.steps = steps = {name: contexts.batches(model) for name, model in models.items()}
+        self.one = {case: contexts.trained(case, root, Ranks(), steps) for case in contexts.CASES}
+        self.lost = contexts.lost(root, Ranks(), steps, at=0)
+        multiprocessing.set_forkserver_preload(["contexts"])
+        self.ranks: dict[int, list[dict[str, Any]]] = {}
+        for size, cases in ((2, [*contexts.CASES]), (4, [*APART])):
+            work = (size, 2, cases, root, steps)
+            start_processes(contexts.every, work, nprocs=size, start_method="forkserver")
+            self.ranks[size] = [
+                torch.load(root / f"rank-{rank}-of-{size}.pt", weights_only=False)
+                for rank in range(size)
+            ]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("contexts"))
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert float((found[name] - one).abs().max()) < BOUND, name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", contexts.CASES)
+def test_ranks_that_divide_positions_make_the_losses_gradients_and_weights_of_one(
+    world: World, case: str, size: int
+) -> None:
+    if size == 4 and case not in APART:
+        pytest.skip("four ranks train other cases")
+    alone = world.one[case]
+    assert float(max(one.abs().max() for one in alone["gradients"].values())) > 0.01
+    for rank in world.ranks[size]:
+        same(rank[case]["gradients"], alone["gradients"])
+        same(rank[case]["last"], alone["last"])
+        for two, one in zip(rank[case]["metrics"], alone["metrics"], strict=True):
+            off = {name for name, value in one.items() if value is None}
+            assert off == {name for name, value in two.items() if value is None}
+            found, expected = ({n: m[n] for n in m if n not in off} for m in (two, one))
+            assert found == pytest.approx(expected, rel=BOUND, abs=BOUND)
+    first = alone["metrics"][0]
+    assert {"loss/policy", "loss/sdpo", "loss/replay"} <= {n for n, v in first.items() if v}
+
+
+def test_a_rank_that_loses_its_signals_lets_its_context_train_without_them(world: World) -> None:
+    for rank in world.ranks[2]:
+        assert [one.get("sdpo/lost_steps") for one in rank["lost"]["metrics"]] == [1, None]
+        same(rank["lost"]["last"], world.lost["last"])
+
+
+async def test_processes_of_a_context_train_a_step_as_one_rank_does(
+    world: World, host: MeshHost
+) -> None:
+    case, kept = "divided keys", list[TurnDivergences]()
+    config = contexts.config(case, world.root, ranks=2, context=2)
+    ranks = TrainerRanks(config, host, lambda _: ProcessPlacement())
+    await ranks.start()
+    await ranks.load(world.root / case)
+    training = MeshTraining(config, lambda: ranks.all, None, lambda _, found: kept.extend(found))
+    metrics = await training.train(step := world.steps[case][0])
+    alone = world.one[case]["metrics"][0]
+    losses = [name for name in alone if name.startswith("loss/")]
+    assert [metrics[name] for name in losses] == pytest.approx(
+        [alone[name] for name in losses], rel=BOUND, abs=BOUND
+    )
+    assert sorted((one.trace_id, one.turn) for one in kept) == sorted(
+        (view.trace_id, view.turn) for view in step.views
+    )
