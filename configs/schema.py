@@ -255,6 +255,30 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _agreement_is_known(self) -> Self:
+        followers = {
+            "sdpo.alpha_schedule": self.sdpo.on and self.sdpo.alpha_schedule.by,
+            "replay.beta_schedule": self.replay.on and self.replay.beta_schedule.by,
+        }
+        for name, by in followers.items():
+            if by == "agreement" and not self.replay.on:
+                raise ValueError(
+                    f"{name}.by is 'agreement' but replay.beta is 0, so no teacher is asked: set "
+                    "replay.beta above 0, or by to 'success' or 'steps'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _update_shares_are_possible(self) -> Self:
+        least = (self.sdpo.min_update_share or 0) + (self.replay.min_update_share or 0)
+        if least >= 1:
+            raise ValueError(
+                f"sdpo.min_update_share and replay.min_update_share add up to {least:g}, which "
+                "leaves the policy nothing: lower them to less than 1 together"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _islands_play_different_prompts(self) -> Self:
         if self.islands.on and self.islands.world_size > 1 and self.data.curriculum is not None:
             raise ValueError(
