@@ -51,7 +51,7 @@ def ablate_command(
     write_page(report, output)
     for setting in settings_of(report):
         console.print(report_table(setting))
-        for line in notes(setting | {"usd_per_hour": usd_per_hour}):
+        for line in notes(setting, usd_per_hour):
             tell(line)
     tell(f"everything: {output / REPORT_FILE}")
     tell(f"page: {output / PAGE_FILE}")

@@ -60,7 +60,8 @@ def _draw_panel(axes: Axes, title: str, settings: list[Mapping[str, Any]], key: 
             continue
         at, ends = [value for value, _ in points], [point["interval_95"] for _, point in points]
         means = [point["mean"] for _, point in points]
-        axes.fill_between(at, *zip(*ends, strict=True), color=COLORS[arm], alpha=0.1, linewidth=0)
+        low, high = zip(*ends, strict=True)
+        axes.fill_between(at, low, high, color=COLORS[arm], alpha=0.1, linewidth=0)
         axes.plot(at, means, color=COLORS[arm], marker="o", linewidth=2, label=TITLES[arm])
     axes.set_ylim(-0.02, 1.02)
     axes.set_xlabel(key, color=INK)

@@ -32,7 +32,7 @@ def page_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if report.get("difficulty") is not None:
         yield from _by_difficulty(report)
     for setting in settings_of(report):
-        yield from _setting(setting | {"usd_per_hour": report.get("usd_per_hour")})
+        yield from _setting(setting, report.get("usd_per_hour"))
 
 
 def _by_difficulty(report: Mapping[str, Any]) -> Iterator[str]:
@@ -60,7 +60,7 @@ def _last(arm: Mapping[str, Any]) -> str:
     return f"{100 * point['mean']:.1f} % ({low:.0f} to {high:.0f})"
 
 
-def _setting(report: Mapping[str, Any]) -> Iterator[str]:
+def _setting(report: Mapping[str, Any], usd_per_hour: float | None) -> Iterator[str]:
     name = report["setting"]
     if name:
         yield f"## {name}"
@@ -74,7 +74,7 @@ def _setting(report: Mapping[str, Any]) -> Iterator[str]:
         ["step", *(TITLES[arm] for arm in report["arms"])],
         [*step_rows(report), *summary_rows(report)],
     )
-    for line in notes(report):
+    for line in notes(report, usd_per_hour):
         yield f"- {line}"
     yield ""
 

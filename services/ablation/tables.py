@@ -65,7 +65,7 @@ def summary_rows(report: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def notes(report: Mapping[str, Any]) -> Iterator[str]:
+def notes(report: Mapping[str, Any], usd_per_hour: float | None = None) -> Iterator[str]:
     """Yield notes on the table: the method, and runs that are not included."""
     yield (
         f"seeds {', '.join(map(str, report['seeds']))}; "
@@ -80,7 +80,7 @@ def notes(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "a point: of success from the first to the last evaluation, sums over seeds; tokens are "
         "those of the policy loss, seconds those of steps, dollars those of teachers, hint writers "
-        "and judges" + _priced(report)
+        "and judges" + _priced(usd_per_hour)
     )
     for run in report["runs"]:
         if run["state"] != "finished":
@@ -88,9 +88,8 @@ def notes(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"not in the table: {run['arm']}, seed {run['seed']} {run['state']}{reason}"
 
 
-def _priced(report: Mapping[str, Any]) -> str:
-    price = report.get("usd_per_hour")
-    return "" if price is None else f", and of the machine at ${price:g} an hour"
+def _priced(usd_per_hour: float | None) -> str:
+    return "" if usd_per_hour is None else f", and of the machine at ${usd_per_hour:g} an hour"
 
 
 def _share(estimate: Mapping[str, Any] | None) -> str:

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import struct
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_ablations import FakeRuns
 from repository import ROOT
 from rich.console import Console
 
@@ -24,9 +24,7 @@ from composer_mesh.services.ablation.settings import Study
 from composer_mesh.services.ablation.tables import notes, report_table
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.directory.status import RunStatus, newest_live_run, write_status
-from composer_mesh.services.store.writing import RunStore
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 Settings = dict[str, Any]
@@ -39,36 +37,6 @@ def settings_of(config: Config) -> Settings:
         "replay.beta": config.replay.beta,
         "eval.every": config.eval.every,
     }
-
-
-@dataclass
-class FakeRuns:
-    """Trains by writing what a run writes; success rises faster with every channel that is on."""
-
-    ends: dict[int, int] = field(default_factory=dict)
-    """The exit status of the n-th run that is asked for, where it is not 0."""
-    trained: list[Path] = field(default_factory=list)
-    resumed: list[Path] = field(default_factory=list)
-
-    def __call__(self, config: Config, place: Path, resumed: Any = None) -> int:
-        self.trained.append(place)
-        if resumed is not None:
-            self.resumed.append(place)
-        code = self.ends.get(len(self.trained), 0)
-        with RunStore(place, config) as store:
-            store.add_event("run_started")
-            for step in range(0, config.run.steps + 1, config.eval.every):
-                if code and step == config.run.steps:
-                    break
-                store.add_evaluation(Evaluation(step, success(config, step), 20))
-            if code:
-                store.add_event("run_failed" if code == 1 else "run_stopped", "", "trainer died")
-        return code
-
-
-def success(config: Config, step: int) -> float:
-    channels = config.sdpo.on + config.replay.on
-    return min(1.0, 0.2 + 0.1 * step * (1 + channels) + 0.05 * config.run.seed)
 
 
 @pytest.fixture(scope="module")
