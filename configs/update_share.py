@@ -23,6 +23,11 @@ class UpdateShare(Section):
     max_update_share: UpperShare | None = None
     """Share to which the channel's gradient is lowered if it is larger."""
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the channel's share has a bound."""
+        return self.min_update_share is not None or self.max_update_share is not None
+
     @model_validator(mode="after")
     def _a_share_is_possible(self) -> Self:
         low, high = self.min_update_share, self.max_update_share

@@ -95,7 +95,8 @@ class Training:
     pass; `trainable`: number of parameters with optimizer state; `frozen_bytes`: bytes of a
     parameter in all frozen copies; `longest`: longest row if attention needs a mask, else 0;
     `scored`: whether attention makes all its scores at once; `offloaded`: whether the inputs of
-    checkpointed layers wait in host memory; `optimizer_offload`: whether its state does.
+    checkpointed layers wait in host memory; `optimizer_offload`: whether its state does;
+    `gradients`: sets of them, one for each channel where shares of an update are measured.
     """
 
     ranks: int
@@ -111,6 +112,7 @@ class Training:
     on_gpu: bool = False
     optimizer: OptimizerName = "adamw"
     optimizer_offload: bool = False
+    gradients: int = 1
 
 
 def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
@@ -142,7 +144,7 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
     )
     return (
         Part("master weights", FLOAT * parameter_count(sizes) // shards),
-        Part("gradients", FLOAT * how.trainable // shards),
+        Part("gradients", how.gradients * FLOAT * how.trainable // shards),
         Part("optimizer state", 0 if how.optimizer_offload else optimizer.state),
         Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
         *max(passing, updating, key=total),  # the weights are updated when passes have ended

@@ -168,7 +168,7 @@ def update_bounds(config: Config) -> dict[str, tuple[float, float]]:
     found = {}
     for name, section in (("sdpo", config.sdpo), ("replay", config.replay)):
         low, high = section.min_update_share, section.max_update_share
-        if section.on and (low is not None or high is not None):
+        if section.on and section.is_bounded:
             found[name] = (FREE[0] if low is None else low, FREE[1] if high is None else high)
     return found
 
