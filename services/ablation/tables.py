@@ -57,7 +57,7 @@ def summary_rows(report: Mapping[str, Any]) -> Rows:
     for label, name, form in (
         ("tokens a point", "tokens", ",.0f"),
         ("seconds a point", "seconds", ",.2f"),
-        ("$ a point", "usd", ",.4f"),
+        ("$ a point", "usd", ".2g"),
     ):
         found = [(arm["cost"]["per_point"] or {}).get(name) for arm in arms]
         if any(found):
