@@ -72,6 +72,10 @@ class SdpoConfig(SitesConfig, UpdateShare):
     """Running mean of sdpo/advantage_over_student, in nats, below which a step trains without the
     channel; not set always trains it. Needs advantage_sites."""
 
+    min_advantage_wins: Share | None = None
+    """Running mean of sdpo/advantage_wins below which a step trains without the channel; as
+    min_advantage, but an action at which the teacher is far worse counts like any other."""
+
     objective: Literal["none", "taid", "entropy_opd"] = "none"
     """"none": the generalized JSD; "taid": a target that moves from student to teacher over the
     run; "entropy_opd": forward KL where the teacher's entropy is high, else reverse KL."""
@@ -151,11 +155,13 @@ class SdpoConfig(SitesConfig, UpdateShare):
 
     @model_validator(mode="after")
     def _the_advantage_can_be_measured(self) -> Self:
-        if self.min_advantage is not None and self.advantage_sites == 0:
-            raise ValueError(
-                f"min_advantage is {self.min_advantage} but advantage_sites is 0, so no advantage "
-                "is ever measured: set advantage_sites to 1 or more, or remove min_advantage"
-            )
+        for name in ("min_advantage", "min_advantage_wins"):
+            least = getattr(self, name)
+            if least is not None and self.advantage_sites == 0:
+                raise ValueError(
+                    f"{name} is {least} but advantage_sites is 0, so no advantage is ever "
+                    f"measured: set advantage_sites to 1 or more, or remove {name}"
+                )
         if self.advantage_sites and self.teacher_output == "topk":
             raise ValueError(
                 f"advantage_sites is {self.advantage_sites} but teacher_output is 'topk', which "
@@ -183,6 +189,11 @@ class SdpoConfig(SitesConfig, UpdateShare):
     def on(self) -> bool:
         """Whether the channel is active in the run."""
         return self.alpha > 0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the channel trains only while the hinted teacher is the better one."""
+        return self.min_advantage is not None or self.min_advantage_wins is not None
 
     @property
     def has_own_actors(self) -> bool:

@@ -76,6 +76,9 @@ class ChannelGradients:
         self._bounds = update_bounds(config)
         self._channels = [POLICY, *(name for name in ("sdpo", "replay") if on(config, name))]
         self._apart: dict[str, Gradients] | None = None
+        if self._bounds or self._every:
+            # What is compiled later gives its buffers away in the backward, unless it is told.
+            torch._functorch.config.donated_buffer = False
 
     def measures(self, step: int) -> bool:
         """Whether the updates of a step (0-based) are measured: all of them if there are bounds."""

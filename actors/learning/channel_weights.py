@@ -5,7 +5,7 @@ from typing import Any
 
 from composer_mesh.actors.learning.running_means import RunningMeans
 from composer_mesh.actors.learning.schedules import channel_weight
-from composer_mesh.actors.learning.teacher_advantage import ADVANTAGE
+from composer_mesh.actors.learning.teacher_advantage import ADVANTAGE, WINS
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 
@@ -35,6 +35,7 @@ class ChannelWeights:
                 "success": batch.success,
                 "agreement": batch.agreement,
                 "advantage": figures.get(ADVANTAGE),
+                "advantage_wins": figures.get(WINS),
             }
         )
         return found
@@ -49,15 +50,24 @@ class ChannelWeights:
 
     def _teaches(self) -> bool:
         """Whether the teacher's running advantage lets the SDPO channel train; unknown, it does."""
-        least, known = self._config.sdpo.min_advantage, self._means["advantage"]
-        return least is None or known is None or known >= least
+        for name, least in self._bounds().items():
+            known = self._means[name]
+            if known is not None and known < least:
+                return False
+        return True
+
+    def _bounds(self) -> dict[str, float]:
+        """Return the lowest running means with which the SDPO channel trains."""
+        sdpo = self._config.sdpo
+        found = {"advantage": sdpo.min_advantage, "advantage_wins": sdpo.min_advantage_wins}
+        return {name: least for name, least in found.items() if least is not None}
 
     def _metrics(self) -> dict[str, float]:
         sdpo, replay = self._config.sdpo, self._config.replay
-        gated = sdpo.on and sdpo.min_advantage is not None
-        used = ["advantage"] if gated else []
+        gated = sdpo.on and sdpo.is_gated
+        used = list(self._bounds()) if sdpo.on else []
         used += [sdpo.alpha_schedule.by] if sdpo.on else []
         used += [replay.beta_schedule.by] if replay.on else []
-        known = {name: self._means[name] for name in (*FOLLOWED, "advantage") if name in used}
+        known = {name: self._means[name] for name in dict.fromkeys(used) if name != "steps"}
         found = {f"running/{name}": value for name, value in known.items() if value is not None}
         return found | ({"sdpo/gate": float(self._teaches())} if gated else {})

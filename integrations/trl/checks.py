@@ -23,6 +23,7 @@ OF_RUNS = (
     "advantage_sites",
     "right_action",
     "min_advantage",
+    "min_advantage_wins",
     "min_update_share",
     "max_update_share",
 )

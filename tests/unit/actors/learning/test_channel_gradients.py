@@ -36,7 +36,6 @@ SPLITS: dict[str, dict[str, Any]] = {
     "small": {"microbatch_tokens": 64},
     "packed": {"packing": True, "microbatch_tokens": 128},
     "shared": {"prefix_sharing": True, "microbatch_tokens": 256},
-    "recomputed": {"activation_checkpointing": True},
 }
 
 
@@ -161,25 +160,29 @@ def ranks() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True])
-def test_shares_and_bounded_steps_are_the_same_sharded(
+WAYS: dict[str, dict[str, Any]] = {
+    "sharded": {"sharding": "fsdp2"},
+    "sharded, shared": {"sharding": "fsdp2", "prefix_sharing": True},
+    "sharded, recomputed": {"sharding": "fsdp2", "activation_checkpointing": True},
+    "recomputed": {"activation_checkpointing": True},
+    "offloaded": {"activation_checkpointing": True, "activation_offload": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shares_and_bounded_steps_are_the_same_however_they_are_computed(
     build_config: Any,
     build_model: Any,
     tokenizer: Any,
     ranks: Ranks,
     tmp_path: Path,
-    prefix_sharing: bool,
+    way: str,
 ) -> None:
     student = build_model(1)
     save_policy(student, tokenizer, tmp_path / "policy")
 
-    def trained(sharding: str) -> tuple[list[dict[str, Any]], Any]:
-        trainer = {
-            "lr": 1e-2,
-            "sharding": sharding,
-            "microbatch_tokens": 512,
-            "prefix_sharing": prefix_sharing,
-        }
+    def trained(more: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+        trainer = {"lr": 1e-2, "sharding": "none", "microbatch_tokens": 512, **more}
         sdpo = {**ALL_ON["sdpo"], "placement": "inline", "min_update_share": 0.4}
         config = build_config(trainer=trainer, sdpo=sdpo, replay=ALL_ON["replay"])
         learner = Learner(config, tmp_path / "policy", ranks)
@@ -188,12 +191,12 @@ def test_shares_and_bounded_steps_are_the_same_sharded(
         figures = [learner.train(one, learner.own_teacher_outputs(one)) for one in batches]
         return figures, {name: local(one) for name, one in learner.export().items()}
 
-    (whole, whole_weights), (sharded, weights) = trained("none"), trained("fsdp2")
-    names = [name for name in whole[0] if name.startswith(("update/", "loss/", "policy/grad"))]
+    (plain, plain_weights), (found, weights) = trained({}), trained(WAYS[way])
+    names = [name for name in plain[0] if name.startswith(("update/", "loss/", "policy/grad"))]
     assert len([name for name in names if name.startswith("update/")]) == 7
-    for one, other in zip(whole, sharded, strict=True):
+    for one, other in zip(plain, found, strict=True):
         assert {n: other[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-4)
-    assert largest_change(whole_weights, weights) < 1e-4
+    assert largest_change(plain_weights, weights) < 1e-4
 
 
 def test_a_run_with_bounds_a_gate_and_a_followed_success_is_resumed_to_the_same_bits(

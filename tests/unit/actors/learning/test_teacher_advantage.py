@@ -155,3 +155,15 @@ def test_running_means_are_corrected_for_their_beginning_and_survive_a_checkpoin
     again = RunningMeans()
     again.load_state_dict(means.state_dict())
     assert again["success"] == means["success"]
+
+
+def test_a_gate_on_wins_counts_how_often_and_not_how_much(build_config: Any) -> None:
+    weights = weights_for(build_config, sdpo={**MEASURED, "min_advantage_wins": 0.5})
+    empty = StepBatch(0, [], [], [])
+    weights.finish_step(empty, {ADVANTAGE: -50.0, WINS: 0.8})
+    assert weights.of(1)[0] == 0.5
+    assert weights.finish_step(empty, {ADVANTAGE: 3.0, WINS: 0.1}) == {
+        "running/advantage_wins": pytest.approx(0.8),
+        "sdpo/gate": 1.0,
+    }
+    assert weights.of(2)[0] == 0
