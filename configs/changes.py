@@ -31,7 +31,14 @@ SAFE = (
     *((f"trainer.{key}", NUMERICS) for key in ("ranks", "threads", "sharding", "attention")),
     *(
         (f"trainer.{key}", NUMERICS)
-        for key in ("microbatch_tokens", "packing", "prefix_sharing", "compile", "*_parallel")
+        for key in (
+            "microbatch_tokens",
+            "packing",
+            "prefix_sharing",
+            "compile",
+            "update_share_every",
+            "*_parallel",
+        )
     ),
     ("trainer.activation_checkpointing", NUMERICS),
     ("trainer.optimizer_offload", PLACES),
@@ -90,7 +97,7 @@ UNSAFE = (
 )
 """Reasons to refuse other keys; the first matching pattern applies."""
 
-SCHEDULED = "learning rate or target move with the length of the run, so past steps would be others"
+SCHEDULED = "rate, weights or target move with the length of the run, so past steps would be others"
 Rule = Callable[[Config, Config], tuple[bool, str]]
 
 
@@ -137,6 +144,8 @@ def _judged(key: str, before: Config, after: Config) -> tuple[bool, str]:
 
 def _steps(before: Config, _: Config) -> tuple[bool, str]:
     moves = before.trainer.lr_schedule != "constant" or before.sdpo.objective == "taid"
+    for schedule in (before.sdpo.alpha_schedule, before.replay.beta_schedule):
+        moves = moves or (schedule.decay != "constant" and schedule.by == "steps")
     return (False, SCHEDULED) if moves else (True, "the run is longer or shorter")
 
 

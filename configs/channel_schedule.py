@@ -11,10 +11,21 @@ Decay = Literal["constant", "linear", "cosine"]
 
 
 class ChannelSchedule(Section):
-    """A channel's weight over the steps of a run: it warms up to its peak, and then decays."""
+    """A channel's weight over a run: it warms up to its peak, and then decays."""
 
     decay: Decay = "constant"
-    """Decay of the weight from its peak to the end of the run."""
+    """Decay of the weight from its peak to the end of the run, or to `end` of what it follows."""
+
+    by: Literal["steps", "success", "agreement"] = "steps"
+    """What the decay follows. "steps": those of the run; "success": the running share of rollouts
+    that succeed; "agreement": the running share of queried states at which the teachers' majority
+    does what the student did."""
+
+    start: Share = 0.0
+    """Success or agreement from which on the weight falls."""
+
+    end: Share = 1.0
+    """Success or agreement at which the weight has reached min_ratio."""
 
     warmup_steps: CountOrZero = 0
     """Steps over which the weight rises from 0 to its peak."""
@@ -28,5 +39,24 @@ class ChannelSchedule(Section):
             raise ValueError(
                 f"min_ratio is {self.min_ratio} but decay is 'constant', which never falls: set "
                 "decay to 'linear' or 'cosine'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_it_follows_has_a_range(self) -> Self:
+        if self.by == "steps" and (self.start, self.end) != (0.0, 1.0):
+            raise ValueError(
+                f"start is {self.start} and end is {self.end} but by is 'steps', which reads "
+                "neither: set by to 'success' or 'agreement', or remove both"
+            )
+        if self.by != "steps" and self.decay == "constant":
+            raise ValueError(
+                f"by is {self.by!r} but decay is 'constant', which never falls: set decay to "
+                "'linear' or 'cosine'"
+            )
+        if self.start >= self.end:
+            raise ValueError(
+                f"start is {self.start} but end is {self.end}, and the weight falls between them: "
+                "set start below end"
             )
         return self

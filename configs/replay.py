@@ -18,15 +18,21 @@ from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.teachers import TeacherConfig, check_costs, check_names
+from composer_mesh.configs.update_share import UpdateShare
 
 MOST_TEACHERS = 100
+PairWeight = Literal["none", "margin"]
 
 
-class ReplayConfig(WeightedPreferenceConfig):
+class ReplayConfig(WeightedPreferenceConfig, UpdateShare):
     """Preference pairs from teachers that agree with each other and disagree with the student."""
 
     beta_schedule: ChannelSchedule = Field(default_factory=ChannelSchedule)
     """How beta changes over the run; beta is its peak."""
+
+    weight_pairs_by: PairWeight = "none"
+    """Weight of each pair in the loss. "none": the same for all; "margin": by how many of the
+    queried teachers the chosen action leads the next one, as a share."""
 
     actors: Processes = 2
     """Number of teacher-replay actors that query in parallel."""

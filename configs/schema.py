@@ -255,6 +255,53 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _agreement_is_known(self) -> Self:
+        followers = {
+            "sdpo.alpha_schedule": self.sdpo.on and self.sdpo.alpha_schedule.by,
+            "replay.beta_schedule": self.replay.on and self.replay.beta_schedule.by,
+        }
+        for name, by in followers.items():
+            if by == "agreement" and not self.replay.on:
+                raise ValueError(
+                    f"{name}.by is 'agreement' but replay.beta is 0, so no teacher is asked: set "
+                    "replay.beta above 0, or by to 'success' or 'steps'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _update_shares_are_possible(self) -> Self:
+        least = (self.sdpo.min_update_share or 0) + (self.replay.min_update_share or 0)
+        if least >= 1:
+            raise ValueError(
+                f"sdpo.min_update_share and replay.min_update_share add up to {least:g}, which "
+                "leaves the policy nothing: lower them to less than 1 together"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _divided_updates_are_not_measured(self) -> Self:
+        """Shares of an update and compared actions are of whole gradients and whole positions."""
+        trainer, sdpo, replay = self.trainer, self.sdpo, self.replay
+        divided = {
+            name: size
+            for name in ("context_parallel", "expert_parallel")
+            if (size := getattr(trainer, name)) > 1
+        }
+        measured = {
+            "trainer.update_share_every": trainer.update_share_every > 0,
+            "a share of sdpo's update": sdpo.is_bounded,
+            "a share of replay's update": replay.is_bounded,
+            "sdpo.advantage_sites": "context_parallel" in divided and sdpo.advantage_sites > 0,
+        }
+        for what in (name for name, on in measured.items() if on and divided):
+            name, size = next(iter(divided.items()))
+            raise ValueError(
+                f"{what} is set but trainer.{name} is {size}, where ranks have parts of a "
+                f"sequence's gradient: remove it, or set trainer.{name} to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_are_known_when_groups_finish(self) -> Self:
         if self.schedule.dynamic_sampling and self.late_rewards.on:
             raise ValueError(

@@ -10,8 +10,10 @@ from pydantic import Field, model_validator
 from composer_mesh.configs.base import (
     Concurrent,
     Cores,
+    CountOrZero,
     FilePath,
     NotNegative,
+    Number,
     Positive,
     Processes,
     Section,
@@ -20,6 +22,10 @@ from composer_mesh.configs.base import (
 from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.configs.policy import ModelSizes
+from composer_mesh.configs.update_share import UpdateShare
+
+Sites = Literal["all", "first", "surprise"]
+RightAction = Literal["success", "no_error"]
 
 FIXED = ("frozen", "model")
 """Teachers whose weights never change."""
@@ -36,7 +42,24 @@ class TeacherModelConfig(Section):
     the folder exists; validated against the folder once it does."""
 
 
-class SdpoConfig(Section):
+class SitesConfig(Section):
+    """Error sites that are hinted, and right actions at which the hinted teacher is compared."""
+
+    sites: Sites = "all"
+    """Order of the error sites of a step. "all": round-robin over the rollouts; "first": only the
+    earliest of each rollout; "surprise": those first whose tokens were the least likely when they
+    were sampled."""
+
+    advantage_sites: CountOrZero = 0
+    """Maximum number of right actions per optimizer step at which the hinted teacher is compared
+    with the student, for sdpo/advantage_over_student; 0 compares none."""
+
+    right_action: RightAction = "success"
+    """Which action of a sibling in the same context counts as a right one. "success": one without
+    error in a rollout that succeeded; "no_error": any one without error."""
+
+
+class SdpoConfig(SitesConfig, UpdateShare):
     """Distillation at error sites from a teacher that sees a hint."""
 
     alpha: NotNegative = 0.0
@@ -44,6 +67,14 @@ class SdpoConfig(Section):
 
     alpha_schedule: ChannelSchedule = Field(default_factory=ChannelSchedule)
     """How alpha changes over the run; alpha is its peak."""
+
+    min_advantage: Number | None = None
+    """Running mean of sdpo/advantage_over_student, in nats, below which a step trains without the
+    channel; not set always trains it. Needs advantage_sites."""
+
+    min_advantage_wins: Share | None = None
+    """Running mean of sdpo/advantage_wins below which a step trains without the channel; as
+    min_advantage, but an action at which the teacher is far worse counts like any other."""
 
     objective: Literal["none", "taid", "entropy_opd"] = "none"
     """"none": the generalized JSD; "taid": a target that moves from student to teacher over the
@@ -123,6 +154,23 @@ class SdpoConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_advantage_can_be_measured(self) -> Self:
+        for name in ("min_advantage", "min_advantage_wins"):
+            least = getattr(self, name)
+            if least is not None and self.advantage_sites == 0:
+                raise ValueError(
+                    f"{name} is {least} but advantage_sites is 0, so no advantage is ever "
+                    f"measured: set advantage_sites to 1 or more, or remove {name}"
+                )
+        if self.advantage_sites and self.teacher_output == "topk":
+            raise ValueError(
+                f"advantage_sites is {self.advantage_sites} but teacher_output is 'topk', which "
+                "lacks the log-probs of right actions that are not among its entries: set "
+                "teacher_output to 'hidden', 'full' or 'sampled', or advantage_sites to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _teacher_model_fits_the_kind(self) -> Self:
         if self.teacher == "model" and self.teacher_model is None:
             raise ValueError(
@@ -141,6 +189,11 @@ class SdpoConfig(Section):
     def on(self) -> bool:
         """Whether the channel is active in the run."""
         return self.alpha > 0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the channel trains only while the hinted teacher is the better one."""
+        return self.min_advantage is not None or self.min_advantage_wins is not None
 
     @property
     def has_own_actors(self) -> bool:

@@ -100,6 +100,10 @@ class TrainerConfig(Section):
     epochs: Count = 1
     """Times that a step trains on its batch, each time with all of its updates."""
 
+    update_share_every: CountOrZero = 0
+    """Steps between two in which each channel's share of the gradient is measured, with a backward
+    for each channel instead of one for all; 0 measures it only where a share is bounded."""
+
     packing: bool = False
     """Whether several sequences share a row of a microbatch, which reduces padding."""
 

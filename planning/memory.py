@@ -98,7 +98,8 @@ class Training:
     longest row if attention needs a mask, else 0; `scored`: whether attention makes all its scores
     at once; `offloaded`: whether the inputs of checkpointed layers wait in host memory;
     `optimizer_offload`: whether its state does; `context`: ranks that divide the positions;
-    `experts_over`: ranks that divide a layer's experts.
+    `experts_over`: ranks that divide a layer's experts; `gradients`: sets
+    of them, one for each channel where shares of an update are measured.
     """
 
     ranks: int
@@ -116,6 +117,7 @@ class Training:
     optimizer_offload: bool = False
     context: int = 1
     experts_over: int = 1
+    gradients: int = 1
 
 
 def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
@@ -150,7 +152,7 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
     )
     return (
         Part("master weights", FLOAT * parameter_count(sizes) // shards),
-        Part("gradients", FLOAT * how.trainable // shards),
+        Part("gradients", how.gradients * FLOAT * how.trainable // shards),
         Part("optimizer state", 0 if how.optimizer_offload else optimizer.state),
         Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
         *max(passing, updating, key=total),  # the weights are updated when passes have ended

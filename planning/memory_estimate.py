@@ -141,6 +141,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         ranks=trainer.ranks,
         tokens=-(-trainer.microbatch_tokens // trainer.context_parallel),
         trainable=_adapters(sizes, lora) if lora else whole,
+        gradients=_gradient_sets(config),
         number=number_of(trainer.compute_dtype),
         sharded=trainer.sharded,
         checkpointing=trainer.activation_checkpointing,
@@ -295,3 +296,11 @@ _MODELS: dict[str, Callable[[Config, ModelSizes], _Model]] = {
     "sdpo_teacher": _sdpo_teacher,
     "reference": _reference,
 }
+
+
+def _gradient_sets(config: Config) -> int:
+    """Return how many sets of gradients an update holds: one a channel where it is measured."""
+    sections = (config.sdpo, config.replay)
+    bounded = any(one.on and one.is_bounded for one in sections)
+    measured = bounded or config.trainer.update_share_every > 0
+    return 1 + sum(one.on for one in sections) if measured else 1

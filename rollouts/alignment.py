@@ -5,7 +5,7 @@ the turn that failed, followed by the same action ids. All sequences are built f
 tokenized. A row is the position whose logits predict the next id.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from composer_mesh.rollouts.traces import Trace
 
@@ -16,7 +16,11 @@ class MisalignedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HintedView:
-    """One error site as token sequences of the student and of the teacher."""
+    """One error site as token sequences of the student and of the teacher.
+
+    A `compared` view trains nothing: its action is a right one, at which the hinted teacher and the
+    student are compared.
+    """
 
     trace_id: str
     turn: int
@@ -24,6 +28,7 @@ class HintedView:
     student_rows: list[int]
     teacher_rows: list[int]
     targets: list[int]
+    compared: bool = False
 
     @property
     def offset(self) -> int:
@@ -71,4 +76,21 @@ def aligned_view(
         student_rows=student_rows,
         teacher_rows=[row + len(hint_ids) for row in student_rows],
         targets=list(action),
+    )
+
+
+def compared_view(view: HintedView, trace_id: str, action: list[int]) -> HintedView:
+    """Return the view of a right action in the contexts of a view, where another trace has it.
+
+    The other trace has read the same ids up to the same turn, so the student's rows are its own.
+    """
+    first, hinted = view.student_rows[0], view.teacher_rows[0]
+    return replace(
+        view,
+        trace_id=trace_id,
+        teacher_ids=view.teacher_ids[: hinted + 1] + action,
+        student_rows=list(range(first, first + len(action))),
+        teacher_rows=list(range(hinted, hinted + len(action))),
+        targets=list(action),
+        compared=True,
     )

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from composer_mesh.configs.hints import HintsConfig
-from composer_mesh.rollouts.alignment import HintedView, hinted_view
+from composer_mesh.configs.replay import PairWeight
+from composer_mesh.configs.sdpo import SitesConfig
+from composer_mesh.rollouts.alignment import HintedView, compared_view, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.error_sites import ordered_sites, right_sibling
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.hint_counts import HintCounts
-from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written, rounds
+from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
-from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.pairs import PreferencePair, teachers_margin
 from composer_mesh.rollouts.traces import Trace
 
 Advantage = float | list[float]
@@ -53,7 +56,7 @@ class PairSample:
     """A preference pair as ids: one context with a chosen and a rejected answer.
 
     `reference` holds the summed log-probs of the chosen and the rejected answer under the frozen
-    policy.
+    policy. `weight` multiplies the pair's loss.
     """
 
     pair_id: str
@@ -61,6 +64,7 @@ class PairSample:
     chosen_ids: list[int]
     rejected_ids: list[int]
     reference: tuple[float, float] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,9 @@ class StepBatch:
     """Data of one optimizer step. `views` belong to samples of the same batch, in a fixed order.
 
     `hints` counts the outcomes of the hints; it is None if the SDPO channel is off. `sequences` and
-    `action_tokens` count the skipped samples too.
+    `action_tokens` count the skipped samples too. `success` is the share of the step's rollouts
+    that succeeded, `agreement` that of the states at which the teachers' majority did what the
+    student did; None where there were none.
     """
 
     step: int
@@ -101,6 +107,8 @@ class StepBatch:
     pairs: list[PairSample]
     hints: HintCounts | None = None
     skipped: Skipped = Skipped()
+    success: float | None = None
+    agreement: float | None = None
 
     @property
     def version(self) -> int:
@@ -130,7 +138,12 @@ class StepBatch:
 
     @property
     def sdpo_tokens(self) -> int:
-        return sum(len(view.targets) for view in self.views)
+        return sum(len(view.targets) for view in self.trained_views)
+
+    @property
+    def trained_views(self) -> list[HintedView]:
+        """The views that are distilled, without those that are only compared."""
+        return [view for view in self.views if not view.compared]
 
     def counts(self) -> BatchCounts:
         """Count the batch; takes time in proportion to its tokens."""
@@ -183,7 +196,7 @@ def without_zero_advantages(
 
 @dataclass(frozen=True, slots=True)
 class HintedSites:
-    """Hinted error sites of a step, with the outcome counts of all hints."""
+    """Hinted error sites of a step, then compared ones, with the outcome counts of all hints."""
 
     views: list[HintedView]
     counts: HintCounts
@@ -203,25 +216,52 @@ def hinted_sites(
     config: HintsConfig | None = None,
     written: Mapping[Place, Written] | None = None,
     templates: HintTemplates = TEMPLATES,
+    choice: SitesConfig | None = None,
 ) -> HintedSites:
     """Return the first `limit` hinted turns of the traces, as the student and the teacher see them.
 
     Hints that contain the verified answer and hinted contexts longer than `max_context` are
-    refused; the turn's next hint is tried instead. Turns are taken round-robin over the traces, so
-    that one trace with many errors does not fill the step. `written` maps places to texts of a hint
-    writer.
+    refused; the turn's next hint is tried instead. Turns are taken in the order of `choice`, unless
+    stated round-robin over the traces, so that one trace with many errors does not fill the step.
+    `written` maps places to texts of a hint writer.
     """
+    choice = choice or SitesConfig()
     sources = hint_sources(chat, answer_of, config or HintsConfig(), written or {}, templates)
     groups = by_group(traces)
     found = HintedSites([], HintCounts())
-    for trace, turn in rounds(traces, lambda trace: sources.turns(trace, groups[trace.group_id])):
+    compared: dict[Place, HintedView] = {}
+    for trace, turn in ordered_sites(
+        traces, lambda trace: sources.turns(trace, groups[trace.group_id]), choice.sites
+    ):
         if len(found.views) >= limit:
             break
         hints = sources.hints(trace, turn, groups[trace.group_id], found.counts)
         view = _view(trace, hints, chat, max_context, found.counts)
-        if view is not None:
-            found.views.append(view)
+        if view is None:
+            continue
+        found.views.append(view)
+        if len(compared) < choice.advantage_sites:
+            other = _compared(view, trace, groups[trace.group_id], choice, max_context)
+            if other is not None:
+                compared.setdefault((other.trace_id, other.turn), other)
+    own = {(view.trace_id, view.turn) for view in found.views}
+    found.views.extend(view for place, view in compared.items() if place not in own)
     return found
+
+
+def _compared(
+    view: HintedView,
+    trace: Trace,
+    group: Sequence[Trace],
+    choice: SitesConfig,
+    max_context: int,
+) -> HintedView | None:
+    """Return the view of a right action of the group in a view's contexts; None if none fits."""
+    sibling = right_sibling(trace, view.turn, group, choice.right_action)
+    if sibling is None:
+        return None
+    found = compared_view(view, sibling.trace_id, sibling.turns[view.turn].action_ids)
+    return found if len(found.teacher_ids) <= max_context else None
 
 
 def hint_sources(
@@ -258,12 +298,23 @@ def _view(
 
 
 def pair_samples(
-    pairs: Sequence[PreferencePair], chat: ChatFormat, max_context: int
+    pairs: Sequence[PreferencePair],
+    chat: ChatFormat,
+    max_context: int,
+    weight: PairWeight = "none",
 ) -> list[PairSample]:
-    """Convert pairs to ids, encoding the chosen text once; drop pairs longer than `max_context`."""
+    """Convert pairs to ids, encoding the chosen text once; drop pairs longer than `max_context`.
+
+    With the weight "margin" each pair weighs what the teachers' margin is.
+    """
     samples = [
         PairSample(
-            p.pair_id, p.context_ids, chat.action(p.chosen_text), p.rejected_ids, p.reference
+            p.pair_id,
+            p.context_ids,
+            chat.action(p.chosen_text),
+            p.rejected_ids,
+            p.reference,
+            teachers_margin(p) if weight == "margin" else 1.0,
         )
         for p in pairs
     ]

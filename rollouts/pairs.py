@@ -1,5 +1,6 @@
 """Data types of the replay channel: states, teacher replies and preference pairs."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -152,6 +153,24 @@ class PreferencePair:
     usd_known: bool
     reference: tuple[float, float] | None = None
     provenance: Provenance = field(default_factory=Provenance)
+
+
+def teachers_margin(pair: PreferencePair) -> float:
+    """Return by how many of the queried teachers the chosen action leads the next one.
+
+    (votes for it - votes for the runner-up) / teachers asked, above 0 and at most 1. Teachers that
+    did not answer count in the denominator only. A pair of an older run has no single votes; all
+    others then count as one runner-up.
+    """
+    others = [
+        (voice.kind, voice.action)
+        for voice in pair.provenance.voices
+        if not voice.with_majority and voice.kind in ("call", "number", "words")
+    ]
+    runner_up = max(Counter(others).values(), default=0)
+    if not pair.provenance.voices:
+        runner_up = pair.votes - len(pair.teachers)
+    return (len(pair.teachers) - runner_up) / pair.asked
 
 
 _ADAPTER = TypeAdapter(PreferencePair)

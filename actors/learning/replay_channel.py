@@ -80,7 +80,8 @@ class ReplayChannel:
         self, answers: "_Answers", pairs: Sequence[PairSample], normalizer: int
     ) -> PreferenceLoss:
         config = self._config
-        shared: dict[str, Any] = {"normalizer": normalizer, "weights": answers.pair_weights()}
+        weights = _weighted(answers.pair_weights(), pairs, answers.logprobs)
+        shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
         chosen, rejected = answers.sums(config.ld_alpha)
         if config.loss == "simpo":
             return simpo_loss(
@@ -214,6 +215,14 @@ def _of_side(model: LanguageModel, pair: PairSample, ids: list[int]) -> tuple[Hi
     context = len(pair.context_ids)
     mask = torch.arange(1, len(ids), device=model.device)[None] >= context
     return model.hidden([ids]), mask
+
+
+def _weighted(weights: Tensor | None, pairs: Sequence[PairSample], like: Tensor) -> Tensor | None:
+    """Return weights [B] times those of the pairs themselves; None if all are 1."""
+    if all(pair.weight == 1 for pair in pairs):
+        return weights
+    own = torch.tensor([pair.weight for pair in pairs], dtype=like.dtype, device=like.device)
+    return own if weights is None else weights * own
 
 
 def _sides(values: Tensor) -> Sides:

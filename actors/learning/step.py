@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.learning.channel_gradients import ChannelGradients, ChannelLosses
+from composer_mesh.actors.learning.channel_weights import ChannelWeights
 from composer_mesh.actors.learning.mixture_losses import MixtureLosses
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import (
@@ -22,7 +24,6 @@ from composer_mesh.actors.learning.replay_channel import (
     figures_of,
 )
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.schedules import channel_weight
 from composer_mesh.actors.learning.sdpo_channel import (
     SdpoChannel,
     StudentRows,
@@ -30,6 +31,7 @@ from composer_mesh.actors.learning.sdpo_channel import (
     by_turn,
 )
 from composer_mesh.actors.learning.sums import StepSums
+from composer_mesh.actors.learning.teacher_advantage import note_advantages, selected
 from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.backend import Optimizers
 from composer_mesh.actors.models.hidden_states import HiddenStates
@@ -110,8 +112,10 @@ class ThreeChannelStep:
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
         self._replay = ReplayChannel(config.replay)
+        self._weights = ChannelWeights(config)
         self._experts = MixtureLosses(config.trainer.moe)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
+        self._gradients = ChannelGradients(model, self._update.weights, config, self._ranks)
         self.divergences: list[TurnDivergences] = []
         """Those of the hinted turns that the last step trained on this rank, at their first use."""
 
@@ -122,7 +126,11 @@ class ThreeChannelStep:
 
     def figures(self) -> dict[str, Any]:
         """Return the non-tensor state for a checkpoint, as JSON values."""
-        return {"taid": self._sdpo.taid.state_dict(), "trained": self._update.trained()}
+        return {
+            "taid": self._sdpo.taid.state_dict(),
+            "channel_weights": self._weights.state_dict(),
+            "trained": self._update.trained(),
+        }
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return this rank's part of the optimizer state; shares its memory."""
@@ -132,6 +140,8 @@ class ThreeChannelStep:
         """Restore a checkpoint's state, written by any number of ranks."""
         self._update.restore(figures["trained"], optimizer_state)
         self._sdpo.taid.load_state_dict(figures["taid"])
+        # Checkpoints of versions without it are of runs whose weights follow nothing.
+        self._weights.load_state_dict(figures.get("channel_weights", {}))
 
     def view_plan(self, batch: StepBatch) -> RankPlan:
         """Return the views of this rank's microbatches, through all updates of a step."""
@@ -180,7 +190,7 @@ class ThreeChannelStep:
         norms, rate, lost = list[float](), 0.0, False
         divergences: dict[tuple[str, int], TurnDivergences] = {}
         self._policy.begin_step()
-        self._weigh_channels(batch.step)
+        self._sdpo.alpha, self._replay.beta = self._weights.of(batch.step)
         once = parts[: len(parts) // self._config.trainer.epochs]
         if self._policy.needs_start(len(parts)):
             self._before_updates(once, self._policy.remember, replayed=True)
@@ -196,7 +206,11 @@ class ThreeChannelStep:
                 done = self._accumulate(part, plans, None, first)
             divergences = {(one.trace_id, one.turn): one for one in done.divergences} | divergences
             sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums)))
-            norm, rate = self._update.apply(batch.step, nothing if norms else before_update)
+            shares = self._gradients.finish()
+            sums[-1].figures.update(shares or {})
+            norm, rate = self._update.apply(
+                batch.step, nothing if norms else before_update, summed=shares is not None
+            )
             norms.append(norm)
             self._policy.updated()
             first += _most_microbatches(plans)
@@ -229,12 +243,6 @@ class ThreeChannelStep:
                 for _ in range(left if self._sharded else 0):
                     self._model.dummy_forward()
 
-    def _weigh_channels(self, step: int) -> None:
-        """Set the channels' weights in the total of a step (0-based)."""
-        sdpo, replay, steps = self._config.sdpo, self._config.replay, self._config.run.steps
-        self._sdpo.alpha = channel_weight(sdpo.alpha, sdpo.alpha_schedule, step, steps)
-        self._replay.beta = channel_weight(replay.beta, replay.beta_schedule, step, steps)
-
     def _accumulate(
         self,
         batch: StepBatch,
@@ -248,6 +256,7 @@ class ThreeChannelStep:
         if self._sharded and self._policy.has_reference:
             one.reference = reference_rounds(batch, plans, self._sharing)
         self._update.begin()
+        self._gradients.begin(batch.step)
         if self._sharing != "off":
             one.sums.figures["tokens/unique"] += _unique_tokens(batch, plan)
         for index in range(rounds.microbatches):
@@ -259,12 +268,13 @@ class ThreeChannelStep:
                 return one  # other ranks of a sharded model would wait for the rest
         if self._config.replay.on:
             groups = pair_groups(batch.pairs, plan.pairs, self._budget)
-            for group in groups:
-                pairs = [batch.pairs[place] for place in group]
-                self._pair_loss(pairs, None, one).backward()
-            for _ in range(rounds.pairs - len(groups)):
-                self._model.dummy_forward().backward()
-            self._train_large_pairs([batch.pairs[place] for place in plan.large_pairs], one)
+            with self._gradients.of("replay"):
+                for group in groups:
+                    pairs = [batch.pairs[place] for place in group]
+                    self._pair_loss(pairs, None, one).backward()
+                for _ in range(rounds.pairs - len(groups)):
+                    self._model.dummy_forward().backward()
+                self._train_large_pairs([batch.pairs[place] for place in plan.large_pairs], one)
         if batch.skipped.sequences:
             self._count_skipped(rounds, one)
         return one
@@ -276,13 +286,14 @@ class ThreeChannelStep:
         """
         one.sums.losses.setdefault("policy", 0.0)
         if not (rounds.microbatches or rounds.pairs or rounds.large_pairs):
-            self._model.dummy_forward().backward()
+            self._gradients.backward(ChannelLosses(others=[self._model.dummy_forward()]))
 
     def _metrics(
         self, batch: StepBatch, sums: StepSums, norm: float, rate: float
     ) -> dict[str, float | None]:
         sums.figures.update(self._policy.finish_step(self._ranks))
         sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
+        sums.figures.update(self._weights.finish_step(batch, sums.figures))
         if unique := sums.figures.get("tokens/unique"):
             sums.figures["tokens/computed_over_unique"] = sums.figures["tokens/computed"] / unique
         return {
@@ -304,45 +315,48 @@ class ThreeChannelStep:
         return found
 
     def _train_microbatch(self, index: int, microbatch: Microbatch, one: _Pass) -> None:
-        """Add the gradients of a microbatch: one forward, and one backward for all channels."""
+        """Add the gradients of a microbatch: one forward, one backward unless it is measured."""
         samples, pairs = _content(one.batch, microbatch)
         own, others = [sample.ids for sample in samples], answer_sequences(pairs)
         hidden = self._model.hidden([*own, *others], [one.experts for one in samples])
         balance = self._experts.loss(self._model, samples, one.batch, one.sums.figures)
         missing = one.rounds.trained[index] - microbatch.forwards if self._sharded else 0
-        losses = [self._model.dummy_forward() for _ in range(missing)]
+        losses = ChannelLosses(hidden.computed)
+        losses.others = [self._model.dummy_forward() for _ in range(missing)]
         if balance is not None:
-            losses.append(balance)
+            losses.others.append(balance)
         if self._sharing != "off":
             one.sums.figures["tokens/dense"] += sum(map(len, [*own, *others]))
             one.sums.figures["tokens/computed"] += len(hidden.computed)
         if samples:
             part = hidden.part(slice(len(own)), max(map(len, own)))
-            losses.append(self._trace_loss(index, microbatch, samples, part, one))
+            self._trace_losses(index, microbatch, samples, part, one, losses)
         else:
             self._skip_traces(index, one)
         if pairs:
             part = hidden.part(slice(len(own), None), max(map(len, others)))
-            losses.append(self._pair_loss(pairs, part, one))
-        torch.stack(losses).sum().backward()
+            losses.replay = self._pair_loss(pairs, part, one)
+        self._gradients.backward(losses)
 
-    def _trace_loss(
+    def _trace_losses(
         self,
         index: int,
         microbatch: Microbatch,
         samples: list[PolicySample],
         hidden: HiddenStates,
         one: _Pass,
-    ) -> Tensor:
-        """Return the weighted sum of the policy and the SDPO loss of some samples."""
-        loss = self._policy.loss(self._model, samples, hidden, one.counts, one.sums.figures)
+        losses: ChannelLosses,
+    ) -> None:
+        """Set the weighted policy and SDPO losses of some samples."""
+        losses.policy = loss = self._policy.loss(
+            self._model, samples, hidden, one.counts, one.sums.figures
+        )
         self._policy.run_with_others(one.reference[index] if one.reference else 0)
         one.sums.add("policy", loss)
         sdpo = self._distil(index, microbatch, samples, hidden, one)
-        if sdpo is None:
-            return loss
-        one.sums.add("sdpo", sdpo)
-        return loss + self._sdpo.alpha * sdpo
+        if sdpo is not None:
+            one.sums.add("sdpo", sdpo)
+            losses.sdpo = self._sdpo.alpha * sdpo
 
     def _distil(
         self,
@@ -375,6 +389,13 @@ class ThreeChannelStep:
         if self._ranks.any_of_share(teacher_output is None) or teacher_output is None:
             one.source, one.lost = None, True
             return None
+        if any(view.compared for view in views):
+            compared = sum(view.compared for view in one.batch.views)
+            note_advantages(rows, teacher_output, views, compared, one.sums.figures)
+            rows, teacher_output = selected(rows, teacher_output, views, compared=False)
+            views = [view for view in views if not view.compared]
+            if not views:
+                return None
         divergences = rows.hidden.new_empty(rows.rows.count, dtype=torch.float32)
         loss = self._sdpo.loss(
             rows, teacher_output, one.counts.sdpo_tokens, one.sums.figures, divergences
@@ -386,7 +407,7 @@ class ThreeChannelStep:
         """Run the models as often as ranks that have a microbatch of this index."""
         losses = [self._model.dummy_forward() for _ in range(one.rounds.trained[index])]
         self._skip_traces(index, one)
-        torch.stack(losses).sum().backward()
+        self._gradients.backward(ChannelLosses(others=losses))
 
     def _train_large_pairs(self, pairs: Sequence[PairSample], one: _Pass) -> None:
         """Add the gradients of pairs whose sides are computed one after the other."""

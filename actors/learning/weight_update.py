@@ -49,14 +49,18 @@ class WeightUpdate:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def apply(self, step: int, before_update: Callable[[], object]) -> tuple[float, float]:
+    def apply(
+        self, step: int, before_update: Callable[[], object], summed: bool = False
+    ) -> tuple[float, float]:
         """Update the weights after `before_update` returns; return gradient norm and learning rate.
 
+        `summed` gradients are already those of all ranks.
         Raises RuntimeError for a norm that is not finite, `UnsupportedState` for an optimizer whose
         state is not of tensors.
         """
         weights = list(self._weights.values())
-        self._ranks.sum_gradients(one for one in weights if not is_dtensor(one))
+        if not summed:
+            self._ranks.sum_gradients(one for one in weights if not is_dtensor(one))
         norm = torch.nn.utils.clip_grad_norm_(
             weights, self._config.grad_clip, error_if_nonfinite=True
         )

@@ -67,6 +67,16 @@ def release(model: Any) -> None:
         model.reset_iter_state()
 
 
+def keep_head(model: Any, keep: bool) -> None:
+    """Say whether the head and all else outside of layers stays gathered after a backward.
+
+    Losses read the head outside of the forward, so that a second backward through one forward finds
+    it only if the first one kept it.
+    """
+    if is_sharded(model):
+        model.set_reshard_after_backward(not keep, recurse=False)
+
+
 def remember_weights(model: Any) -> None:
     """Store references to the weights as they are between steps, for `own_weights`.
 

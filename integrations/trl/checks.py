@@ -18,6 +18,16 @@ from composer_mesh.integrations.trl.pairs import PairSource
 
 PairLoss = WeightedPreferenceConfig
 """The preference loss and its weight `beta`."""
+OF_RUNS = (
+    "sites",
+    "advantage_sites",
+    "right_action",
+    "min_advantage",
+    "min_advantage_wins",
+    "min_update_share",
+    "max_update_share",
+)
+"""Settings of the SDPO channel that the step of a run reads, and TRL's does not."""
 WHOLE = "computes log-probs of the whole distribution"
 
 
@@ -38,6 +48,13 @@ def check_channels(sdpo: SdpoConfig, replay: PairLoss, pairs: PairSource | None)
             "sdpo.alpha_schedule changes alpha by the step of a run of composer-mesh, and TRL has "
             "another count of steps: leave it out"
         )
+    for name in OF_RUNS:
+        value = getattr(sdpo, name)
+        if value != type(sdpo).model_fields[name].default:
+            raise ValueError(
+                f"sdpo.{name} is {value!r}, which only a run of composer-mesh keeps: leave it "
+                "out, or train with composer-mesh"
+            )
     if replay.on and pairs is None:
         raise ValueError(
             f"replay.beta is {replay.beta} but there are no pairs: pass pairs=StoredPairs(...) or "

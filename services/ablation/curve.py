@@ -16,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from composer_mesh.services.ablation.plan import BASELINE
-from composer_mesh.services.ablation.report import TITLES
+from composer_mesh.services.ablation.tables import TITLES
 
 PICTURE_FILE = "ablation.png"
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"

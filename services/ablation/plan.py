@@ -1,7 +1,7 @@
 """Plan of an ablation: one config with and without its channels, over seeds, run sequentially.
 
-Finished runs are kept and the others are trained. Runs of one process share Monarch, so they never
-run concurrently.
+Finished runs are kept, half ones resumed and the others trained. Runs of one process
+share Monarch, so they never run concurrently.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
@@ -19,6 +20,7 @@ from composer_mesh.services.directory.claim import (
     set_aside,
 )
 from composer_mesh.services.directory.report import EVALUATIONS_FILE, read_evaluations
+from composer_mesh.services.directory.resume import may_be_resumed, refuse_unfit
 
 BASELINE = "neither"
 CHANNELS_OF = {
@@ -32,9 +34,14 @@ CHANNELS_OF = {
 WEIGHTS = CHANNELS_OF["both"]
 EVALUATIONS_OF_A_RUN = 10
 SIGNALLED = 128
+TARGET = 0.8
+"""Success whose steps are counted, unless another is given."""
 
-Train = Callable[[Config, Path], int]
-"""Trains one run into a directory and returns the train command's exit status."""
+Train = Callable[[Config, Path, Sequence[Change] | None], int]
+"""Trains one run into a directory and returns the train command's exit status.
+
+The changes are those with which a half run is resumed; None for a new run.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,19 +51,24 @@ class PlannedRun:
     arm: str
     seed: int
     config: Config
+    setting: str = ""
 
     @property
     def place(self) -> Path:
         """Directory of the run, relative to that of the ablation."""
-        return Path(self.arm) / f"seed-{self.seed}"
+        return Path(self.setting) / self.arm / f"seed-{self.seed}"
 
     def __str__(self) -> str:
-        return f"{self.arm}, seed {self.seed}"
+        before = f"{self.setting}, " if self.setting else ""
+        return f"{before}{self.arm}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """The planned comparison; `base` is the config before the changes of an arm."""
+    """The planned comparison of one setting; `base` is the config before the changes of an arm.
+
+    `setting` names it among several; `values` are those of the varied keys.
+    """
 
     file: Path
     overrides: tuple[str, ...]
@@ -64,6 +76,9 @@ class Ablation:
     arms: tuple[str, ...]
     seeds: tuple[int, ...]
     runs: tuple[PlannedRun, ...]
+    setting: str = ""
+    values: tuple[tuple[str, str], ...] = ()
+    target: float = TARGET
 
     @property
     def eval_every(self) -> int:
@@ -77,33 +92,58 @@ def plan_ablation(
     arms: Sequence[str] = tuple(CHANNELS_OF),
     seeds: Sequence[int] = (0, 1, 2),
     eval_every: int | None = None,
+    *,
+    setting: str = "",
+    values: Sequence[tuple[str, str]] = (),
+    target: float = TARGET,
 ) -> Ablation:
-    """Plan the runs, all arms of a seed before the next seed; raise `ConfigError`.
+    """Plan the runs of a setting, all arms of a seed before the next; raise `ConfigError`.
 
     An interrupted ablation therefore has complete seeds to compare.
     """
-    _check_choices(overrides, arms, seeds, eval_every)
+    _check_choices(overrides, arms, seeds, eval_every, target)
+    overrides = [*overrides, *(f"{key}={value}" for key, value in values)]
     base = load_config(file, overrides)
     every = eval_every or base.eval.every or max(1, base.run.steps // EVALUATIONS_OF_A_RUN)
     runs = []
     for seed in seeds:
         for arm in arms:
             _check_weights(arm, base)
-            changes = list(_changes(base, arm, seed, every))
-            runs.append(PlannedRun(arm, seed, load_config(file, [*overrides, *changes])))
-    return Ablation(file, tuple(overrides), base, tuple(arms), tuple(seeds), tuple(runs))
+            changes = list(_changes(base, arm, seed, every, setting))
+            config = load_config(file, [*overrides, *changes])
+            runs.append(PlannedRun(arm, seed, config, setting))
+    return Ablation(
+        file,
+        tuple(overrides),
+        base,
+        tuple(arms),
+        tuple(seeds),
+        tuple(runs),
+        setting,
+        tuple(values),
+        target,
+    )
 
 
-def _changes(base: Config, arm: str, seed: int, every: int) -> Iterator[str]:
-    yield f"run.name={base.run.name}-{arm}-seed-{seed}"
+def _changes(base: Config, arm: str, seed: int, every: int, setting: str) -> Iterator[str]:
+    between = f"-{setting}" if setting else ""
+    yield f"run.name={base.run.name}{between}-{arm}-seed-{seed}"
     yield f"run.seed={seed}"
     yield f"eval.every={every}"
     yield from (f"{key}=0" for key in WEIGHTS if key not in CHANNELS_OF[arm])
 
 
 def _check_choices(
-    overrides: Sequence[str], arms: Sequence[str], seeds: Sequence[int], eval_every: int | None
+    overrides: Sequence[str],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    eval_every: int | None,
+    target: float,
 ) -> None:
+    if not 0 < target <= 1:
+        raise ConfigError(
+            f"--target is {target} but must be a share of success above 0: write for example 0.8"
+        )
     if unknown := [arm for arm in arms if arm not in CHANNELS_OF]:
         raise ConfigError(
             f"--arms names {unknown[0]!r} but an arm is one of {', '.join(CHANNELS_OF)}: "
@@ -134,7 +174,7 @@ def _check_weights(arm: str, base: Config) -> None:
 
 
 def run_ablation(
-    plan: Ablation,
+    runs: Sequence[PlannedRun],
     output: Path,
     train: Train,
     tell: Callable[[str], None],
@@ -144,21 +184,38 @@ def run_ablation(
 
     A failed run does not stop the others. `publish` is called after each run.
     """
-    for number, run in enumerate(plan.runs, 1):
-        place, title = output / run.place, f"run {number} of {len(plan.runs)}: {run}"
+    for number, run in enumerate(runs, 1):
+        place, title = output / run.place, f"run {number} of {len(runs)}: {run}"
         if is_finished(place, run.config.run.steps):
             tell(f"{title}: kept, it finished earlier")
             continue
-        if aside := set_aside(place):
-            tell(f"{title}: moved an unfinished one to {aside}")
+        changes, about = _half(run, place)
+        for line in about:
+            tell(f"{title}: {line}")
         tell(title)
         with claimed(place):
-            code = train(run.config, place)
+            code = train(run.config, place, changes)
         publish()
         if code > SIGNALLED:
             tell(f"stopped at {title}: the same command goes on from here")
             return code
     return 0
+
+
+def _half(run: PlannedRun, place: Path) -> tuple[Sequence[Change] | None, list[str]]:
+    """Return with which changes a half run is resumed, None to begin anew; and what to tell of it.
+
+    A run that cannot be resumed is moved aside.
+    """
+    told = []
+    if may_be_resumed(place):
+        try:
+            return refuse_unfit(place, run.config), ["resumed where it was stopped"]
+        except RunDirectoryError as error:
+            told.append(f"begins anew: {error}")
+    if aside := set_aside(place):
+        told.append(f"moved an unfinished one to {aside}")
+    return None, told
 
 
 def is_finished(place: Path, steps: int) -> bool:
@@ -167,9 +224,9 @@ def is_finished(place: Path, steps: int) -> bool:
     return bool(evaluations) and evaluations[-1].step == steps
 
 
-def refuse_other_runs(plan: Ablation, output: Path) -> None:
+def refuse_other_runs(runs: Sequence[PlannedRun], output: Path) -> None:
     """Raise RunDirectoryError if a planned run's directory holds a run with another config."""
-    for run in plan.runs:
+    for run in runs:
         place = output / run.place
         if (place / "config.toml").exists() and (changed := _differences(run.config, place)):
             raise RunDirectoryError(

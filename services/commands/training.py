@@ -5,6 +5,7 @@ loads neither torch nor Monarch.
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.planning.mesh_layout import plan_mesh
-from composer_mesh.services.ablation.plan import plan_ablation, refuse_other_runs
+from composer_mesh.services.ablation.plan import refuse_other_runs
+from composer_mesh.services.ablation.settings import Varied, plan_study
 from composer_mesh.services.checks.accepting import (
     UsageError,
     accept,
@@ -143,34 +145,56 @@ def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 
 
 def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
-    """Accept every run of the ablation, train the unfinished ones, then print the table."""
-    plan = plan_ablation(
+    """Accept every run of the ablation, train the unfinished ones, then print the tables."""
+    study = plan_study(
         arguments.config,
         arguments.set,
         items(arguments.arms),
         numbers("--seeds", arguments.seeds),
         arguments.eval_every,
+        [Varied.parse(text) for text in arguments.vary],
+        Varied.parse(arguments.difficulty, "--difficulty") if arguments.difficulty else None,
+        arguments.target,
     )
-    refuse_an_island(plan.base, "compares runs that know nothing of each other")
-    if plan.base.cluster.remote:
-        raise UsageError(
-            f"cluster.kind is {plan.base.cluster.kind!r} but the runs of an ablation follow each "
-            "other in one process, and a worker serves one run: set cluster.kind to 'local'"
-        )
-    for run in plan.runs:
+    for setting in study.settings:
+        refuse_an_island(setting.base, "compares runs that know nothing of each other")
+        if setting.base.cluster.remote:
+            raise UsageError(
+                f"cluster.kind is {setting.base.cluster.kind!r} but the runs of an ablation follow "
+                "each other in one process, and a worker serves one run: set cluster.kind to "
+                "'local'"
+            )
+    for run in study.runs:
         accept(listed(run.config))
         startable(run.config)
-    output = arguments.output or RUNS / f"{plan.base.run.name}-ablation"
-    refuse_other_runs(plan, output)
+    first = study.settings[0]
+    output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
+    refuse_other_runs(study.runs, output)
+    from composer_mesh.services.ablation.preview import power_before, study_lines
+
+    power, price = power_before(arguments, len(first.seeds), output), _price(arguments)
+    if arguments.dry_run:
+        for line in study_lines(study, output, power):
+            print(line)
+        return 0
     with claimed(output):
         signals.hold()
         from composer_mesh.services.ablation.command import ablate_command
 
-        def one(config: Config, place: Path) -> int:
+        def one(config: Config, place: Path, resumed: Sequence[Change] | None) -> int:
             """Train one run; a signal that came when it was done ends the ablation too."""
-            return signals.status or start(listed(config), place, signals) or signals.status
+            if signals.status:
+                return signals.status
+            return start(listed(config), place, signals, resumed) or signals.status
 
-        return ablate_command(plan, output, one)
+        return ablate_command(study, output, one, power, price)
+
+
+def _price(arguments: argparse.Namespace) -> float | None:
+    price: float | None = arguments.usd_per_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise UsageError(f"--usd-per-hour is {price} but must be a price of 0 or more: correct it")
+    return price
 
 
 def prepare(output: Path, signals: CommandSignals) -> None:

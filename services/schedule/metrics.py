@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_mesh.rollouts.batches import StepBatch, by_group
+from composer_mesh.rollouts.pairs import teachers_margin
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
@@ -35,9 +36,10 @@ def step_metrics(
         "rollouts/error_sites": sum(len(trace.error_sites) for trace in traces),
         "rollouts/turns": _mean([float(len(trace.turns)) for trace in traces]),
         "rollouts/flat_groups": _flat_groups(traces),
-        "sdpo/views": len(batch.views),
+        "sdpo/views": len(batch.trained_views),
         "sdpo/refused_hints": batch.refused_hints,
         "sdpo/tokens": batch.sdpo_tokens,
+        **_compared(batch),
         **(batch.hints.metrics() if batch.hints else {}),
         "replay/pairs": len(batch.pairs),
         **replay_metrics(batch.step, taken),
@@ -56,6 +58,7 @@ def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
     """
     taken = taken or Taken([], ReplayOutcome())
     replay_outcome = taken.replay_outcome
+    margins = [teachers_margin(pair) for pair in taken.pairs]
     ages = [float(step - pair.rejected_version) for pair in taken.pairs]
     return {
         "replay/states": replay_outcome.states,
@@ -69,6 +72,8 @@ def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
         "replay/waiting": taken.waiting,
         "replay/expired": taken.expired,
         "replay/age": _mean(ages),
+        "replay/teacher_margin": _mean(margins) if margins else None,
+        "replay/agreement": replay_outcome.agreement,
         "replay/usd": replay_outcome.usd,
         "replay/usd_total": taken.usd_total,
         "replay/saved_usd": taken.saved_usd,
@@ -134,3 +139,9 @@ def _mean(values: Sequence[float]) -> float:
 def _flat_groups(traces: Sequence[Trace]) -> int:
     """Count the groups whose rewards are all equal."""
     return sum(map(equal_rewards, by_group(traces).values()))
+
+
+def _compared(batch: StepBatch) -> dict[str, int]:
+    """Return the number of right actions at which teacher and student are compared, if any."""
+    compared = len(batch.views) - len(batch.trained_views)
+    return {"sdpo/advantage_sites": compared} if compared else {}

@@ -83,7 +83,14 @@ class StepBuilder:
         """
         by_prompt, corrections = self._with_rewards(step, [group.traces for group in groups])
         pairs = taken.pairs if taken else []
-        batch = self.batcher.batch(step, by_prompt, pairs, sum_worded(groups), corrections.samples)
+        batch = self.batcher.batch(
+            step,
+            by_prompt,
+            pairs,
+            sum_worded(groups),
+            corrections.samples,
+            _agreement(taken),
+        )
         manifest = StepManifest(
             step,
             tuple(group.group_id for group in groups),
@@ -110,7 +117,12 @@ class StepBuilder:
             self.late.repeat(manifest.step, by_prompt, manifest.rewards, manifest.patience)
         taken = _taken(manifest.taken, pairs)
         batch = self.batcher.batch(
-            manifest.step, by_prompt, pairs, sum_worded(groups), corrections.samples
+            manifest.step,
+            by_prompt,
+            pairs,
+            sum_worded(groups),
+            corrections.samples,
+            _agreement(taken),
         )
         return PlannedStep(batch, _flat(by_prompt), taken, corrections, manifest.figures)
 
@@ -174,6 +186,10 @@ def _taken(figures: TakenFigures | None, pairs: Sequence[PreferencePair]) -> Tak
         figures.saved_usd,
         figures.asked,
     )
+
+
+def _agreement(taken: Taken | None) -> float | None:
+    return None if taken is None else taken.replay_outcome.agreement
 
 
 def _flat(groups: Traces) -> list[Trace]:

@@ -45,16 +45,20 @@ class Batcher:
         pairs: Sequence[PreferencePair],
         worded: WordedHints | None = None,
         corrections: Sequence[PolicySample] = (),
+        agreement: float | None = None,
     ) -> StepBatch:
         """Return the batch of a step, with the hint writer's texts where there are any.
 
-        A channel that is off gets no samples. `corrections` are samples of earlier steps' rollouts.
+        A channel that is off gets no samples. `corrections` are samples of earlier steps' rollouts;
+        `agreement` is that of the teachers' majority with the student.
         """
-        packed = pair_samples(pairs, self.chat, self.config.policy.max_context)
+        most, weight = self.config.policy.max_context, self.config.replay.weight_pairs_by
+        packed = pair_samples(pairs, self.chat, most, weight)
         sites = self._sites(groups, worded or WordedHints()) if self.config.sdpo.on else None
         views, counts = (sites.views, sites.counts) if sites else ([], None)
         samples, skipped = self._needed([*self._samples(groups), *corrections], views)
-        return StepBatch(step, samples, views, packed, counts, skipped)
+        success = _success(groups)
+        return StepBatch(step, samples, views, packed, counts, skipped, success, agreement)
 
     def _needed(
         self, samples: list[PolicySample], views: Sequence[HintedView]
@@ -79,6 +83,7 @@ class Batcher:
             self.config.sdpo.hints,
             worded.written,
             templates_of(self.task),
+            self.config.sdpo,
         )
         sites.counts.requests, sites.counts.usd = worded.requests, worded.usd
         return sites
@@ -98,3 +103,9 @@ class Batcher:
                 f"the workflow gave {stated.trace_id} turn_advantages, but {reason}, or give one "
                 "advantage"
             )
+
+
+def _success(groups: Sequence[Sequence[Trace]]) -> float | None:
+    """Return the share of rollouts that succeeded; None without any."""
+    found = [trace.success for group in groups for trace in group]
+    return sum(found) / len(found) if found else None

@@ -16,9 +16,10 @@ from pydantic import TypeAdapter
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import hint_sources
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.error_sites import ordered_sites
 from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, hint_request, tidied
-from composer_mesh.rollouts.hint_sources import Place, Written, rounds
+from composer_mesh.rollouts.hint_sources import Place, Written
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.ports import HintWriter
@@ -84,6 +85,7 @@ class HintWriting:
     ) -> None:
         self._writer, self._report = writer, report
         self._reported: set[str] = set()
+        self._sites = config.sdpo.sites
         self._limit = config.sdpo.max_sites_per_step
         self._prompts = config.schedule.prompts_per_step
         hints, templates = config.sdpo.hints, templates_of(task)
@@ -107,7 +109,7 @@ class HintWriting:
 
     def _requests(self, group: Sequence[Trace]) -> Mapping[Place, HintRequest]:
         """Return the requests for the turns whose best hint comes from the error source."""
-        places = rounds(group, lambda trace: self._sources.turns(trace, group))
+        places = ordered_sites(group, lambda trace: self._sources.turns(trace, group), self._sites)
         asked: dict[Place, HintRequest] = {}
         for trace, turn in islice(places, self._share(group[0].group_id)):
             hint = next(self._sources.hints(trace, turn, group, HintCounts()), None)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from composer_mesh.rollouts.consensus import MAJORITY, Outcome
 from composer_mesh.rollouts.pairs import PreferencePair
 
 
@@ -24,6 +25,12 @@ class ReplayOutcome:
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the states with a majority of teachers in which it did what the student did."""
+        decided = sum(self.outcomes[outcome] for outcome in MAJORITY)
+        return self.outcomes[Outcome.STUDENT_AGREES] / decided if decided else None
 
     def __iadd__(self, other: "ReplayOutcome") -> "ReplayOutcome":
         self.pairs += other.pairs

@@ -55,6 +55,9 @@ class World:
                 ranks,
                 self.steps,
             ),
+            "bounded": learning.five_steps(
+                learning.config(learning.WHOLE, **learning.BOUNDED), self.folder, ranks, self.steps
+            ),
             "lost": learning.lost(plain, self.folder, ranks, self.steps[0], at=0),
             "saved": learning.saved(plain, self.folder, ranks, self.steps, of_one),
         }
@@ -132,6 +135,36 @@ def test_several_updates_of_two_ranks_make_the_weights_of_one(world: World) -> N
     ):
         assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-5, abs=1e-5)
     assert world.one["updates"]["metrics"][0]["policy/updates"] == 4
+
+
+def test_two_ranks_measure_and_bound_the_shares_of_one(world: World) -> None:
+    expected = world.one["bounded"]
+    for rank in world.two:
+        same(rank["bounded"]["last"], expected["last"])
+        for two, one in zip(rank["bounded"]["metrics"], expected["metrics"], strict=True):
+            names = [name for name in one if name.startswith("update/")]
+            assert {n: two[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-4)
+    first = expected["metrics"][0]
+    assert first["update/share_sdpo"] >= 0.3 - 1e-6
+    assert first["update/share_replay"] <= 0.2 + 1e-6
+    assert first["update/share_replay"] > 0
+
+
+def test_a_rank_that_loses_its_signals_lets_all_measure_the_step_without_them(world: World) -> None:
+    for rank in world.two:
+        assert [one["update/share_sdpo"] > 0 for one in rank["lost bounded"]["metrics"]] == [
+            False,
+            True,
+        ]
+
+
+@needs_peft
+def test_shares_of_adapters_that_ranks_hold_whole_are_those_of_one_rank(world: World) -> None:
+    expected = learning.five_steps(
+        learning.config(learning.ADAPTED, **learning.BOUNDED), world.folder, Ranks(), world.steps
+    )
+    for rank in world.two:
+        same(rank["adapted bounded"]["last"], expected["last"])
 
 
 def test_gradients_are_sums_over_ranks_the_tied_head_among_them(world: World) -> None:

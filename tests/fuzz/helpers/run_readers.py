@@ -78,7 +78,7 @@ def compared(config: Config, run: Path) -> int:
     output = run.parents[1]
 
     def work() -> None:
-        refuse_other_runs(plan, output)
+        refuse_other_runs(plan.runs, output)
         write_report(ablation_report(plan, output), output)
 
     return _refused(work)

@@ -78,6 +78,10 @@ CORRECTED: dict[str, Any] = {
         "top_entropy_quantile": 0.5,
     }
 }
+BOUNDED: dict[str, Any] = {
+    "sdpo": {**SECTIONS["sdpo"], "min_update_share": 0.3},
+    "replay": {**SECTIONS["replay"], "max_update_share": 0.2},
+}
 ADAPTED = {"lora": {"rank": 2, "targets": ["q_proj", "up_proj"]}}
 
 
@@ -292,7 +296,9 @@ def both(
             with_prompts(steps),
         ),
         "updates": five_steps(config(SHARDED | SEVERAL, **CORRECTED), folder, ranks, steps),
+        "bounded": five_steps(config(SHARDED, **BOUNDED), folder, ranks, steps),
         "lost": lost(sharded, folder, ranks, steps[0], at=1),
+        "lost bounded": lost(config(SHARDED, **BOUNDED), folder, ranks, steps[0], at=1),
         "saved": saved(sharded, folder, ranks, steps, root / "checkpoints" / "of-two"),
         "from one": gone_on(sharded, folder, ranks, steps[2:], root / "checkpoints" / "of-one"),
         "from two": gone_on(sharded, folder, ranks, steps[2:], root / "checkpoints" / "of-two"),
@@ -304,6 +310,9 @@ def both(
             folder,
             ranks,
             with_prompts(steps, LONG_PROMPT),
+        )
+        found["adapted bounded"] = five_steps(
+            config(SHARDED | ADAPTED, **BOUNDED), folder, ranks, steps
         )
         found["adapted"] = saved(adapted, folder, ranks, steps, root / "checkpoints" / "adapted")
     torch.save(found, root / f"rank-{rank}.pt")

@@ -162,3 +162,11 @@ def test_a_step_counts_the_tokens_that_its_channels_are_divided_by(chat: ChatFor
     batch = StepBatch(0, samples, views_of(traces, chat, 9, LONG), [])
     assert batch.action_tokens == sum(trace.action_tokens() for trace in traces)
     assert batch.sdpo_tokens == sum(len(traces[0].turns[turn].action_ids) for turn in (0, 2))
+
+
+def test_pairs_weigh_the_same_unless_by_the_teachers_margin(chat: ChatFormat) -> None:
+    contested = replace(pair_of("p", 5, "Answer: 4", [3, 1]), votes=3, asked=4)
+    pairs = [contested, pair_of("q", 5, "Answer: 4", [3, 1])]
+    assert [sample.weight for sample in pair_samples(pairs, chat, LONG)] == [1.0, 1.0]
+    weighed = pair_samples(pairs, chat, LONG, "margin")
+    assert [sample.weight for sample in weighed] == [0.25, 1.0]

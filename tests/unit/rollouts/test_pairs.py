@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,12 @@ from preferences import ADD, ANSWER, answer, answers, failure, pair_of, student
 from pydantic import ValidationError
 
 from composer_mesh.rollouts.consensus import decide
-from composer_mesh.rollouts.pairs import Provenance, pair_from_json, pair_to_json
+from composer_mesh.rollouts.pairs import (
+    Provenance,
+    pair_from_json,
+    pair_to_json,
+    teachers_margin,
+)
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
@@ -45,3 +51,19 @@ def test_provenance_says_by_name_who_disagreed_with_what() -> None:
     voices = json.loads(pair_to_json(pair))["provenance"]["voices"]
     dissent = [(v["teacher"], v["action"]) for v in voices if not v["with_majority"]]
     assert dissent == [("c", "9")]
+
+
+def test_the_margin_is_the_lead_over_the_runner_up_among_all_that_were_asked() -> None:
+    other = "Answer: 9"
+    for replies, margin in (
+        (answers(ADD, ADD, ADD), 1.0),
+        (answers(ADD, ADD, other), 1 / 3),
+        ([*answers(ADD, ADD), failure("c")], 2 / 3),
+        (answers(ADD, ADD, ADD, other, "Answer: 8"), 2 / 5),
+        (answers(ADD, ADD, ADD, other, other), 1 / 5),
+    ):
+        pair = decide(student(ANSWER), replies, 2).pair
+        assert pair is not None
+        assert teachers_margin(pair) == pytest.approx(margin)
+    old = replace(pair, provenance=Provenance(), votes=3, asked=4, teachers=["a", "b"])
+    assert teachers_margin(old) == pytest.approx(1 / 4)

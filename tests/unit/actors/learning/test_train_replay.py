@@ -314,3 +314,24 @@ def test_the_reference_scores_each_pair_as_alone_however_it_is_batched(
     expected = [(float(chosen), float(rejected)) for chosen, rejected in alone]
     assert scores == [pytest.approx(pair, rel=1e-5) for pair in expected]
     assert score_pairs(LanguageModel(model), [], budget) == []
+
+
+@pytest.mark.parametrize("section", [{}, {"use_weighting": True}, {"loss": "ipo"}])
+@pytest.mark.parametrize("budget", [64, 10_000])
+def test_a_weight_multiplies_the_loss_of_its_pair_and_none_of_its_figures(
+    step_of: Callable[..., Any], rng: random.Random, section: dict[str, Any], budget: int
+) -> None:
+    weights = [1.0, 0.25, 0.5]
+    pairs, alone = pairs_of(rng, 3), list[float]()
+    _, frozen, step = step_of(section, budget)
+    with torch.no_grad():
+        pairs = scored(pairs, sides_of(frozen, pairs))
+    for pair in pairs:
+        found = step_of(section, budget)[2].run(StepBatch(0, [], [], [pair]), None)
+        alone.append(found["loss/replay"])
+    plain = step_of(section, budget)[2].run(StepBatch(0, [], [], pairs), None)
+    weighed = [replace(pair, weight=own) for pair, own in zip(pairs, weights, strict=True)]
+    found = step.run(StepBatch(0, [], [], weighed), None)
+    expected = sum(own * loss for own, loss in zip(weights, alone, strict=True)) / 3
+    assert found["loss/replay"] == pytest.approx(expected, rel=1e-4)
+    assert found["replay/margin"] == pytest.approx(plain["replay/margin"], rel=1e-4)

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import struct
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_ablations import FakeRuns
 from repository import ROOT
 from rich.console import Console
 
@@ -19,12 +19,12 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.ablation.command import ablate_command
 from composer_mesh.services.ablation.plan import Ablation, plan_ablation, refuse_other_runs
-from composer_mesh.services.ablation.report import ablation_report, notes, report_table
+from composer_mesh.services.ablation.report import ablation_report
+from composer_mesh.services.ablation.settings import Study
+from composer_mesh.services.ablation.tables import notes, report_table
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.directory.status import RunStatus, newest_live_run, write_status
-from composer_mesh.services.store.writing import RunStore
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 Settings = dict[str, Any]
@@ -37,33 +37,6 @@ def settings_of(config: Config) -> Settings:
         "replay.beta": config.replay.beta,
         "eval.every": config.eval.every,
     }
-
-
-@dataclass
-class FakeRuns:
-    """Trains by writing what a run writes; success rises faster with every channel that is on."""
-
-    ends: dict[int, int] = field(default_factory=dict)
-    """The exit status of the n-th run that is asked for, where it is not 0."""
-    trained: list[Path] = field(default_factory=list)
-
-    def __call__(self, config: Config, place: Path) -> int:
-        self.trained.append(place)
-        code = self.ends.get(len(self.trained), 0)
-        with RunStore(place, config) as store:
-            store.add_event("run_started")
-            for step in range(0, config.run.steps + 1, config.eval.every):
-                if code and step == config.run.steps:
-                    break
-                store.add_evaluation(Evaluation(step, success(config, step), 20))
-            if code:
-                store.add_event("run_failed" if code == 1 else "run_stopped", "", "trainer died")
-        return code
-
-
-def success(config: Config, step: int) -> float:
-    channels = config.sdpo.on + config.replay.on
-    return min(1.0, 0.2 + 0.1 * step * (1 + channels) + 0.05 * config.run.seed)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +118,7 @@ def test_a_channel_that_no_arm_needs_may_be_off() -> None:
 
 def test_every_run_is_trained_once_into_its_own_directory(plan: Ablation, tmp_path: Path) -> None:
     runs = FakeRuns()
-    assert ablate_command(plan, tmp_path, runs) == 0
+    assert ablate_command(Study((plan,)), tmp_path, runs) == 0
     assert runs.trained == [
         tmp_path / arm / f"seed-{seed}"
         for seed in (0, 1)
@@ -158,21 +131,21 @@ def test_an_interrupted_ablation_goes_on_where_it_was(
     status: int, plan: Ablation, tmp_path: Path
 ) -> None:
     first, second = FakeRuns(ends={3: status}), FakeRuns()
-    assert ablate_command(plan, tmp_path, first) == status
+    assert ablate_command(Study((plan,)), tmp_path, first) == status
     assert len(first.trained) == 3
     assert len(read(tmp_path)["arms"]["sdpo"]["curve"]) == 4  # what is finished is published
     assert read(tmp_path)["runs"][2]["state"] == "stopped"
-    assert ablate_command(plan, tmp_path, second) == 0
+    assert ablate_command(Study((plan,)), tmp_path, second) == 0
     assert second.trained == [tmp_path / run.place for run in plan.runs[2:]]
-    assert (tmp_path / "replay" / "seed-0.1" / "events.jsonl").exists()  # set aside, not lost
-    assert ablate_command(plan, tmp_path, FakeRuns()) == 0
+    assert second.resumed == [tmp_path / plan.runs[2].place]
+    assert ablate_command(Study((plan,)), tmp_path, FakeRuns()) == 0
 
 
 def test_a_failed_run_is_named_left_out_and_no_reason_to_stop(
     plan: Ablation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = FakeRuns(ends={2: 1})
-    assert ablate_command(plan, tmp_path, runs) == 1
+    assert ablate_command(Study((plan,)), tmp_path, runs) == 1
     assert len(runs.trained) == 8
     out = capsys.readouterr().out
     assert "not in the table: sdpo, seed 0 failed: trainer died" in out
@@ -183,20 +156,20 @@ def test_a_failed_run_is_named_left_out_and_no_reason_to_stop(
 
 
 def test_more_seeds_keep_the_earlier_ones(plan: Ablation, tmp_path: Path) -> None:
-    assert ablate_command(plan, tmp_path, FakeRuns()) == 0
+    assert ablate_command(Study((plan,)), tmp_path, FakeRuns()) == 0
     runs = FakeRuns()
     more = plan_ablation(QUICKSTART, ["run.steps=6"], seeds=(0, 1, 2), eval_every=2)
-    refuse_other_runs(more, tmp_path)
-    assert ablate_command(more, tmp_path, runs) == 0
+    refuse_other_runs(more.runs, tmp_path)
+    assert ablate_command(Study((more,)), tmp_path, runs) == 0
     assert {place.name for place in runs.trained} == {"seed-2"}
 
 
 def test_runs_of_another_config_are_never_mixed_in(plan: Ablation, tmp_path: Path) -> None:
-    ablate_command(plan, tmp_path, FakeRuns())
-    refuse_other_runs(plan, tmp_path)
+    ablate_command(Study((plan,)), tmp_path, FakeRuns())
+    refuse_other_runs(plan.runs, tmp_path)
     other = plan_ablation(QUICKSTART, ["run.steps=6", "trainer.lr=1e-4"], seeds=(0,), eval_every=2)
     with pytest.raises(RunDirectoryError, match=r"another config .*\(trainer\): ask for the same"):
-        refuse_other_runs(other, tmp_path)
+        refuse_other_runs(other.runs, tmp_path)
 
 
 def read(output: Path) -> Any:
@@ -207,7 +180,7 @@ def read(output: Path) -> Any:
 def finished(plan: Ablation, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where an ablation has ended; tests only read it."""
     output = tmp_path_factory.mktemp("ablation")
-    ablate_command(plan, output, FakeRuns())
+    ablate_command(Study((plan,)), output, FakeRuns())
     return output
 
 
@@ -232,7 +205,7 @@ def test_the_report_holds_every_evaluation_and_what_follows_from_them(report: An
 def test_the_report_is_the_same_from_the_files_alone(
     plan: Ablation, report: Any, finished: Path
 ) -> None:
-    assert ablation_report(plan, finished) == report
+    assert ablation_report(plan, finished) | {"power": "", "usd_per_hour": None} == report
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -259,7 +232,7 @@ def test_the_picture_is_a_png_whatever_has_finished(plan: Ablation, tmp_path: Pa
     for number, ends in enumerate(({}, {1: 1}, {1: 130})):
         output = tmp_path / str(number)
         output.mkdir()
-        ablate_command(plan, output, FakeRuns(ends=ends))
+        ablate_command(Study((plan,)), output, FakeRuns(ends=ends))
         head = (output / "ablation.png").read_bytes()[:24]
         assert head[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", head[16:24]) == (1350, 1125)

@@ -79,6 +79,8 @@ def test_a_step_reports_what_it_trained_on() -> None:
         "replay/waiting": 7,
         "replay/expired": 1,
         "replay/age": 0.0,
+        "replay/teacher_margin": None,
+        "replay/agreement": 0.0,
         "replay/usd": 0.25,
         "replay/usd_total": 1.5,
         "replay/saved_usd": 0.125,

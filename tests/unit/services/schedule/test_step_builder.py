@@ -41,9 +41,8 @@ def group_of(group_id: int, *rewards: float) -> Group:
 
 
 GROUPS = [[group_of(0, 1.0, 0.0), group_of(1, 0.5, 0.25)], [group_of(2, 0.0, 1.0)]]
-TAKEN = Taken(
-    [], ReplayOutcome(states=2, usd=0.1 + 0.2, outcomes=Counter(agreed=1)), 1, 2, 0.7, 0.3, 4
-)
+OUTCOMES = Counter(student_agrees=1, pair=3, tie=2)
+TAKEN = Taken([], ReplayOutcome(states=6, usd=0.1 + 0.2, outcomes=OUTCOMES), 1, 2, 0.7, 0.3, 4)
 
 
 def composer_of(
@@ -71,6 +70,8 @@ def test_steps_made_again_of_their_recipes_are_the_same(
         assert found.batch == composed.batch
         assert found.traces == composed.traces
         assert found.metrics({}) == composed.metrics({})
+    assert (first.batch.success, first.batch.agreement, second.batch.agreement) == (0, 0.25, None)
+    assert first.metrics({})["replay/agreement"] == 0.25
     assert first.metrics({})["rollouts/retried"] == 3
     assert first.metrics({})["replay/usd"] == 0.1 + 0.2
 

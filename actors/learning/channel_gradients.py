@@ -1,0 +1,198 @@
+"""Gradients of an update kept apart by channel, to measure and to bound each channel's share.
+
+An update that is not measured has one backward for all channels, as if this file were not there.
+A measured one has a backward for each channel with data in a microbatch, through one forward, and
+takes memory for the gradients of each. The total is the sum of the parts, so it differs from that
+of one backward by float32 rounding.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import is_dtensor
+from composer_mesh.actors.models.sharding import is_sharded, keep_head
+from composer_mesh.configs.schema import Config
+from composer_mesh.losses.update_shares import FREE, bounded_factors, update_shares
+
+POLICY = "policy"
+"""The channel that everything else is counted with, such as the balance of a mixture's experts."""
+
+Gradients = list[Tensor | None]
+
+
+@dataclass
+class ChannelLosses:
+    """Losses of one microbatch, weighted as they are in the total; `others` are of no channel.
+
+    `states` are those of the forward that the losses have in common.
+    """
+
+    states: Tensor | None = None
+    others: list[Tensor] = field(default_factory=list)
+    policy: Tensor | None = None
+    sdpo: Tensor | None = None
+    replay: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """Return the sum of all."""
+        traces = self.policy
+        if traces is not None and self.sdpo is not None:
+            traces = traces + self.sdpo
+        return _sum([*self.others, *(one for one in (traces, self.replay) if one is not None)])
+
+    def by_channel(self) -> dict[str, Tensor]:
+        """Return the loss of each channel that has data."""
+        with_policy = [*self.others, *([] if self.policy is None else [self.policy])]
+        found = {POLICY: _sum(with_policy)} if with_policy else {}
+        rest = {"sdpo": self.sdpo, "replay": self.replay}
+        return found | {name: loss for name, loss in rest.items() if loss is not None}
+
+    def zero(self) -> Tensor:
+        """Return a zero whose backward passes through every forward of the microbatch."""
+        states = [] if self.states is None else [self.states.sum()]
+        return 0 * _sum([*states, *self.others])
+
+
+class ChannelGradients:
+    """Owns the gradients of a model's weights from the first backward of an update to its end.
+
+    All ranks measure the same updates. Those of a sharded model run equally many backwards for
+    each channel, whatever data they have.
+    """
+
+    def __init__(
+        self, model: Any, weights: Mapping[str, Tensor], config: Config, ranks: Ranks
+    ) -> None:
+        self._model, self._ranks, self._sharded = model, ranks, is_sharded(model)
+        self._weights: Sequence[Any] = list(weights.values())
+        self._every = config.trainer.update_share_every
+        self._bounds = update_bounds(config)
+        self._channels = [POLICY, *(name for name in ("sdpo", "replay") if on(config, name))]
+        self._apart: dict[str, Gradients] | None = None
+        if self._bounds or self._every:
+            # What is compiled later gives its buffers away in the backward, unless it is told.
+            torch._functorch.config.donated_buffer = False
+
+    def measures(self, step: int) -> bool:
+        """Whether the updates of a step (0-based) are measured: all of them if there are bounds."""
+        return bool(self._bounds) or (self._every > 0 and step % self._every == 0)
+
+    def begin(self, step: int) -> None:
+        """Forget what an aborted update left; its gradients are cleared by the caller."""
+        self._apart = None
+        if self.measures(step):
+            self._apart = {name: [None] * len(self._weights) for name in self._channels}
+
+    def backward(self, losses: ChannelLosses) -> None:
+        """Add the gradients of a microbatch: with one backward, or with one for each channel."""
+        if self._apart is None:
+            losses.total().backward()
+            return
+        parts = losses.by_channel()
+        if self._sharded:
+            zero = losses.zero()
+            parts = {n: zero + parts[n] if n in parts else zero for n in self._channels}
+        left = len(parts)
+        for name, loss in parts.items():
+            left -= 1
+            keep_head(self._model, left > 0)
+            with self.of(name):
+                loss.backward(retain_graph=left > 0)
+
+    @contextmanager
+    def of(self, channel: str) -> Iterator[None]:
+        """Count the gradients of a `with` block to a channel."""
+        if self._apart is None:
+            yield
+            return
+        self._show(self._apart[channel])
+        yield
+        self._apart[channel] = [one.grad for one in self._weights]
+        self._show([None] * len(self._weights))
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, float] | None:
+        """Leave the update's gradients, summed over ranks, on the weights; return their figures.
+
+        Returns None for an update that is not measured, whose gradients are left as they are.
+        Collective. Norms that are not finite are left to the update, which refuses them.
+        """
+        if self._apart is None:
+            return None
+        norms = self._ranks.gather({name: self._summed(name) for name in self._channels})[0]
+        factors = dict.fromkeys(norms, 1.0)
+        finite = all(map(math.isfinite, norms.values()))
+        if self._bounds and finite:
+            factors = bounded_factors(norms, self._bounds)
+        parts = [(factors[name], self._apart[name]) for name in self._channels]
+        self._show([_combined(place, parts) for place in range(len(self._weights))])
+        self._apart = None
+        return self._figures(norms, factors) if finite else {}
+
+    def _summed(self, channel: str) -> float:
+        """Sum a channel's gradients over ranks, and return their norm."""
+        assert self._apart is not None
+        self._show(self._apart[channel])
+        self._ranks.sum_gradients(one for one in self._weights if not is_dtensor(one))
+        found = self._apart[channel] = [one.grad for one in self._weights]
+        self._show([None] * len(self._weights))
+        norm: Any = torch.nn.utils.get_total_norm([one for one in found if one is not None])
+        return float(norm.full_tensor() if is_dtensor(norm) else norm)
+
+    def _figures(
+        self, norms: Mapping[str, float], factors: Mapping[str, float]
+    ) -> dict[str, float]:
+        shares = update_shares({name: factors[name] * norm for name, norm in norms.items()})
+        return {
+            **{f"update/norm_{name}": norm for name, norm in norms.items()},
+            **{f"update/share_{name}": share for name, share in shares.items()},
+            **{f"update/scale_{name}": factors[name] for name in self._bounds},
+        }
+
+    def _show(self, gradients: Gradients) -> None:
+        for weights, gradient in zip(self._weights, gradients, strict=True):
+            weights.grad = gradient
+
+
+def on(config: Config, channel: str) -> bool:
+    """Whether one of the two weighted channels is active in a run."""
+    return config.sdpo.on if channel == "sdpo" else config.replay.on
+
+
+def update_bounds(config: Config) -> dict[str, tuple[float, float]]:
+    """Return the lowest and the highest share of each channel that has one."""
+    found = {}
+    for name, section in (("sdpo", config.sdpo), ("replay", config.replay)):
+        low, high = section.min_update_share, section.max_update_share
+        if section.on and section.is_bounded:
+            found[name] = (FREE[0] if low is None else low, FREE[1] if high is None else high)
+    return found
+
+
+def _combined(place: int, parts: Sequence[tuple[float, Gradients]]) -> Tensor | None:
+    """Return the sum of the channels' gradients of a weight, which takes the memory of the first.
+
+    None if no channel has one.
+    """
+    total: Tensor | None = None
+    for factor, gradients in parts:
+        gradient = gradients[place]
+        if gradient is None:
+            continue
+        if total is None:
+            total = gradient if factor == 1 else gradient.mul_(factor)
+        else:
+            total = total.add_(gradient, alpha=factor)
+        gradients[place] = None
+    return total
+
+
+def _sum(losses: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).sum()

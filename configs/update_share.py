@@ -1,0 +1,39 @@
+"""Bounds of a channel's share of an update."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import Section
+
+UpperShare = Annotated[float, Field(gt=0, le=1)]
+LowerShare = Annotated[float, Field(ge=0, lt=1)]
+
+
+class UpdateShare(Section):
+    """The share of an update that a channel may take.
+
+    A share is the norm of the channel's gradient over the sum of all channels' norms. Bounds
+    measure every update, which then has a backward for each channel.
+    """
+
+    min_update_share: LowerShare | None = None
+    """Share to which the channel's gradient is raised if it is smaller."""
+
+    max_update_share: UpperShare | None = None
+    """Share to which the channel's gradient is lowered if it is larger."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the channel's share has a bound."""
+        return self.min_update_share is not None or self.max_update_share is not None
+
+    @model_validator(mode="after")
+    def _a_share_is_possible(self) -> Self:
+        low, high = self.min_update_share, self.max_update_share
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"min_update_share is {low} but max_update_share is {high}, so no share is within "
+                "both: lower the first or raise the second"
+            )
+        return self

@@ -1,0 +1,54 @@
+"""The pages on channels and ablations say what is: settings parse, names and links exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from guides import ROOT, Guide, as_a_run, names_in_code
+
+from composer_mesh.configs.sdpo import SitesConfig
+from composer_mesh.configs.update_share import UpdateShare
+from composer_mesh.losses.channels import CHANNELS as CHANNEL_NAMES
+from composer_mesh.services.commands.parser import make_parser
+
+PAGES = {
+    name: Guide.read(name)
+    for name in ("channels.md", "ablation.md", "decisions/0025-a-backward-for-each-channel.md")
+}
+METRICS = {f"{kind}_{channel}" for kind in ("norm", "share", "scale") for channel in CHANNEL_NAMES}
+"""Names of metrics that are made of their parts."""
+CHANNELS, ABLATION = PAGES["channels.md"], PAGES["ablation.md"]
+
+
+def test_the_example_is_a_run_with_every_setting_of_the_page() -> None:
+    (block,) = CHANNELS.blocks("toml")
+    config = as_a_run(block)
+    assert config.sdpo.max_update_share == 0.4
+    assert config.sdpo.alpha_schedule.by == "success"
+    for name in (*SitesConfig.model_fields, *UpdateShare.model_fields):
+        assert re.search(rf"\b{name}\b", CHANNELS.text), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_on_the_page_exists(page: str) -> None:
+    assert PAGES[page].names() - names_in_code() - METRICS == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_on_the_page_leads_somewhere(page: str) -> None:
+    folder = (ROOT / "docs" / page).parent
+    for link in PAGES[page].links():
+        path, _, anchor = link.partition("#")
+        if path.endswith(".png"):
+            assert (folder / path).is_file()
+            continue
+        target = Guide((folder / path).read_text(encoding="utf-8")) if path else PAGES[page]
+        assert not anchor or anchor in target.headings(), link
+
+
+def test_the_page_on_ablations_names_every_option_of_the_command() -> None:
+    options = vars(make_parser().parse_args(["ablate", "a.toml"]))
+    shown = ABLATION.text[ABLATION.text.index("composer-mesh ablate CONFIG...") :]
+    for option in options.keys() - {"command", "config"}:
+        assert f"--{option.replace('_', '-')}" in shown, option
