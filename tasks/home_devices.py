@@ -122,9 +122,9 @@ class HomeDevices(LongTask):
         return END
 
     def generate(self, rng: random.Random) -> Row:
-        devices = {name: _state(rng) for name in rng.sample(NAMES, DEVICES)}
         sentences = None
-        while sentences is None:
+        while sentences is None:  # few devices that are on may not need enough calls
+            devices = {name: _state(rng) for name in rng.sample(NAMES, DEVICES)}
             sentences = _sentences(rng, devices, self.calls)
         question = f"{'. '.join(sentences)}."
         wanted = Home(devices)

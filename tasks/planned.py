@@ -77,12 +77,7 @@ class LongTask(PlannedTask):
         self.calls = calls
 
     def load(self) -> None:
-        """Refuse a file of rows, and too few turns for the calls."""
-        if self.settings.path is not None:
-            raise UnusableTask(
-                f"data.path is {str(self.settings.path)!r}, but task {self.name!r} makes its own "
-                "rows: remove it"
-            )
+        """Refuse too few turns for the calls."""
         if self.settings.max_turns <= self.calls:
             raise UnusableTask(
                 f"environment.max_turns is {self.settings.max_turns} but data.options.calls is "
