@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks import silent_mistakes
+from composer_mesh.tasks.demonstrations import demonstrate
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.home_devices import HomeDevices
 from composer_mesh.tasks.home_devices import plan as plan_of_request
 from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.mixture import TaskMixture
 from composer_mesh.tasks.planned import LongTask
 from composer_mesh.tasks.plans import Reference, Step, accepted_results, skipped_call, value_or_text
 from composer_mesh.tasks.sync_session import SyncSession
@@ -307,3 +310,31 @@ def test_silent_mistakes_are_of_their_kind_or_none() -> None:
     assert silent_mistakes.off_by_one(words, messages) is None
     assert silent_mistakes.wrong_operation(words, messages) is None
     assert silent_mistakes.stale_value(call, said(LOOKUP)) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_demonstrations_go_on_from_what_was_accepted(kind: type[LongTask]) -> None:
+    task, rng = long_task(kind), random.Random(0)
+    settings = WarmStartConfig(error_rate=0.3, hinted_share=0.0)
+    went_on = 0
+    for index in range(60):
+        with SyncSession(task, task.episode("train", index)) as session:
+            unnoticed = False
+            for piece, text in demonstrate(task, index, settings, rng):
+                if piece != "action":
+                    continue
+                expert, continued = (f(session.messages) for f in (task.expert, task.continued))
+                went_on += unnoticed and text == continued != expert
+                result = session.step(text)
+                unnoticed |= result.error is None and text not in (expert, continued)
+    assert went_on > 20
+
+
+def test_a_mixture_goes_on_as_the_conversations_own_task() -> None:
+    tasks: list[Task] = [long_task(ToolChains), long_task(HomeDevices)]
+    mixture = TaskMixture(tasks, [1.0, 1.0])
+    for task in tasks:
+        messages: list[Message] = [
+            {"role": "user", "content": task.episode("train", 0).payload["question"]}
+        ]
+        assert mixture.continued(messages) == task.continued(messages)
