@@ -10,6 +10,8 @@ from composer_mesh.configs.curriculum import CurriculumConfig
 TaskPath = Annotated[str, Field(min_length=1, max_length=1000)]
 Every = Annotated[int, Field(ge=2, le=MOST)]
 MOST_TASKS = 100
+OWN_EPISODES = ("toolbox", "tool_chains", "home_devices")
+"""Tasks that ship and draw their episodes from the seed."""
 
 
 class MixedTask(Section):
@@ -40,9 +42,10 @@ class DataConfig(Section):
     """Source of the episodes."""
 
     task: TaskPath | None = None
-    """The task: "toolbox" (episodes made from the seed), "gsm8k" (math word problems from a JSONL
-    file), "openenv" (an environment of an OpenEnv server, by options.url), or a class of your own,
-    as "my_package.my_task:MyTask" or "my_task.py:MyTask".
+    """The task: "toolbox" (episodes made from the seed), "tool_chains" and "home_devices" (longer
+    ones, with options.calls), "gsm8k" (math word problems from a JSONL file), "openenv" (an
+    environment of an OpenEnv server, by options.url), or a class of your own, as
+    "my_package.my_task:MyTask" or "my_task.py:MyTask".
 
     A module is searched in run.import_paths too; a file is relative to the working directory."""
 
@@ -96,9 +99,11 @@ def check_path(task: str, path: object, options: object) -> None:
             "path is not set but task is 'gsm8k', which reads one JSONL file: "
             "set data.path, for example --set data.path=FILE.jsonl"
         )
-    if task == "toolbox" and (path is not None or options):
-        found = "options are set" if path is None else f"path is {str(path)!r}"
+    found = f"path is {str(path)!r}" if path is not None else ""
+    if task == "toolbox" and options and not found:
+        found = "options are set"
+    if task in OWN_EPISODES and found:
         raise ValueError(
-            f"{found} but task is 'toolbox', which makes its own episodes: "
+            f"{found} but task is {task!r}, which makes its own episodes: "
             f"remove {found.split()[0]} or name another task"
         )

@@ -58,7 +58,7 @@ def _demonstrate(
     hinted, failed, done = rng.random() < settings.hinted_share, False, False
     while not done:
         messages = session.messages
-        text = right = task.expert(messages)
+        text = right = task.continued(messages)
         if failed:
             text = recover_or_give_up(right, rng, settings.recovery_rate)
         elif rng.random() < settings.error_rate * (1 if parse_action(right) else ANSWER_SHARE):

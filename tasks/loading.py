@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 BUILT_IN = {
     "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
+    "tool_chains": "composer_mesh.tasks.tool_chains:ToolChains",
+    "home_devices": "composer_mesh.tasks.home_devices:HomeDevices",
     "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
     "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
     "code": "composer_mesh.tasks.code.task:CodeTask",

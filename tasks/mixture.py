@@ -87,6 +87,9 @@ class TaskMixture(Task):
     def expert(self, messages: list[Message]) -> str:
         return self._reading(messages).expert(messages)
 
+    def continued(self, messages: list[Message]) -> str:
+        return self._reading(messages).continued(messages)
+
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         return self._reading(messages).corrupted(messages, rng)
 

@@ -191,6 +191,14 @@ class Task:
             "corrupted(self, messages, rng)"
         )
 
+    def continued(self, messages: list[Message]) -> str:
+        """Return the next action of one who notices only the mistakes that a tool reports.
+
+        Demonstrations of imperfect agents go on with it. By default it is the expert's, which
+        notices all.
+        """
+        return self.expert(messages)
+
     def gold(self, row: Row) -> Sequence[str]:
         """Return the texts of the actions that solve an episode, in order, from its row."""
         raise UnusableTask(

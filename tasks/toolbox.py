@@ -1,17 +1,15 @@
 """The toolbox task: questions that need one to three tool calls and end in a checked answer.
 
-Contains the questions, their plans, and the expert that derives the plan from a conversation.
+Contains the questions, their plans, and the tools that `tool_chains` uses too.
 """
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.tool_calls import ToolCall
-from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks import mistakes
+from composer_mesh.rollouts.tool_calls import ToolCall, call_text
 from composer_mesh.tasks.numbers import (
     UNITS,
     Bounded,
@@ -23,11 +21,11 @@ from composer_mesh.tasks.numbers import (
     judged,
     read_value,
 )
-from composer_mesh.tasks.plans import Reference, Step, next_call, plan_results, question_of
+from composer_mesh.tasks.planned import PlannedTask
+from composer_mesh.tasks.plans import Reference, Step
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session
-from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import tool
 
 KEYS = [
@@ -100,50 +98,53 @@ class ToolboxSession(Session):
         return reply
 
 
-class ToolboxTask(Task):
+@reward
+def solved(_: object, transcript: Transcript) -> float:
+    """1 for the right answer."""
+    return float(cast(ToolboxSession, transcript.session).solved)
+
+
+class ToolboxTask(PlannedTask):
     """Episodes by seed. A question's hash decides its split, so no question is in both."""
 
     name = "toolbox"
     session_class = ToolboxSession
+    solved = solved
+
+    def plan(self, question: str) -> list[Step]:
+        return plan(question)
 
     def generate(self, rng: random.Random) -> Row:
-        table: dict[str, Number] = {
-            key: rng.randint(2, LARGEST_VALUE) for key in rng.sample(KEYS, TABLE_SIZE)
-        }
+        table = new_table(rng)
         question = _question(rng, table)
-        return {"question": question, "table": table, "answer": _solution(question, table)}
+        return {"question": question, "table": table, "answer": solution(plan(question), table)[-1]}
 
-    def identity(self, row: Row) -> str:
-        return str(row["question"])
-
-    def prompt(self, row: Row) -> str:
-        return str(row["question"])
-
-    @reward
-    def solved(self, transcript: Transcript) -> float:
-        """1 for the right answer."""
-        return float(cast(ToolboxSession, transcript.session).solved)
+    def gold(self, row: Row) -> Sequence[str]:
+        return gold_actions(plan(row["question"]), row["table"])
 
     def verified_answer(self, episode: Episode) -> str:
         return format_number(episode.payload["answer"])
 
-    def expert(self, messages: list[Message]) -> str:
-        """Return the next correct action: the plan's first call that has not succeeded yet."""
-        steps = plan(question_of(messages))
-        results = plan_results(steps, messages)
-        if len(results) < len(steps):
-            return next_call(steps, results)
-        return f"Answer: {format_number(results[-1])}"
 
-    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
-        return mistakes.corrupt(self.expert(messages), messages, rng)
+def new_table(rng: random.Random) -> dict[str, Number]:
+    """Return a table of keys with small values."""
+    return {key: rng.randint(2, LARGEST_VALUE) for key in rng.sample(KEYS, TABLE_SIZE)}
 
 
-def _solution(question: str, table: Mapping[str, Number]) -> Number:
+def solution(steps: Sequence[Step], table: Mapping[str, Number]) -> list[Number]:
+    """Return the results of a plan's calls."""
     results = list[Number]()
-    for step in plan(question):
+    for step in steps:
         results.append(_value(step.call(results), table))
-    return results[-1]
+    return results
+
+
+def gold_actions(steps: Sequence[Step], table: Mapping[str, Number]) -> list[str]:
+    """Return the texts of a plan's calls and of the answer."""
+    results = solution(steps, table)
+    calls = [step.call(results) for step in steps]
+    answer = f"Answer: {format_number(results[-1])}"
+    return [*(call_text(call.name, call.arguments) for call in calls), answer]
 
 
 def _value(call: ToolCall, table: Mapping[str, Number]) -> Number:

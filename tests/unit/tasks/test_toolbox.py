@@ -57,6 +57,14 @@ def test_the_expert_solves_every_episode_with_one_to_three_calls(
     assert calls == {1, 2, 3}
 
 
+def test_gold_actions_solve_every_episode(toolbox: ToolboxTask) -> None:
+    for index in range(60):
+        episode = toolbox.episode("heldout", index)
+        with SyncSession(toolbox, episode) as session:
+            results = [session.step(text) for text in toolbox.gold(episode.payload)]
+            assert (session.outcome().success, results[-1].done) == (True, True)
+
+
 def test_training_and_heldout_questions_are_disjoint(toolbox: ToolboxTask) -> None:
     train, heldout = (
         {toolbox.episode(split, index).payload["question"] for index in range(2000)}

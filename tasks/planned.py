@@ -1,0 +1,115 @@
+"""Tasks whose questions have a plan: the tool calls that solve them, which an expert derives.
+
+`PlannedTask` is what the toolbox is made of. `LongTask` adds a number of calls, all of which have
+to be right, and an imperfect agent that does not notice what no tool reports.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks import silent_mistakes
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.mistakes import Mistake, MistakeKinds, as_number, corrupt
+from composer_mesh.tasks.numbers import format_number
+from composer_mesh.tasks.plans import (
+    Step,
+    accepted_results,
+    next_call,
+    plan_results,
+    question_of,
+    skipped_call,
+)
+from composer_mesh.tasks.rows import Row
+from composer_mesh.tasks.task import Task
+
+FEWEST_CALLS, MOST_CALLS = 2, 9
+HABIT_SHARE = 0.5
+"""Share of a long task's mistakes that are the habit of their tool, which the tool reports."""
+
+
+class PlannedTask(Task):
+    """Episodes whose first message is the row's `question`, which has a plan."""
+
+    def plan(self, question: str) -> list[Step]:
+        """Return the calls that solve a question; raise ValueError for any other question."""
+        raise UnusableTask(f"task {self.name!r} has no plans: define plan(self, question)")
+
+    def result_of(self, content: str) -> Any:
+        """Return the result in a tool's response; None if the call failed."""
+        return as_number(content)
+
+    def last_words(self, results: Sequence[Any]) -> str:
+        """Return the text after the last call, from the results of the plan."""
+        return f"Answer: {format_number(results[-1])}"
+
+    def identity(self, row: Row) -> str:
+        return str(row["question"])
+
+    def prompt(self, row: Row) -> str:
+        return str(row["question"])
+
+    def expert(self, messages: list[Message]) -> str:
+        """Return the next correct action: the plan's first call that has not succeeded yet."""
+        steps = self.plan(question_of(messages))
+        return self._next(steps, plan_results(steps, messages, self.result_of))
+
+    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
+        return corrupt(self.expert(messages), messages, rng)
+
+    def _next(self, steps: Sequence[Step], results: Sequence[Any]) -> str:
+        return next_call(steps, results) if len(results) < len(steps) else self.last_words(results)
+
+
+class LongTask(PlannedTask):
+    """Episodes of a given number of calls, and a reward for the end result alone."""
+
+    def __init__(self, calls: int = 6) -> None:
+        if type(calls) is not int or not FEWEST_CALLS <= calls <= MOST_CALLS:
+            raise UnusableTask(
+                f"data.options.calls is {calls!r} but must be a whole number from {FEWEST_CALLS} "
+                f"to {MOST_CALLS}, which is how many calls solve an episode: change it"
+            )
+        self.calls = calls
+
+    def load(self) -> None:
+        """Refuse too few turns for the calls."""
+        if self.settings.max_turns <= self.calls:
+            raise UnusableTask(
+                f"environment.max_turns is {self.settings.max_turns} but data.options.calls is "
+                f"{self.calls}, and an answer follows the calls, so no episode could succeed: "
+                f"raise environment.max_turns to {self.calls + 1} or more, or lower "
+                "data.options.calls"
+            )
+
+    def continued(self, messages: list[Message]) -> str:
+        """Return the next action of an agent that takes each call that was accepted for right."""
+        steps = self.plan(question_of(messages))
+        return self._next(steps, accepted_results(steps, messages, self.result_of))
+
+    def corrupted(self, messages: list[Message], rng: random.Random) -> str:
+        """Return a wrong version of what an agent does that takes accepted calls for right."""
+        steps = self.plan(question_of(messages))
+        results = accepted_results(steps, messages, self.result_of)
+
+        def forgotten_step(_: ToolCall, __: list[Message]) -> str | None:
+            return skipped_call(steps, results)
+
+        def of_call(call: ToolCall) -> Sequence[Mistake]:
+            own = self.mistakes_of(call)
+            return [*own, silent_mistakes.stale_value, silent_mistakes.off_by_one, forgotten_step]
+
+        kinds = MistakeKinds(of_call, self.wrong_end, HABIT_SHARE)
+        return corrupt(self._next(steps, results), messages, rng, kinds)
+
+    def mistakes_of(self, call: ToolCall) -> Sequence[Mistake]:
+        """Return the mistakes of a call beside those of all long tasks, the habitual one first."""
+        raise UnusableTask(f"task {self.name!r} has no mistakes: define mistakes_of(self, call)")
+
+    def wrong_end(self, right: str, messages: list[Message]) -> str:
+        """Return a wrong version of the last words."""
+        raise UnusableTask(f"task {self.name!r} has no wrong end: define wrong_end")
