@@ -12,11 +12,8 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.rollouts.divergences import TurnDivergences
-from composer_mesh.services.pool.process_placement import ProcessPlacement
-from composer_mesh.services.training.ranks import TrainerRanks
-from composer_mesh.services.training.step import MeshTraining
+
+pytestmark = pytest.mark.timeout(900)
 
 BOUND = 1e-5
 APART = ("divided keys", "repeated keys")
@@ -28,9 +25,8 @@ class World:
 
     def __init__(self, root: Path) -> None:
         torch.set_num_threads(1)
-        self.root = root
         models = contexts.write_policies(root)
-        self.steps = steps = {name: contexts.batches(model) for name, model in models.items()}
+        steps = {name: contexts.batches(model) for name, model in models.items()}
         self.one = {case: contexts.trained(case, root, Ranks(), steps) for case in contexts.CASES}
         self.lost = contexts.lost(root, Ranks(), steps, at=0)
         multiprocessing.set_forkserver_preload(["contexts"])
@@ -80,23 +76,3 @@ def test_a_rank_that_loses_its_signals_lets_its_context_train_without_them(world
     for rank in world.ranks[2]:
         assert [one.get("sdpo/lost_steps") for one in rank["lost"]["metrics"]] == [1, None]
         same(rank["lost"]["last"], world.lost["last"])
-
-
-async def test_processes_of_a_context_train_a_step_as_one_rank_does(
-    world: World, host: MeshHost
-) -> None:
-    case, kept = "divided keys", list[TurnDivergences]()
-    config = contexts.config(case, world.root, ranks=2, context=2)
-    ranks = TrainerRanks(config, host, lambda _: ProcessPlacement())
-    await ranks.start()
-    await ranks.load(world.root / case)
-    training = MeshTraining(config, lambda: ranks.all, None, lambda _, found: kept.extend(found))
-    metrics = await training.train(step := world.steps[case][0])
-    alone = world.one[case]["metrics"][0]
-    losses = [name for name in alone if name.startswith("loss/")]
-    assert [metrics[name] for name in losses] == pytest.approx(
-        [alone[name] for name in losses], rel=BOUND, abs=BOUND
-    )
-    assert sorted((one.trace_id, one.turn) for one in kept) == sorted(
-        (view.trace_id, view.turn) for view in step.views
-    )
