@@ -3,8 +3,9 @@
     python benchmarks/channel_shares.py [--quick] [--json FILE]
 
 A step of eight rollouts, hinted error sites of half of them, and pairs. "together": all channels
-are in one microbatch, with shared prefixes; "apart": pairs are in microbatches of their own. Both
-ways alternate, each in a process of its own; the time is CPU time of one thread.
+are in one microbatch, with shared prefixes; "apart": pairs are in microbatches of their own. Each
+way has a process of its own; the time is CPU time of one thread, the median of steps after the
+first, and the memory what these add at most.
 """
 
 import multiprocessing
@@ -23,44 +24,43 @@ WAYS = {"one backward": 0, "measured": 1}
 PLACES = {"together": "shared", "apart": "dense"}
 
 
-def measured(case: Case, place: str, every: int) -> tuple[float, float]:
-    """Run one step in a process of its own; return its CPU seconds and its peak bytes."""
+def measured(case: Case, place: str, every: int, repeats: int) -> tuple[float, float]:
+    """Run steps in a process of their own; return the median CPU seconds and the peak bytes."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        return pool.apply(_measured, (case, place, every))
+        return pool.apply(_measured, (case, place, every, repeats))
 
 
-def _measured(case: Case, place: str, every: int) -> tuple[float, float]:
+def _measured(case: Case, place: str, every: int, repeats: int) -> tuple[float, float]:
     torch.set_num_threads(1)
     plain, model = config_of(case, PLACES[place]), model_of(case)
     trainer = plain.trainer.model_copy(update={"update_share_every": every})
     config = plain.model_copy(update={"trainer": trainer})
     step, sharing = ThreeChannelStep(model, None, config), config.trainer.sharing
     teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=sharing)
-    batch, before = batch_of(case), _reset_peak("cpu")
-    began = time.process_time()
+    batch = batch_of(case)
     step.run(batch, InlineSource(teacher, config.sdpo, 0))
-    return time.process_time() - began, _peak("cpu") - before
+    before, took = _reset_peak("cpu"), list[float]()
+    for _ in range(repeats):
+        began = time.process_time()
+        step.run(batch, InlineSource(teacher, config.sdpo, 0))
+        took.append(time.process_time() - began)
+    return statistics.median(took), _peak("cpu") - before
 
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
-    report, repeats = Report("channel_shares"), 1 if options.quick else 3
+    report, repeats = Report("channel_shares"), 3 if options.quick else 7
     case = Case("prompt of 256", 256, 64 if options.quick else 256)
     for place in PLACES:
-        found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-        for _ in range(repeats):
-            for way, every in WAYS.items():
-                found[way].append(measured(case, place, every))
-        seconds = {way: statistics.median(one[0] for one in found[way]) for way in WAYS}
-        memory = {way: statistics.median(one[1] for one in found[way]) for way in WAYS}
-        rows = [[way, f"{seconds[way]:.2f} s", f"{memory[way] / MIB:,.0f} MiB"] for way in WAYS]
+        found = {way: measured(case, place, every, repeats) for way, every in WAYS.items()}
+        rows = [[way, f"{s:.2f} s", f"{m / MIB:,.0f} MiB"] for way, (s, m) in found.items()]
         report.print_table(f"channels {place}", ["step", "CPU time", "peak memory"], rows)
-        for way in WAYS:
-            report.figures[f"{place}, {way}: s"] = round(seconds[way], 3)
-            report.figures[f"{place}, {way}: mib"] = round(memory[way] / MIB, 1)
-        for name, values in (("time", seconds), ("memory", memory)):
-            ratio = values["measured"] / values["one backward"]
+        for way, (seconds, memory) in found.items():
+            report.figures[f"{place}, {way}: s"] = round(seconds, 3)
+            report.figures[f"{place}, {way}: mib"] = round(memory / MIB, 1)
+        for number, name in enumerate(("time", "memory")):
+            ratio = found["measured"][number] / found["one backward"][number]
             report.ratios[f"{name}_over_one_backward_{place}"] = ratio
     report.finish(options.json)
 
