@@ -84,9 +84,8 @@ def changed(run: Path, policy_cache: Path) -> set[str]:
     """The weights of a run's last checkpoint that are not those it began with."""
     checkpoint = run / "checkpoints" / f"step-{STEPS}"
     tokenizer = (checkpoint / "tokenizer.json").read_bytes()
-    first = next(
-        one for one in policy_cache.iterdir() if (one / "tokenizer.json").read_bytes() == tokenizer
-    )
+    cached = policy_cache.glob("*/tokenizer.json")  # beside policies it has teachers' answers
+    first = next(one.parent for one in cached if one.read_bytes() == tokenizer)
     before, after = (load_file(one / "model.safetensors") for one in (first, checkpoint))
     return {name for name, weight in after.items() if not weight.equal(before[name])}
 
