@@ -238,6 +238,27 @@ BROKEN = {
         ],
         ["context_parallel is 2 but compile is True", "set compile to False"],
     ),
+    "compared actions of divided positions": (
+        [
+            *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
+            "sdpo.advantage_sites=4",
+        ],
+        ["sdpo.advantage_sites is set but trainer.context_parallel is 2", "remove it"],
+    ),
+    "shares of an update of divided experts": (
+        [
+            *("trainer.ranks=2", "trainer.expert_parallel=2", "trainer.sharding=fsdp2"),
+            "trainer.update_share_every=5",
+        ],
+        ["trainer.update_share_every is set but trainer.expert_parallel is 2", "remove it"],
+    ),
+    "a bounded share of divided positions": (
+        [
+            *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
+            "replay.max_update_share=0.5",
+        ],
+        ["a share of replay's update is set but trainer.context_parallel is 2", "remove it"],
+    ),
     "heads that no context divides": (
         ["trainer.ranks=3", "trainer.context_parallel=3", "trainer.packing=true"],
         ["context_parallel is 3 but policy.heads is 4", "set policy.heads to a multiple of 3"],
