@@ -28,6 +28,11 @@ STACKS_S = 25.0
 """Longer than the 13 s that Monarch gives py-spy."""
 TUI_REFRESH_MS = 1000
 CONTROLLER_PROC = "local"
+RETRIES = 2
+"""Times that a connection to stacks is tried again: at once, and after half a second.
+
+A controller that py-spy has stopped, or that waits for a core, may refuse one.
+"""
 
 
 @dataclass(frozen=True)
@@ -165,8 +170,9 @@ async def read_stacks(
 
     Waits until each has answered or timed out. Each process starts a py-spy of its own.
     """
+    transport = httpx.AsyncHTTPTransport(verify=_verify(tls), trust_env=False, retries=RETRIES)
     async with httpx.AsyncClient(
-        base_url=url, timeout=STACKS_S, trust_env=False, verify=_verify(tls)
+        base_url=url, timeout=STACKS_S, trust_env=False, transport=transport
     ) as client:
         return list(await asyncio.gather(*(_stacks(client, one) for one in references)))
 
