@@ -289,15 +289,15 @@ class Config(Section):
         }
         measured = {
             "trainer.update_share_every": trainer.update_share_every > 0,
-            "a share of sdpo's update": sdpo.is_bounded,
-            "a share of replay's update": replay.is_bounded,
+            "sdpo.min_update_share or max_update_share": sdpo.is_bounded,
+            "replay.min_update_share or max_update_share": replay.is_bounded,
             "sdpo.advantage_sites": "context_parallel" in divided and sdpo.advantage_sites > 0,
         }
         for what in (name for name, on in measured.items() if on and divided):
             name, size = next(iter(divided.items()))
             raise ValueError(
-                f"{what} is set but trainer.{name} is {size}, where ranks have parts of a "
-                f"sequence's gradient: remove it, or set trainer.{name} to 1"
+                f"{what} is set but trainer.{name} is {size}, where a rank has only parts of "
+                f"what is measured: remove it, or set trainer.{name} to 1"
             )
         return self
 

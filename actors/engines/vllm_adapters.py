@@ -98,12 +98,13 @@ class AdapterSlots:
     def __init__(self, llm: Any, request: Callable[..., Any]) -> None:
         self._llm, self._made, self._ids = llm, request, count(1)
         self._held: dict[str, tuple[Any, TemporaryDirectory[str]]] = {}
-        self._of_request: dict[int, Any] = {}
+        self._of_request: dict[int, tuple[GenerationRequest, Any]] = {}
+        # With the request itself: the id of one that is freed may be another client's next.
 
     def add(self, files: Files) -> str:
         """Load an adapter; return the name that is its own for good."""
         number = next(self._ids)
-        name, place = f"adapter-{number}", shared_folder()
+        name, place = f"adapter-{number}", TemporaryDirectory(prefix="composer-mesh-")
         for file, content in files.items():
             (Path(place.name) / file).write_bytes(content)
         adapter = self._made(name, number, place.name)
@@ -123,7 +124,7 @@ class AdapterSlots:
 
     def use(self, request: GenerationRequest, name: str) -> None:
         """Let this very request, which is submitted next, be answered with an adapter."""
-        self._of_request[id(request)] = self._held[name][0]
+        self._of_request[id(request)] = (request, self._held[name][0])
 
     def forget(self, request: GenerationRequest) -> None:
         """Forget what a request, now answered or given up, was for."""
@@ -131,7 +132,8 @@ class AdapterSlots:
 
     def of_request(self, request: GenerationRequest) -> Any:
         """Return what vLLM's `add_request` wants for a request; None for one of the policy."""
-        return self._of_request.get(id(request))
+        found = self._of_request.get(id(request))
+        return None if found is None else found[1]
 
 
 def shared_folder() -> "TemporaryDirectory[str]":

@@ -105,7 +105,11 @@ class VllmEngines:
 
         def ask(request: GenerationRequest) -> Answer:
             self._slots.use(request, name)
-            answer = self._loop.ask(request)
+            try:
+                answer = self._loop.ask(request)
+            except ValueError:
+                self._slots.forget(request)
+                raise
             answer.add_done_callback(lambda _: self._slots.forget(request))
             return answer
 

@@ -257,7 +257,10 @@ BROKEN = {
             *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
             "replay.max_update_share=0.5",
         ],
-        ["a share of replay's update is set but trainer.context_parallel is 2", "remove it"],
+        [
+            "replay.min_update_share or max_update_share is set but trainer.context_parallel is 2",
+            "remove it",
+        ],
     ),
     "heads that no context divides": (
         ["trainer.ranks=3", "trainer.context_parallel=3", "trainer.packing=true"],

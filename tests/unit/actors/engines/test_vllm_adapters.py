@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.vllm_adapters import (
     AdapterRefused,
+    AdapterSlots,
     VllmAdapters,
     adapter_shapes,
 )
@@ -23,7 +24,7 @@ from composer_mesh.actors.engines.vllm_engine import Limits, VllmEngine
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS, lora_slot
 from composer_mesh.actors.engines.vllm_weights import WeightsIncomplete
-from composer_mesh.actors.models.adapter_files import PREFIX
+from composer_mesh.actors.models.adapter_files import PREFIX, adapter_files
 from composer_mesh.configs.trainer import LoraConfig
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -54,6 +55,9 @@ class Workers:
         settings = json.loads((folder / "adapter_config.json").read_text())
         self.loaded.append((request, tensors, settings))
         return True
+
+    def remove_lora(self, number: int) -> bool:
+        return any(request.lora_int_id == number for request, _, _ in self.loaded)
 
 
 def version(number: int, **changes: Tensor) -> Plain:
@@ -128,3 +132,22 @@ def test_a_rank_that_vllm_has_not_is_refused_before_a_run(build_config: Any) -> 
     config = build_config(trainer={"lora": lora}, generator={"engine": "vllm"})
     with pytest.raises(VllmUnavailable, match=r"trainer\.lora\.rank is 600.*up to rank 512"):
         check_vllm_fits(config)
+
+
+def test_no_request_gets_the_adapter_of_a_freed_one() -> None:
+    """The ids of freed objects are given again; those of requests that are held are not."""
+    pairs = {LAYER: (torch.zeros(4, 6), torch.zeros(8, 4))}
+    slots = AdapterSlots(Workers(), Request)
+    name = slots.add(adapter_files(pairs, "", 4, 8.0))
+    for number in range(100):
+        slots.use(request(f"adapted-{number}"), name)  # held here alone
+        assert slots.of_request(request(f"plain-{number}")) is None
+    mine = request("mine")
+    slots.use(mine, name)
+    assert slots.of_request(mine).lora_name == name
+    folder = Path(slots.of_request(mine).lora_path)
+    assert folder.is_dir()
+    slots.forget(mine)
+    assert slots.of_request(mine) is None
+    slots.remove(name)
+    assert not folder.exists()
