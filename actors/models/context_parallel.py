@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 CONTEXT = "context_group"
 """Attribute of a model whose forwards are divided: its `ContextGroup`."""
@@ -61,8 +62,9 @@ class ContextGroup:
         Of heads [1, H, l, D] come positions [1, H / n, L, D], of positions [1, L, H / n, D] come
         heads [1, l, H, D].
         """
-        found: Tensor = _AllToAll.apply(tensor, self.group, self.size, 1, 2)
-        return found
+        sent = torch.stack(tensor.chunk(self.size, dim=1))
+        arrived: Tensor = all_to_all_single(torch.empty_like(sent), sent, group=self.group)
+        return torch.cat(arrived.unbind(0), dim=2)
 
     def repeated(self, keys: Tensor) -> Tensor:
         """Return heads [1, H, l, D] of keys or values, repeated to `size` if there are fewer."""
@@ -87,24 +89,3 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None
-
-
-class _AllToAll(torch.autograd.Function):
-    """Sends a part along one axis to each rank, and joins what arrives along another."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any, size: int, split: int, join: int) -> Tensor:
-        ctx.how = group, size, split, join
-        return _exchange(tensor, group, size, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        group, size, split, join = ctx.how
-        return _exchange(gradient, group, size, join, split), None, None, None, None
-
-
-def _exchange(tensor: Tensor, group: Any, size: int, split: int, join: int) -> Tensor:
-    sent = torch.stack(tensor.chunk(size, dim=split))
-    arrived = torch.empty_like(sent)
-    dist.all_to_all_single(arrived, sent, group=group)
-    return torch.cat(arrived.unbind(0), dim=join)

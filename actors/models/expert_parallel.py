@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_to_all_single
 
 from composer_mesh.planning.model_refusals import NoExperts, UndividedExperts
 
@@ -182,27 +183,8 @@ class _Gather(torch.autograd.Function):
 def _exchanged(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ExpertGroup
 ) -> Tensor:
-    found: Tensor = _Exchange.apply(rows, sent, received, group.dispatch)
-    return found
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends runs of rows to the ranks; their gradients come back the same way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
-    ) -> Tensor:
-        ctx.how = sent, received, group
-        return _sent(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received, group = ctx.how
-        return _sent(gradient, received, sent, group), None, None, None
-
-
-def _sent(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), [*received], [*sent], group=group)
-    return arrived
+    found: Tensor = all_to_all_single(
+        arrived, rows.contiguous(), [*received], [*sent], group=group.dispatch
+    )
+    return found
