@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
 CONTEXT = "context_group"
 """Attribute of a model whose forwards are divided: its `ContextGroup`."""
@@ -63,7 +63,7 @@ class ContextGroup:
         heads [1, l, H, D].
         """
         sent = torch.stack(tensor.chunk(self.size, dim=1))
-        arrived: Tensor = all_to_all_single(torch.empty_like(sent), sent, group=self.group)
+        arrived: Tensor = wait_tensor(all_to_all_single(sent, None, None, self.group))
         return torch.cat(arrived.unbind(0), dim=2)
 
     def repeated(self, keys: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_to_all_single
 
 from composer_mesh.planning.model_refusals import NoExperts, UndividedExperts
 
@@ -183,8 +183,6 @@ class _Gather(torch.autograd.Function):
 def _exchanged(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ExpertGroup
 ) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    found: Tensor = all_to_all_single(
-        arrived, rows.contiguous(), [*received], [*sent], group=group.dispatch
-    )
+    arrived = all_to_all_single(rows.contiguous(), [*received], [*sent], group.dispatch)
+    found: Tensor = wait_tensor(arrived)
     return found
