@@ -64,7 +64,7 @@ def _demonstrate(
         elif rng.random() < settings.error_rate * (1 if parse_action(right) else ANSWER_SHARE):
             text = task.corrupted(messages, rng)
         if hinted and text != right:
-            site = _would_fail(task, index, session.messages, text)
+            site = _error_of(task, index, session.messages, text)
             # Templates of the config alone are for the run's own hints.
             if site is not None and site.hint_template_key in templates:
                 yield "hint", render_hint(site, templates=templates)
@@ -76,15 +76,22 @@ def _demonstrate(
             yield ("result" if message["role"] == "tool" else "remark"), message["content"]
 
 
-def _would_fail(
+def _error_of(
     task: Task, index: int, messages: list[dict[str, Any]], text: str
 ) -> ErrorSite | None:
-    """Return the error site that an action would cause, using a copy of the session."""
+    """Return the error site of a wrong action, using a copy of the session.
+
+    It is the site that the action would cause, or that of its unreported error.
+    """
     with SyncSession(task, task.episode("train", index)) as copy:
         for message in messages:
             if message["role"] == "assistant":
                 copy.step(message_text(message))
-        return copy.step(text).error
+        found = copy.step(text).error
+    unreported = None if found else task.unreported_error(messages, text)
+    if unreported is None:
+        return found
+    return ErrorSite(0, unreported.kind, unreported.hint or unreported.kind, unreported.facts)
 
 
 def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:

@@ -33,13 +33,21 @@ class ToolError(TaskError):
 
     `kind` names the error, `text` is shown to the agent, `facts` fill the fields of the hint
     template `hint`. Without `hint` it is the template with the name of the kind, or a general one.
+    `turn` is the agent's turn (0 is its first) in which the mistake was made; without it, the
+    present one.
     """
 
     def __init__(
-        self, kind: str, text: str, facts: Mapping[str, str] | None = None, hint: str | None = None
+        self,
+        kind: str,
+        text: str,
+        facts: Mapping[str, str] | None = None,
+        hint: str | None = None,
+        *,
+        turn: int | None = None,
     ) -> None:
         super().__init__(kind, text, facts, hint)
-        self.kind, self.text, self.hint = kind, text, hint
+        self.kind, self.text, self.hint, self.turn = kind, text, hint, turn
         self.facts = dict(facts or {})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text
@@ -18,7 +18,7 @@ from composer_mesh.tasks import mistakes
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.home import HINTS, MODES, NAMES, Home, Level, Minutes, Mode
 from composer_mesh.tasks.mistakes import Mistake, calls_and_results
-from composer_mesh.tasks.planned import LongTask
+from composer_mesh.tasks.planned import UNREPORTED, LongTask
 from composer_mesh.tasks.plans import Reference, Step, question_of, value_or_text
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
@@ -102,7 +102,12 @@ class HomeSession(Session):
         if text.strip() != END:
             return Reply(error=ToolError("no_answer", "not done"))
         self.solved = self.home.devices == self.row["wanted"]
-        return Reply(error=None if self.solved else ToolError("wrong_state", "not as asked"))
+        if self.solved:
+            return Reply()
+        task = cast(HomeDevices, self.task)
+        return Reply(
+            error=task.located(ToolError("wrong_state", "not as asked"), self.conversation)
+        )
 
 
 class HomeDevices(LongTask):
@@ -110,7 +115,7 @@ class HomeDevices(LongTask):
 
     name = "home_devices"
     session_class = HomeSession
-    hint_templates = HINTS
+    hint_templates: ClassVar[Mapping[str, str]] = {**HINTS, **UNREPORTED}
 
     def plan(self, question: str) -> list[Step]:
         return plan(question)
@@ -120,6 +125,10 @@ class HomeDevices(LongTask):
 
     def last_words(self, results: Sequence[Any]) -> str:
         return END
+
+    def words_of_steps(self, question: str) -> list[str]:
+        sentences = question.removesuffix(".").split(". ")
+        return [sentence for sentence in sentences for _ in plan(f"{sentence}.")]
 
     def generate(self, rng: random.Random) -> Row:
         sentences = None

@@ -7,13 +7,13 @@ to be right, and an imperfect agent that does not notice what no tool reports.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.tool_calls import ToolCall, message_text, parse_action
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks import silent_mistakes
-from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.mistakes import Mistake, MistakeKinds, as_number, corrupt
 from composer_mesh.tasks.numbers import format_number
 from composer_mesh.tasks.plans import (
@@ -28,6 +28,11 @@ from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.task import Task
 
 FEWEST_CALLS, MOST_CALLS = 2, 9
+UNREPORTED = {
+    "wrong_step": "Not this step. Do now: {step}.",
+    "extra_step": "Every step is done. End now.",
+}
+"""Templates of the hints for mistakes that no tool reports."""
 HABIT_SHARE = 0.5
 """Share of a long task's mistakes that are the habit of their tool, which the tool reports."""
 
@@ -68,6 +73,8 @@ class PlannedTask(Task):
 class LongTask(PlannedTask):
     """Episodes of a given number of calls, and a reward for the end result alone."""
 
+    hint_templates: ClassVar[Mapping[str, str]] = UNREPORTED
+
     def __init__(self, calls: int = 6) -> None:
         if type(calls) is not int or not FEWEST_CALLS <= calls <= MOST_CALLS:
             raise UnusableTask(
@@ -85,6 +92,40 @@ class LongTask(PlannedTask):
                 f"raise environment.max_turns to {self.calls + 1} or more, or lower "
                 "data.options.calls"
             )
+
+    def words_of_steps(self, question: str) -> Sequence[str]:
+        """Return for each call of the plan the words of the question that ask for it."""
+        raise UnusableTask(f"task {self.name!r} says no steps: define words_of_steps")
+
+    def unreported_error(self, messages: list[Message], text: str) -> ToolError | None:
+        """Return the error of a call that is not the next one of the plan."""
+        question, action = question_of(messages), parse_action(text)
+        steps = self.plan(question)
+        results = plan_results(steps, messages, self.result_of)
+        if not isinstance(action, ToolCall):
+            return None
+        if len(results) == len(steps):
+            return ToolError("extra_step", "a step too many")
+        if action == steps[len(results)].call(results):
+            return None
+        step = self.words_of_steps(question)[len(results)]
+        return ToolError("wrong_step", "not the next step", {"step": step})
+
+    def located(self, wrong: ToolError, messages: Sequence[Message]) -> ToolError:
+        """Return the error of the first call that was accepted and is not of the plan.
+
+        `wrong` is that of the end, which is returned where each accepted call is of the plan.
+        """
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        for turn, at in enumerate(turns[:-1]):
+            if messages[at + 1]["role"] != "tool":
+                continue  # no call
+            if self.result_of(messages[at + 1]["content"]) is None:
+                continue  # a reported error, which is a site already
+            found = self.unreported_error(list(messages[:at]), message_text(messages[at]))
+            if found is not None:
+                return ToolError(found.kind, found.text, found.facts, turn=turn)
+        return wrong
 
     def continued(self, messages: list[Message]) -> str:
         """Return the next action of an agent that takes each call that was accepted for right."""

@@ -64,6 +64,7 @@ class RunningEpisode:
         if not self._messages:
             raise UnusableTask(f"task {self._task.name!r} opens an episode with no message")
         self._seen = [len(self._messages)]
+        self._session.conversation = self._messages
         return self.messages
 
     @property
@@ -263,6 +264,12 @@ class RunningEpisode:
 
     def _site(self, failure: ToolError) -> ErrorSite:
         facts = {str(key): str(value) for key, value in failure.facts.items()}
+        turn = self._turn if failure.turn is None else failure.turn
+        if not 0 <= turn <= self._turn:
+            raise UnusableTask(
+                f"an error of kind {failure.kind!r} has the turn {turn} but the agent is at turn "
+                f"{self._turn}: name one from 0 to {self._turn}, or none for the present one"
+            )
         known = self._task.hint_keys
         if failure.hint is not None and failure.hint not in known:
             raise UnusableTask(
@@ -271,8 +278,8 @@ class RunningEpisode:
                 "under [sdpo.hints.templates]"
             )
         if failure.hint is not None or failure.kind in known:
-            return ErrorSite(self._turn, failure.kind, failure.hint or failure.kind, facts)
-        return ErrorSite(self._turn, failure.kind, "tool_error", {**facts, "text": failure.text})
+            return ErrorSite(turn, failure.kind, failure.hint or failure.kind, facts)
+        return ErrorSite(turn, failure.kind, "tool_error", {**facts, "text": failure.text})
 
 
 def _reply(returned: Any) -> Reply:

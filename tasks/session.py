@@ -46,6 +46,10 @@ class Session:
     episode: Episode
     """The episode with its row; it is set before `start` is called."""
 
+    conversation: Sequence[Message] = ()
+    """The conversation with the agent's last message, for `reply` and tools to read; it is the
+    episode's own, so nothing may be changed in it."""
+
     ended: bool = False
     """Whether a tool has ended the episode."""
 

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Self
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
-from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.external_tools import ExternalTool, ToolServers, with_external
 from composer_mesh.tasks.judges import Judge, Judges
 from composer_mesh.tasks.reward import (
@@ -198,6 +198,13 @@ class Task:
         notices all.
         """
         return self.expert(messages)
+
+    def unreported_error(self, messages: list[Message], text: str) -> ToolError | None:
+        """Return the error of an action that no tool reports; None if there is none.
+
+        Warm starts learn from it which hint belongs to such a mistake.
+        """
+        return None
 
     def gold(self, row: Row) -> Sequence[str]:
         """Return the texts of the actions that solve an episode, in order, from its row."""

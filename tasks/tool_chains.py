@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import ToolCall
@@ -18,6 +19,7 @@ from composer_mesh.tasks.numbers import UNITS, Number, format_number
 from composer_mesh.tasks.planned import LongTask
 from composer_mesh.tasks.plans import Reference, Step
 from composer_mesh.tasks.rows import Row
+from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.silent_mistakes import wrong_operation
 from composer_mesh.tasks.toolbox import ToolboxSession, gold_actions, new_table, solution, solved
 
@@ -69,15 +71,31 @@ def _append(
     return Reference(len(steps) - 1)
 
 
+class ChainSession(ToolboxSession):
+    """An episode whose wrong answer is an error of the call that spoiled it."""
+
+    def reply(self, text: str) -> Reply:
+        reply = super().reply(text)
+        if reply.error is None or reply.error.kind != "wrong_answer":
+            return reply
+        task = cast(ToolChains, self.task)
+        return Reply(error=task.located(reply.error, self.conversation))
+
+
 class ToolChains(LongTask):
     """Episodes by seed, of `calls` calls. A question's hash decides its split."""
 
     name = "tool_chains"
-    session_class = ToolboxSession
+    session_class = ChainSession
     solved = solved
 
     def plan(self, question: str) -> list[Step]:
         return plan(question)
+
+    def words_of_steps(self, question: str) -> list[str]:
+        start, *clauses = question.removesuffix(".").split(", ")
+        first = [start] if start.startswith("Take the") else []
+        return [*first, *(one for one in clauses for _ in range(1 + ("value" in one)))]
 
     def generate(self, rng: random.Random) -> Row:
         for _ in range(DRAWS):
