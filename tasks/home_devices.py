@@ -127,8 +127,11 @@ class HomeDevices(LongTask):
         return END
 
     def words_of_steps(self, question: str) -> list[str]:
-        sentences = question.removesuffix(".").split(". ")
-        return [sentence for sentence in sentences for _ in plan(f"{sentence}.")]
+        words = list[str]()
+        for sentence in question.removesuffix(".").split(". "):
+            _, level, device = sentence.partition("the level of ")
+            words += [level + device, sentence] if device else [sentence]
+        return words
 
     def generate(self, rng: random.Random) -> Row:
         sentences = None

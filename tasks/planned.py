@@ -94,7 +94,10 @@ class LongTask(PlannedTask):
             )
 
     def words_of_steps(self, question: str) -> Sequence[str]:
-        """Return for each call of the plan the words of the question that ask for it."""
+        """Return for each call of the plan the words of the question that ask for it.
+
+        A call that reads what another one needs has words of its own.
+        """
         raise UnusableTask(f"task {self.name!r} says no steps: define words_of_steps")
 
     def unreported_error(self, messages: list[Message], text: str) -> ToolError | None:

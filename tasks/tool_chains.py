@@ -93,9 +93,12 @@ class ToolChains(LongTask):
         return plan(question)
 
     def words_of_steps(self, question: str) -> list[str]:
-        start, *clauses = question.removesuffix(".").split(", ")
-        first = [start] if start.startswith("Take the") else []
-        return [*first, *(one for one in clauses for _ in range(1 + ("value" in one)))]
+        clauses = question.removesuffix(".").removeprefix("Take ").split(", ")
+        words = [] if clauses[0].isdigit() else [clauses[0]]
+        for clause in clauses[1:]:
+            _, value, key = clause.partition("the value of ")
+            words += [value + key, clause] if key else [clause]
+        return words
 
     def generate(self, rng: random.Random) -> Row:
         for _ in range(DRAWS):

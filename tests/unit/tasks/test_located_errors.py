@@ -73,6 +73,7 @@ def test_each_call_of_a_plan_has_words_of_the_question(kind: type[LongTask]) -> 
         words = task.words_of_steps(question)
         assert len(words) == len(task.plan(question)) == 6
         assert all(one in question for one in words)
+        assert len(set(words)) == 6
 
 
 def test_a_wrong_end_after_right_calls_stays_an_error_of_the_end() -> None:
