@@ -78,14 +78,14 @@ RESERVED_OPTIONS = frozenset(
 )
 """What the run itself says to a chat template, or what is no option of one."""
 
-Decoder = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+Decoder = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"]
 
 
 class ModelSizes(Section):
     """Sizes of a decoder, under the names that its config.json has for them."""
 
     model_type: Decoder
-    """Which decoder it is: "llama", "mistral", "qwen2", "qwen3" or "qwen3_moe"."""
+    """Which decoder it is: "llama", "mistral", "qwen2", "qwen3", "qwen3_moe" or "gpt_oss"."""
 
     hidden_size: Width
     """Width of the residual stream."""
@@ -100,7 +100,7 @@ class ModelSizes(Section):
     """Experts that compute each token."""
 
     moe_intermediate_size: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
-    """Width of one expert."""
+    """Width of one expert; gpt_oss has it as intermediate_size."""
 
     num_hidden_layers: Layers
     """Decoder layers."""
@@ -150,7 +150,7 @@ class ModelSizes(Section):
     @property
     def is_mixture(self) -> bool:
         """Whether its layers are mixtures of experts."""
-        return self.model_type == "qwen3_moe"
+        return self.model_type in ("qwen3_moe", "gpt_oss")
 
     @property
     def norms_heads(self) -> bool:

@@ -167,6 +167,13 @@ def activation_bytes(sizes: ModelSizes, number: int) -> int:
     """
     norms_of_heads = sizes.norms_heads
     inner = inner_width(sizes)
+    if sizes.model_type == "gpt_oss":
+        # Gates are clamped, experts read a token without a copy, norms multiply in float32, and
+        # eager attention repeats keys and values.
+        routed = number * 2 * sizes.num_experts_per_tok * sizes.hidden_size
+        attention = number * 4 * query_width(sizes)
+        widths = (24 if number == FLOAT else 20) * sizes.hidden_size + number * 7 * inner
+        return widths + routed + attention
     # Each expert of a token gets its input and gives its output.
     routed = 4 * sizes.num_experts_per_tok * sizes.hidden_size
     heads = query_width(sizes) + key_width(sizes)

@@ -218,10 +218,11 @@ def check_embedded_serves(facts: ModelFacts, context: int) -> None:
 
 
 def _check_vllm_serves(facts: ModelFacts, config: Config) -> None:
-    if facts.name in NOT_UPDATED_BY_VLLM:
+    if facts.name in NOT_UPDATED_BY_VLLM and not config.syncs_adapters:
         raise UnfitModel(
-            f"{facts.name} cannot have generator.engine = 'vllm': vLLM 0.32 keeps the experts and "
-            "sinks that it has loaded when new weights come: train another model"
+            f"{facts.name} cannot have generator.engine = 'vllm' with weights that change: vLLM "
+            "0.32 keeps the experts and sinks that it has loaded when new ones come: train "
+            "adapters, with [trainer.lora] and sync = 'adapters'"
         )
     on_cpu = not config.placement.gpus("generator")
     if on_cpu and config.generator.dtype == "float32" and facts.name.startswith(DELTA_NETS):

@@ -93,6 +93,8 @@ def read_sizes(folder: Path) -> ModelSizes:
     ):
         raise UnknownSizes(str(file), "has layers without experts, counted are those with them")
     experts = {"num_experts": found.get("num_local_experts")}  # as newer files have it
+    if found["model_type"] == "gpt_oss":
+        experts["moe_intermediate_size"] = found.get("intermediate_size")
     found = {"num_key_value_heads": found.get("num_attention_heads"), **experts} | found
     given = {key: found[key] for key in ModelSizes.model_fields if found.get(key) is not None}
     try:
@@ -135,12 +137,16 @@ def layer_parameters(sizes: ModelSizes) -> int:
     if sizes.is_mixture:
         feed_forward = expert_parameters(sizes) + sizes.num_experts * hidden
     norms = 2 * hidden + (2 * head_width(sizes) if sizes.norms_heads else 0)
-    return attention + feed_forward + norms
+    sinks = sizes.num_attention_heads if sizes.model_type == "gpt_oss" else 0
+    router_bias = sizes.num_experts if sizes.model_type == "gpt_oss" else 0
+    return attention + sinks + feed_forward + router_bias + norms
 
 
 def expert_parameters(sizes: ModelSizes) -> int:
     """Return the number of parameters of all experts of one layer, without their router."""
-    return sizes.num_experts * 3 * sizes.hidden_size * sizes.moe_intermediate_size
+    hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
+    biases = 2 * width + hidden if sizes.model_type == "gpt_oss" else 0
+    return sizes.num_experts * (3 * hidden * width + biases)
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int, targets: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ REAL = {
     "qwen3-8b-64k": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "qwen3-coder": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
 }
 
 
@@ -92,6 +93,7 @@ SMALLER = {
     "qwen3-8b-64k": ("gpu_memory_gb=60", "gathered for compute 6.07 + activations 29.2"),
     "qwen3-32b": ("gpus=6", "all GPUs: trainer 16 x 1 + generator 4 x 4 = 32, of 24"),
     "qwen3-coder": ("memory_gb=100", "environment 4 x 16.09"),
+    "gpt-oss-20b": ("gpu_memory_gb=40", "gathered for compute 10.4 + activations 11.7"),
 }
 
 
@@ -125,7 +127,8 @@ def test_the_8b_preset_leaves_no_gpu_idle_and_gives_none_twice(
 
 
 @pytest.mark.parametrize(
-    ("name", "by_hand"), [("qwen3-8b-64k", 74.9), ("qwen3-32b", 73.0), ("qwen3-coder", 65.4)]
+    ("name", "by_hand"),
+    [("qwen3-8b-64k", 74.9), ("qwen3-32b", 73.0), ("qwen3-coder", 65.4), ("gpt-oss-20b", 46.4)],
 )
 def test_long_contexts_fit_by_the_sums_that_the_guide_makes_by_hand(
     name: str, by_hand: float, problems: Path

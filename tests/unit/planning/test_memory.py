@@ -53,10 +53,12 @@ def training(sizes: ModelSizes = EIGHT_BILLION, **changes: Any) -> dict[str, int
     return {part.what: part.bytes for part in training_parts(sizes, how)}
 
 
-def saved_bytes(kind: str, layers: int, dtype: torch.dtype, tokens: int) -> int:
+def saved_bytes(
+    kind: str, layers: int, dtype: torch.dtype, tokens: int, how: str = "sdpa", **sizes: int
+) -> int:
     """Bytes that autograd holds after a forward of one sequence, without the weights."""
-    config = AutoConfig.for_model(kind, **SIZES | {"num_hidden_layers": layers})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    config = AutoConfig.for_model(kind, **SIZES | {"num_hidden_layers": layers} | sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=how).to(dtype)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     held: dict[int, Any] = {}
 
@@ -80,6 +82,26 @@ def test_a_layer_keeps_as_many_bytes_of_a_token_as_autograd_holds(
     held = (saved_bytes(kind, 2, dtype, tokens) - saved_bytes(kind, 1, dtype, tokens)) / tokens
     sizes = ModelSizes(model_type=kind, **SIZES)  # type: ignore[arg-type]
     assert activation_bytes(sizes, number) == pytest.approx(held, rel=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, FLOAT), (torch.bfloat16, HALF)])
+def test_a_layer_of_gpt_oss_keeps_as_many_bytes_beside_attentions_scores(
+    dtype: torch.dtype, number: int
+) -> None:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512}
+    held = []
+    for tokens in (64, 128):
+        one, two = (saved_bytes("gpt_oss", n, dtype, tokens, "eager", **experts) for n in (1, 2))
+        held.append((two - one) / tokens)
+    sizes = ModelSizes(
+        model_type="gpt_oss",
+        **SIZES | {"intermediate_size": 512},
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=512,
+    )
+    without_scores = 2 * held[0] - held[1]  # those of a token grow with the sequence
+    assert activation_bytes(sizes, number) == pytest.approx(without_scores, rel=0.02)
 
 
 def test_weights_gradients_and_moments_are_sixteen_bytes_of_a_parameter() -> None:

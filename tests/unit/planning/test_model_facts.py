@@ -80,7 +80,7 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
             VLLM,
             "trainer.attention = 'sdpa', which computes no caps: set it to 'flex' or 'eager'",
         ),
-        (replace(FACTS, name="GptOssForCausalLM"), VLLM, "keeps the experts and sinks"),
+        (replace(FACTS, name="GptOssForCausalLM"), VLLM, "train adapters, .* sync = 'adapters'$"),
         (replace(FACTS, name="Qwen3NextForCausalLM"), VLLM, "set it to 'bfloat16'"),
         (CAPPED, VLLM, "'sdpa', which it does not support: set it to 'flex' or 'eager'"),
         (
@@ -136,6 +136,13 @@ def test_nothing_of_the_embedded_engine_is_said_where_vllm_serves(
     facts: ModelFacts, build_config: Any
 ) -> None:
     check_model_fits(facts, build_config(**VLLM))
+
+
+def test_vllm_serves_a_model_whose_experts_it_never_updates_with_adapters_alone(
+    build_config: Any,
+) -> None:
+    adapters = {"trainer": {"lora": {"sync": "adapters"}}, "sdpo": {"placement": "inline"}}
+    check_model_fits(replace(FACTS, name="GptOssForCausalLM"), build_config(**VLLM, **adapters))
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (16, 8), (32, 4), (8, 1)])

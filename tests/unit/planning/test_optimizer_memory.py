@@ -129,7 +129,7 @@ def test_the_state_of_a_weight_has_the_bytes_that_are_planned(
 @pytest.mark.parametrize(("optimizer", "each"), list(zip(NAMES, (8, 53, 13), strict=True)))
 def test_an_update_allocates_what_is_planned_for_it(optimizer: OptimizerName, each: int) -> None:
     weight, one = updated((1024, 1024), optimizer)
-    assert peak_allocated(one.step) == pytest.approx(each * weight.numel(), rel=0.01)
+    assert_planned(peak_allocated(one.step), each * weight.numel())
 
 
 def test_an_update_of_sharded_muon_allocates_what_is_planned_for_it(ranks: Ranks) -> None:
@@ -138,7 +138,12 @@ def test_an_update_of_sharded_muon_allocates_what_is_planned_for_it(ranks: Ranks
     (one,) = optimizers_of(runs.config(optimizer="muon").trainer, {"layers.0.w": weight})
     weight.grad = distribute_tensor(torch.randn(1024, 1024), ranks.mesh(), [Shard(0)])
     one.step()
-    assert peak_allocated(one.step) == pytest.approx(OWNING * weight.numel(), rel=0.01)
+    assert_planned(peak_allocated(one.step), OWNING * weight.numel())
+
+
+def assert_planned(allocated: int, planned: int) -> None:
+    """What bfloat16 products take beside their operands differs between kinds of processors."""
+    assert 0.9 * planned < allocated < 1.01 * planned
 
 
 def test_a_large_weight_with_8_bit_state_is_updated_in_parts() -> None:
