@@ -322,20 +322,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _engines_tell_their_experts(self) -> Self:
-        if not self.trainer.moe.router_replay:
-            return self
-        repair = "or trainer.moe.router_replay to false"
-        if self.generator.engine != "embedded":
-            raise ValueError(
-                f"trainer.moe.router_replay is true but generator.engine is "
-                f"{self.generator.engine!r}, whose choices of experts are not read: set it to "
-                f"'embedded', {repair}"
-            )
-        if self.rollouts.workflow is not None:
+    def _turns_carry_their_experts(self) -> Self:
+        if self.trainer.moe.router_replay and self.rollouts.workflow is not None:
             raise ValueError(
                 f"trainer.moe.router_replay is true but rollouts.workflow is "
-                f"{self.rollouts.workflow!r}, whose turns do not carry experts: remove it, {repair}"
+                f"{self.rollouts.workflow!r}, whose turns do not carry experts: remove it, or "
+                "trainer.moe.router_replay to false"
             )
         return self
 

@@ -25,6 +25,8 @@ OWNED = {
     "enforce_eager": "generator.vllm.enforce_eager",
     "enable_prefix_caching": "generator.vllm.enable_prefix_caching",
     "enable_chunked_prefill": "no key, because seeded sampling allows it on GPUs only",
+    "enable_return_routed_experts": "trainer.moe.router_replay",
+    "aux_output_config": "trainer.moe.router_replay",
     "distributed_executor_backend": "generator.vllm.tensor_parallel",
 }
 """Engine arguments that are set by other config keys, with these keys."""

@@ -147,9 +147,20 @@ class ExpertsUnknown(ValueError):
 
 
 def refuse_unknown_experts(request: GenerationRequest, told: bool) -> None:
-    """Raise `ExpertsUnknown` for a request of experts, unless the engine's are `told`."""
-    if request.experts_from is not None and not told:
+    """Raise `ExpertsUnknown` for a request of experts, unless the engine's are `told`.
+
+    Raises ValueError where it asks for them from a position on that the prompt does not have.
+    """
+    start, prompt = request.experts_from, len(request.prompt_ids)
+    if start is None:
+        return
+    if not told:
         raise ExpertsUnknown(request.request_id)
+    if not 0 <= start < prompt:
+        raise ValueError(
+            f"{request.request_id} asks for experts from position {start} on, but its prompt has "
+            f"{prompt} tokens: set experts_from from 0 to {prompt - 1}"
+        )
 
 
 def refuse_too_long(request: GenerationRequest, length: int) -> None:

@@ -34,6 +34,8 @@ def check_vllm_fits(config: Config) -> None:
     _check_temperatures(config)
     _check_rank(config)
     _check_parts(shape, config)
+    if config.trainer.moe.router_replay:
+        _check_experts(config)
     _check_cache(shape, config)
     if flavour_of(config) == "cpu":
         _check_head_dim(shape.head_dim)
@@ -72,6 +74,35 @@ def _check_parts(shape: AttentionShape, config: Config) -> None:
             f"generator.vllm.tensor_parallel is {parts} but the policy has {shape.heads} heads, "
             f"which {parts} processes cannot share evenly: set it to a divisor of {shape.heads}"
         )
+
+
+def _check_experts(config: Config) -> None:
+    vllm, on_cpu = config.generator.vllm, flavour_of(config) == "cpu"
+    for wrong, key, why, repair in (
+        (
+            on_cpu and vllm.enforce_eager is False,
+            "enforce_eager is false",
+            "on a CPU compiled layers tell no experts",
+            "set it to true",
+        ),
+        (
+            on_cpu and vllm.engine_args.get("async_scheduling", False),
+            "engine_args.async_scheduling is true",
+            "on a CPU experts are read between two steps",
+            "remove it",
+        ),
+        (
+            not on_cpu and not vllm.enable_prefix_caching,
+            "enable_prefix_caching is false",
+            "vLLM keeps experts with the prefixes",
+            "set it to true",
+        ),
+    ):
+        if wrong:
+            raise VllmUnavailable(
+                f"generator.vllm.{key} but trainer.moe.router_replay is true, and {why}: {repair}, "
+                "or set router_replay to false"
+            )
 
 
 def _check_temperatures(config: Config) -> None:

@@ -6,7 +6,7 @@ object that steps like vLLM's `LLMEngine`.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -17,13 +17,17 @@ from composer_mesh.actors.engines.port import (
     PromptTokens,
     Weights,
     refuse_too_long,
+    refuse_unknown_experts,
 )
+from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
 
 Sampling = Callable[[GenerationRequest], Any]
 Update = Callable[[Weights], None]
 Adapter = Callable[[GenerationRequest], Any]
+Experts = Callable[[str, GenerationRequest, Any], ExpertChoices]
+"""Tells the experts of a request that has just ended, by vLLM's own name of it and its output."""
 
 
 class EngineFault(RuntimeError):
@@ -48,6 +52,8 @@ class _Asked:
     done: Done
     admitted: Admitted | None
     aborted: bool = False
+    own_name: str = ""
+    """What vLLM calls it inside."""
 
 
 class VllmEngine:
@@ -64,13 +70,16 @@ class VllmEngine:
         update: Update,
         limits: Limits,
         adapter: Adapter = lambda _: None,
+        experts: Experts | None = None,
     ) -> None:
         """`llm` steps as vLLM's `LLMEngine`; `sampling` converts a request to its parameters.
 
         `adapter` returns vLLM's `LoRARequest` for a request that is admitted; None without one.
+        `experts` tells those of a mixture to requests that ask for them; without it these are
+        refused.
         """
         self._llm, self._sampling, self._update, self._limits = llm, sampling, update, limits
-        self._adapter = adapter
+        self._adapter, self._experts = adapter, experts
         self.prompt_tokens = PromptTokens()
         self._open: OpenRequests[_Asked] = OpenRequests()
         self._waiting: deque[_Asked] = deque()
@@ -96,6 +105,7 @@ class VllmEngine:
     ) -> None:
         """Queue a request; `admitted`, then `done` are called from within later steps."""
         refuse_too_long(request, self._limits.length)
+        refuse_unknown_experts(request, self._experts is not None)
         ids, largest = request.prompt_ids, self._limits.vocabulary - 1
         if not ids or not 0 <= min(ids) <= max(ids) <= largest:
             raise ValueError(
@@ -167,7 +177,7 @@ class VllmEngine:
             prompt = {"prompt_token_ids": list(asked.request.prompt_ids)}
             parameters = self._sampling(asked.request)
             adapter = self._adapter(asked.request)
-            self._llm.add_request(name, prompt, parameters, lora_request=adapter)
+            asked.own_name = self._llm.add_request(name, prompt, parameters, lora_request=adapter)
             if asked.admitted is not None:
                 asked.admitted()
 
@@ -175,6 +185,9 @@ class VllmEngine:
         """Answer a finished request that is not aborted; return its token count."""
         cached = output.num_cached_tokens or 0
         result = _result(asked.request, output.outputs[0], cached)
+        if self._experts is not None and asked.request.experts_from is not None:
+            found = self._experts(asked.own_name, asked.request, output.outputs[0])
+            result = replace(result, experts=found)
         self.prompt_tokens.admit(len(asked.request.prompt_ids), cached)
         if self._open.answer(result.request_id, asked):
             asked.done(result)

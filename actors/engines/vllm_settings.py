@@ -43,6 +43,8 @@ def process_environment(config: Config) -> dict[str, str]:
     }
     if flavour_of(config) == "cpu":
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the placement assigns cores
+        if config.trainer.moe.router_replay:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # our worker notes experts in the first
     return env
 
 
@@ -87,6 +89,11 @@ def engine_arguments(config: Config, folder: Path, states: bool = False) -> dict
 def adapter_arguments(rank: int) -> dict[str, Any]:
     """Return further arguments for one adapter beside the policy."""
     return {"enable_lora": True, "max_lora_rank": lora_slot(rank)}
+
+
+def expert_arguments(config: Config) -> dict[str, Any]:
+    """Return further arguments for a mixture whose experts are told; on a CPU our worker does."""
+    return {} if flavour_of(config) == "cpu" else {"enable_return_routed_experts": True}
 
 
 def snapshot_arguments(serve: ServeConfig) -> dict[str, Any]:

@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.engines.vllm_adapters import AdapterSlots, VllmAdapters, adapter_shapes
-from composer_mesh.actors.engines.vllm_engine import Limits, Sampling, VllmEngine
+from composer_mesh.actors.engines.vllm_engine import Experts, Limits, Sampling, VllmEngine
+from composer_mesh.actors.engines.vllm_experts import (
+    ExpertLayers,
+    NotedExperts,
+    ReturnedExperts,
+    refuse_without_experts,
+)
 from composer_mesh.actors.engines.vllm_settings import (
     adapter_arguments,
     engine_arguments,
+    expert_arguments,
+    flavour_of,
     refuse_unknown,
     snapshot_arguments,
 )
@@ -30,6 +38,7 @@ class _Started:
     llm: Any
     checkpoint: CheckpointNames
     limits: Limits
+    experts: Experts | None
 
 
 def start(config: Config, folder: Path) -> VllmEngine:
@@ -40,14 +49,21 @@ def start(config: Config, folder: Path) -> VllmEngine:
     from vllm.lora.request import LoRARequest
 
     lora = config.trainer.lora if config.syncs_adapters else None
-    started = _start(config, folder, {} if lora is None else adapter_arguments(lora.rank))
-    llm, checkpoint = started.llm, started.checkpoint
+    more = {} if lora is None else adapter_arguments(lora.rank)
+    started = _start(config, folder, more, config.trainer.moe.router_replay)
+    llm, checkpoint, limits = started.llm, started.checkpoint, started.limits
     if lora is not None:
         layers = adapted_layer_names(checkpoint.model, lora.targets)
         shapes = adapter_shapes(checkpoint.model, layers, lora.rank)
         adapters = VllmAdapters(llm, LoRARequest, lora, shapes)
-        parameters = sampling_parameters()
-        return VllmEngine(llm, parameters, adapters.update, started.limits, adapters.of_request)
+        return VllmEngine(
+            llm,
+            sampling_parameters(),
+            adapters.update,
+            limits,
+            adapters.of_request,
+            started.experts,
+        )
     weights = VllmWeights(
         llm.collective_rpc,
         checkpoint.expected,
@@ -55,7 +71,7 @@ def start(config: Config, folder: Path) -> VllmEngine:
         here=config.generator.vllm.tensor_parallel == 1,
         converted=checkpoint.converted,
     )
-    return VllmEngine(llm, sampling_parameters(), weights.update, started.limits)
+    return VllmEngine(llm, sampling_parameters(), weights.update, limits, experts=started.experts)
 
 
 def start_for_snapshots(config: Config, folder: Path) -> tuple[VllmEngine, AdapterSlots]:
@@ -74,10 +90,13 @@ def _refuse_weights(weights: Any) -> None:
     raise RuntimeError(f"an engine of snapshots has no versions, but got {weights.version}")
 
 
-def _start(config: Config, folder: Path, more: Mapping[str, Any]) -> _Started:
+def _start(
+    config: Config, folder: Path, more: Mapping[str, Any], tells_experts: bool = False
+) -> _Started:
     # vLLM warns that Triton is missing, which is not needed on a CPU.
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-    from vllm import EngineArgs
+    from vllm import EngineArgs, SamplingParams
+    from vllm import __version__ as version
     from vllm.v1.engine.llm_engine import LLMEngine
 
     # Before vLLM starts: it changes some classes of transformers, which then cannot be built.
@@ -85,13 +104,24 @@ def _start(config: Config, folder: Path, more: Mapping[str, Any]) -> _Started:
     kinds = layer_kinds(checkpoint.model.config)
     arguments = engine_arguments(config, folder, states=bool(set(kinds) - ATTENTION_KINDS))
     refuse_unknown(config.generator.vllm.engine_args, [field.name for field in fields(EngineArgs)])
+    layers = ExpertLayers.of(checkpoint.model) if tells_experts else None
+    if layers is not None:
+        refuse_without_experts(version, SamplingParams)
+        arguments |= expert_arguments(config)
     llm = LLMEngine.from_engine_args(EngineArgs(**arguments, **more))
     limits = Limits(
         config.policy.max_context,
         llm.model_config.get_vocab_size(),
         config.generator.max_concurrent,
     )
-    return _Started(llm, checkpoint, limits)
+    experts = None if layers is None else _experts(config, llm, layers)
+    return _Started(llm, checkpoint, limits, experts)
+
+
+def _experts(config: Config, llm: Any, layers: ExpertLayers) -> Experts:
+    if flavour_of(config) == "cpu":
+        return NotedExperts(llm.collective_rpc, layers)
+    return ReturnedExperts(layers)
 
 
 def sampling_parameters() -> Sampling:
@@ -100,6 +130,7 @@ def sampling_parameters() -> Sampling:
     from vllm.sampling_params import RequestOutputKind
 
     def sampling(request: GenerationRequest) -> Any:
+        prompt, start = len(request.prompt_ids), request.experts_from
         return SamplingParams(
             temperature=request.temperature,
             top_p=request.truncation.top_p,
@@ -113,6 +144,7 @@ def sampling_parameters() -> Sampling:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            routed_experts_prompt_start=prompt if start is None else start,
         )
 
     return sampling

@@ -1,4 +1,4 @@
-"""What vLLM's workers do beside their own: take the policy's new weights, all of them.
+"""What vLLM's workers do beside their own: take all of the policy's new weights, tell experts.
 
 vLLM imports the class by its name in every worker process and adds its methods to the worker's.
 """
@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # settings name the class before anything imports torch
     from torch import Tensor
 
+    from composer_mesh.actors.engines.vllm_expert_slots import RouterNotes
+
 RELOAD, HAS_HEAD = "reload_policy", "policy_has_head"
+NOTE_EXPERTS, CHOSEN_EXPERTS = "note_experts", "chosen_experts"
 EXTENSION = f"{__name__}.PolicyWorker"
 
 
@@ -34,8 +37,28 @@ class WeightsNotTaken(RuntimeError):
 class PolicyWorker:
     """Methods that are called through `collective_rpc`."""
 
+    rank: int
     model_runner: Any
     vllm_config: Any
+    router_notes: RouterNotes | None
+
+    def note_experts(self, layers: list[int], per_token: int) -> None:
+        """Let the routers of these layers tell the experts that they choose, from now on.
+
+        All workers of an engine choose the same; the first notes. Raises `ExpertsNotNoted`.
+        """
+        from composer_mesh.actors.engines.vllm_expert_slots import RouterNotes
+
+        if not self.rank:
+            self.router_notes = RouterNotes(self, layers, per_token)
+
+    def chosen_experts(self, request: str, start: int, end: int) -> Tensor | None:
+        """Return the experts [positions, layers, per_token] of a request that has just run.
+
+        Its positions from `start` to before `end`; None from all workers but the first.
+        """
+        notes = getattr(self, "router_notes", None)
+        return None if notes is None else notes.of(request, start, end)
 
     def policy_has_head(self) -> bool:
         """Return whether the served model has a head of its own, or one more name for it."""
@@ -66,6 +89,9 @@ class PolicyWorker:
             if kept := _layers_without_new_weights(model):
                 raise WeightsNotTaken(type(model).__name__, kept)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
+        notes = getattr(self, "router_notes", None)
+        if notes is not None:
+            notes.slots.clear()
 
 
 def _read(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -11,13 +11,22 @@ from model_families import family_model
 
 from composer_mesh.actors.engines.choice import make_engine
 from composer_mesh.actors.engines.port import Engine
+from composer_mesh.actors.models.expert_routing import (
+    ExpertRouting,
+    intercept_routers,
+    numbers_of,
+    router_names,
+)
 from composer_mesh.actors.models.policy import save_policy
+from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PolicySample, StepBatch, policy_sample
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Trace, Turn
 
 NEW, PROMPT = 60, 20
+VOCABULARY = 250
+"""Ids of prompts are below it."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -27,12 +36,12 @@ SIZES: dict[str, Any] = {
 }
 
 
-def coarse_folder(tokenizer: Any, folder: Path) -> Path:
+def coarse_folder(tokenizer: Any, folder: Path, **served: Any) -> Path:
     """A mixture whose router logits have a large part in common, which bfloat16 rounds coarsely.
 
     Which expert a token gets is then often decided by rounding, unless routers are in float32.
     """
-    sizes = {**SIZES, "num_experts_per_tok": 1, "norm_topk_prob": True}
+    sizes = {**SIZES, "num_experts_per_tok": 1, "norm_topk_prob": True, **served}
     model = family_model("qwen3_moe", tokenizer, **sizes)
     with torch.no_grad():
         for name, weights in model.named_parameters():
@@ -66,7 +75,27 @@ def answers(engine: Engine, prompts: list[list[int]], start: int | None = 0) -> 
 
 
 def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
-    return [[rng.randrange(300) for _ in range(PROMPT)] for _ in range(count)]
+    return [[rng.randrange(VOCABULARY) for _ in range(PROMPT)] for _ in range(count)]
+
+
+def intercepted(model: Any) -> Any:
+    """The model of a mixture, which tells the experts of its forwards."""
+    intercept_routers(model, decoder_layers(model), router_names(model), False, needed=True)
+    return model
+
+
+def chosen_by(model: Any, ids: list[int]) -> torch.Tensor:
+    """The experts [positions, layers, per_token] of a plain forward, each token's in order."""
+    routing = ExpertRouting()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids]), use_cache=False, expert_routing=routing)
+    return routing.all_chosen().sort(-1).values
+
+
+def told_by(result: GenerationResult) -> torch.Tensor:
+    """The experts [positions, layers, per_token] of an answer, each token's in order."""
+    assert result.experts is not None
+    return numbers_of(result.experts).sort(-1).values
 
 
 def sample_of(name: str, prompt: list[int], result: GenerationResult) -> PolicySample:
@@ -85,6 +114,10 @@ def sample_of(name: str, prompt: list[int], result: GenerationResult) -> PolicyS
 def sampled_batch(config: Config, folder: Path, count: int = 6) -> StepBatch:
     """A step's rollouts from the engine of a config."""
     prompts = prompts_of(random.Random(0), count)
-    found = answers(make_engine(config, folder), prompts)
+    return batch_of(prompts, answers(make_engine(config, folder), prompts))
+
+
+def batch_of(prompts: list[list[int]], found: list[GenerationResult]) -> StepBatch:
+    """A step's rollouts of one turn each."""
     named = zip(prompts, found, strict=True)
     return StepBatch(0, [sample_of(f"t{n}", *one) for n, one in enumerate(named)], [], [])

@@ -139,11 +139,12 @@ class FakeLlm:
 
     def add_request(
         self, name: str, prompt: dict[str, list[int]], params: Any, lora_request: Any = None
-    ) -> None:
+    ) -> str:
         assert name not in self._running
         self.adapters.append(lora_request)
         self.added.append((name, prompt))
         self._running[name] = (params, len(params.token_ids))
+        return f"{name}-of-vllm"
 
     def abort_request(self, names: list[str]) -> None:
         self.calls.append(f"abort {' '.join(names)}")

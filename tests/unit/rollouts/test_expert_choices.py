@@ -145,7 +145,6 @@ async def test_without_router_replay_no_experts_are_asked_for(chat: ChatFormat) 
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"generator": {"engine": "vllm"}}, "generator.engine is 'vllm', whose choices of exper"),
         ({"rollouts": {"workflow": "a:B"}}, "rollouts.workflow is 'a:B', whose turns do not carry"),
         ({"trainer": {"prefix_sharing": True}}, "moe.router_replay is True but prefix_sharing is"),
         ({"trainer": {"compile": True}}, "moe.router_replay is True but compile is true"),

@@ -9,28 +9,19 @@ from typing import Any
 import pytest
 import torch
 from engine_requests import Plain, ask, put
-from mixture_runs import answers, prompts_of
+from mixture_runs import answers, chosen_by, intercepted, prompts_of, told_by
 from model_families import family_model
 
 from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.actors.engines.long_prompts import PromptLimits
 from composer_mesh.actors.engines.port import ExpertsUnknown
-from composer_mesh.actors.models.expert_routing import (
-    ExpertRouting,
-    intercept_routers,
-    numbers_of,
-    router_names,
-)
-from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 SMALL_PIECES = PromptLimits(at_once=32, beside_decoding=8)
 
 
 def mixture(tokenizer: Any) -> Any:
-    model = family_model("qwen3_moe", tokenizer)
-    intercept_routers(model, decoder_layers(model), router_names(model), False, needed=True)
-    return model
+    return intercepted(family_model("qwen3_moe", tokenizer))
 
 
 @pytest.fixture
@@ -38,19 +29,9 @@ def model(tokenizer: Any) -> Any:
     return mixture(tokenizer)
 
 
-def chosen_by(model: Any, ids: list[int]) -> torch.Tensor:
-    """The experts [positions, layers, per_token] of a plain forward."""
-    routing = ExpertRouting()
-    with torch.no_grad():
-        model(input_ids=torch.tensor([ids]), use_cache=False, expert_routing=routing)
-    return routing.all_chosen()
-
-
 def assert_experts(plain: Any, prompt: list[int], result: GenerationResult, start: int = 0) -> None:
-    assert result.experts is not None
-    found = numbers_of(result.experts).sort(-1).values
-    wanted = chosen_by(plain, [*prompt, *result.token_ids])[start:-1].sort(-1).values
-    assert torch.equal(found, wanted)
+    wanted = chosen_by(plain, [*prompt, *result.token_ids])[start:-1]
+    assert torch.equal(told_by(result), wanted)
 
 
 @pytest.mark.parametrize("prefix_tokens", [None, 0])
@@ -100,6 +81,15 @@ def test_experts_are_told_only_where_they_are_asked_for(model: Any, build_model:
     with pytest.raises(ExpertsUnknown, match="one asks for the experts of its tokens, which this"):
         dense.submit(GenerationRequest("one", [5], 3, 1.0, 0, [], experts_from=0), lambda _: None)
     put(dense, [ask("two", [5])], {})
+
+
+@pytest.mark.parametrize("start", [-1, 20])
+def test_experts_from_a_position_that_the_prompt_has_not_are_refused(
+    model: Any, start: int
+) -> None:
+    asked = GenerationRequest("one", [5] * 20, 3, 1.0, 0, [], experts_from=start)
+    with pytest.raises(ValueError, match=f"experts from position {start} on, .* from 0 to 19"):
+        Engine(model, 2, 64).submit(asked, lambda _: None)
 
 
 def test_the_engine_calls_layers_itself_for_a_mixture_too(model: Any, tmp_path: Path) -> None:
