@@ -225,6 +225,12 @@ def _check_vllm_serves(facts: ModelFacts, config: Config) -> None:
             "adapters, with [trainer.lora] and sync = 'adapters'"
         )
     on_cpu = not config.placement.gpus("generator")
+    if on_cpu and config.syncs_adapters and facts.experts:
+        raise UnfitModel(
+            f"{facts.name} cannot have trainer.lora.sync = 'adapters' without GPUs: vLLM's kernels "
+            "for experts beside adapters need Triton: set it to 'merged', or generator.engine to "
+            "'embedded'"
+        )
     if on_cpu and config.generator.dtype == "float32" and facts.name.startswith(DELTA_NETS):
         raise UnfitModel(
             f"{facts.name} cannot have generator.dtype = 'float32' without GPUs: vLLM's kernels "

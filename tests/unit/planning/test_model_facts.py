@@ -39,6 +39,7 @@ CONTEXT = {
     "trainer": {"ranks": 8, "context_parallel": 8, "packing": True},
     "policy": {"path": "model"},
 }
+ADAPTERS = {"trainer": {"lora": {"sync": "adapters"}}, "sdpo": {"placement": "inline"}}
 EXPERTS = {"trainer": {"ranks": 4, "expert_parallel": 2}}
 
 
@@ -82,6 +83,7 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
         ),
         (replace(FACTS, name="GptOssForCausalLM"), VLLM, "train adapters, .* sync = 'adapters'$"),
         (replace(FACTS, name="Qwen3NextForCausalLM"), VLLM, "set it to 'bfloat16'"),
+        (replace(FACTS, experts=(8,)), {**VLLM, **ADAPTERS}, "need Triton: set it to 'merged'"),
         (CAPPED, VLLM, "'sdpa', which it does not support: set it to 'flex' or 'eager'"),
         (
             replace(FACTS, kinds=("mamba",)),
@@ -141,8 +143,7 @@ def test_nothing_of_the_embedded_engine_is_said_where_vllm_serves(
 def test_vllm_serves_a_model_whose_experts_it_never_updates_with_adapters_alone(
     build_config: Any,
 ) -> None:
-    adapters = {"trainer": {"lora": {"sync": "adapters"}}, "sdpo": {"placement": "inline"}}
-    check_model_fits(replace(FACTS, name="GptOssForCausalLM"), build_config(**VLLM, **adapters))
+    check_model_fits(replace(FACTS, name="GptOssForCausalLM"), build_config(**VLLM, **ADAPTERS))
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (16, 8), (32, 4), (8, 1)])
