@@ -10,6 +10,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.language_model import decoder_states
 from composer_mesh.actors.served_models.adapter_layers import (
+    ActiveAdapters,
     AdapterLayout,
     adapted,
     head_name,
@@ -32,11 +33,19 @@ class Weights(Protocol):
 
 
 class AdapterWeights:
-    """Adapters in the linear layers of a frozen base; numbers of places without a model are 0."""
+    """Adapters in the linear layers of a frozen base; numbers of places without a model are 0.
 
-    def __init__(self, base: Any, alpha: float) -> None:
-        self._model, self._active = adapted(base)
+    `base` tells the names and shapes of the layers. `placed` is the model with these layers
+    adapted, and their adapters, where it is not a copy of `base` that shares its weights: one
+    that is sharded over ranks.
+    """
+
+    def __init__(
+        self, base: Any, alpha: float, placed: tuple[Any, ActiveAdapters] | None = None
+    ) -> None:
+        self._model, self._active = placed or adapted(base)
         self._base, self._alpha = base, alpha
+        self._device = next(self._model.parameters()).device
         self._layouts: dict[Hashable, AdapterLayout] = {}
 
     def layout(self, spec: ModelSpec) -> AdapterLayout:
@@ -54,7 +63,7 @@ class AdapterWeights:
 
     def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
         layout = self.layout(spec)
-        empty = next(self._base.parameters()).new_zeros(layout.total)
+        empty = torch.zeros(layout.total, device=self._device)
         leaf = stacked([empty if one is None else one for one in flats])
         self._active.use(layout.pairs(leaf), layout.rank, self._alpha)
         return self._model, leaf
