@@ -134,7 +134,7 @@ class ServedRanks:
             raise NoReplicaLeft(former[0], str(end)) from None
         self.restarts += 1
         names = self._processes.names()
-        detail = f"{len(names)} process(es) after the end of {former[0]}"
+        detail = f"{len(names)} ranks in place of those before: {cause}"
         self._record("actor_restarted", names[0], detail, replaces=former[0])
         self._replacing = None
 

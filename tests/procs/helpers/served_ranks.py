@@ -15,6 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
+from serve_audit import audit
+
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import local
 from composer_mesh.actors.served_models.client_trainer import ClientTrainer
@@ -246,3 +248,11 @@ def both(rank: int, rendezvous: Path, folder: Path, root: Path, channels: TrainC
     torch.set_num_threads(1)
     ranks = Ranks.connect(rank, 2, rendezvous, 60.0)
     torch.save(work(ranks, folder, root, channels), root / f"rank-{rank}.pt")
+
+
+def audited(
+    rank: int, rendezvous: Path, output: Path, config: Config, folder: Path, saved: dict[str, str]
+) -> None:
+    """Audit a server of two ranks, in each of two processes."""
+    torch.set_num_threads(1)
+    audit(output, config, folder, saved, Ranks.connect(rank, 2, rendezvous, 60.0))
