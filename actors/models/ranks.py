@@ -214,7 +214,7 @@ class Ranks:
         if self.size == 1:
             return [own]
         found = own.new_empty(self.size * own.numel())
-        dist.all_gather_into_tensor(found, own.reshape(-1).contiguous())
+        dist.all_gather_single(found, own.reshape(-1).contiguous())
         return list(found.view(self.size, *own.shape))
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ class Ranks:
         for part in received.split(each)[1:]:
             total += part
         whole = torch.empty_like(sent)
-        dist.all_gather_into_tensor(whole, total)
+        dist.all_gather_single(whole, total)
         return whole[: own.numel()].view_as(own)
 
     @torch.no_grad()

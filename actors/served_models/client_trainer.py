@@ -3,8 +3,9 @@
 Adapters of several models are trained on one frozen base in common forwards; the state of a model
 depends only on its own operations and on the shapes in which they were computed.
 
-Several ranks hold the same states, and all of them execute the same calls: they divide the rows of
-each forward, add the same gradients, and make the same optimizer step. The first one writes files.
+Several ranks hold the same states, or of all weights each its rows; all of them execute the same
+calls: they divide the rows of each forward, add the same gradients, and make the same optimizer
+step. The first one writes files.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class ClientTrainer:
 
     def open(self, name: str, spec: ModelSpec, path: Path | None) -> int:
         """Take a model in, from its file where it has one; return its position."""
-        state = ModelState(spec, self._weights.initial(spec).to(self._device))
+        numbers = self._weights.initial(spec).to(self._device)
+        state = ModelState(spec, numbers, self._weights.numbers)
         if path is not None:
             state.resume(self._fitting(path, state))
         self.models[name] = state
@@ -81,10 +83,10 @@ class ClientTrainer:
 
     def save(self, name: str, path: Path, weights_only: bool = False) -> int:
         """Write a model's state on rank 0; return the bytes of the file there, 0 elsewhere."""
-        return self._write(path, self._held(name), weights_only)
+        return self._write(path, self._held(name).stored(weights_only))
 
-    def _write(self, path: Path, state: ModelState, weights_only: bool) -> int:
-        return write_state(path, state.stored(), weights_only) if self._ranks.rank == 0 else 0
+    def _write(self, path: Path, stored: StoredState) -> int:
+        return write_state(path, stored) if self._ranks.rank == 0 else 0
 
     def execute(self, calls: Sequence[TrainCall]) -> list[TrainResult]:
         """Execute calls, one after another for each model; return their results in order.
@@ -116,8 +118,8 @@ class ClientTrainer:
     def _other(self, call: TrainCall) -> TrainResult:
         state = self._held(call.model)
         if call.kind == "save":
-            path, weights_only = Path(call.path), not call.optimizer
-            size = self._ranks.agreed(lambda: self._write(path, state, weights_only))
+            stored = state.stored(weights_only=not call.optimizer)
+            size = self._ranks.agreed(lambda: self._write(Path(call.path), stored))
             return TrainResult(metrics={"bytes": float(size)})
         try:
             metrics = self._changed(call, state)
@@ -144,7 +146,7 @@ class ClientTrainer:
             raise UnusableState(
                 str(path), f"it is of {stored.spec}, and this model is of {state.spec}"
             )
-        if stored.tensors["weights"].shape != state.weights.shape:
+        if stored.tensors["weights"].shape != (state.count,):
             raise UnusableState(str(path), "it is of another base model")
         return stored
 

@@ -36,7 +36,7 @@ from composer_mesh.actors.served_models.batches import (
 )
 from composer_mesh.actors.served_models.messages import Datum, ModelSpec, Shape, TrainCall
 from composer_mesh.actors.served_models.results import metrics_of
-from composer_mesh.actors.served_models.shares import MODELS, Shares
+from composer_mesh.actors.served_models.shares import Shares
 from composer_mesh.actors.served_models.target_logprobs import target_logprobs
 from composer_mesh.actors.served_models.trained_weights import FunctionalModel, Weights
 from composer_mesh.losses.client_losses import CLIENT_LOSSES
@@ -188,10 +188,7 @@ class Forwards:
         """Return the gradients [M, P] of all models, through the log-probs of all ranks."""
         # A rank of padding alone has no row in any loss, and backpropagates zeros.
         (torch.stack(list(totals)).sum() + _zero_of(own)).backward()
-        assert leaf.grad is not None
-        if shares.axis == MODELS:
-            return torch.cat(self._ranks.gather_tensors(leaf.grad))
-        return self._ranks.ordered_sum(leaf.grad)
+        return self._weights.gradients(leaf, shares, self._ranks)
 
 
 def _zero_of(values: Tensor) -> Tensor:

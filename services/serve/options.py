@@ -84,17 +84,18 @@ def check_serves(config: Config) -> None:
 
 
 def _check_ranks(config: Config) -> None:
-    """Refuse weights that are sharded where all of them are one client's, or over one rank."""
+    """Refuse weights sharded over one rank, and all weights trained by several without it."""
     trainer = config.trainer
     if trainer.ranks == 1 and trainer.sharded:
         raise ServeRefused(
             f"trainer.sharding is {trainer.sharding!r} but trainer.ranks is 1, which has nothing "
             "to shard for clients: set it to 'auto', or raise trainer.ranks"
         )
-    if trainer.ranks > 1 and config.serve.full_weights:
+    if trainer.ranks > 1 and config.serve.full_weights and not trainer.sharded:
         raise ServeRefused(
-            f"serve.full_weights is true but trainer.ranks is {trainer.ranks}, and several ranks "
-            "train adapters alone: set trainer.ranks to 1, or serve.full_weights to false"
+            f"serve.full_weights is true and trainer.ranks is {trainer.ranks}, but "
+            f"trainer.sharding is {trainer.sharding!r}, where ranks have nothing to divide: set it "
+            "to 'auto'"
         )
 
 

@@ -33,13 +33,13 @@ PREPARING_S = 3600.0
 
 
 class ServedRanks:
-    """A trainer of one or several ranks, for one caller at a time; it is replaced when lost."""
+    """A trainer of one or several ranks, which get calls in one order; replaced when lost."""
 
     def __init__(self, config: Config, processes: RankProcesses, record: Recorder) -> None:
         rules = RestartRules.of(config.supervision, config.run.seed)
         self._config, self._processes, self._record = config, processes, record
         self._budget = RestartBudget(rules, NAME)
-        self._folder = Path()
+        self._folder, self._order = Path(), asyncio.Lock()
         self._untold = ""
         self._replacing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -72,14 +72,20 @@ class ServedRanks:
     async def call(self, endpoint: str, *args: Any) -> Any:
         """Call an endpoint of all ranks; return what the first one answers.
 
-        Waits for ranks that are being replaced. Raises `BackendLost` where the models are lost, and
-        `NoReplicaLeft` once the ranks are not replaced any more.
+        Waits for earlier calls, so that all ranks get them in one order, and for ranks that are
+        being replaced. Raises `BackendLost` where the models are lost, and `NoReplicaLeft` once the
+        ranks are not replaced any more.
         """
+        async with self._order:
+            return await self._call(endpoint, *args)
+
+    async def _call(self, endpoint: str, *args: Any) -> Any:
         if self._replacing is not None:
             await asyncio.shield(self._replacing)
         if self._untold:
             reason, self._untold = self._untold, ""
             raise BackendLost(reason)
+        called = self._processes.names()
         try:
             answers = await self._processes.guard(self._processes.on_all(endpoint, *args))
         except ModelNotOpen as error:
@@ -88,7 +94,8 @@ class ServedRanks:
             cause = await self._cause_of(error)
             if cause is None:
                 raise
-            self._lose(cause)
+            if self._processes.names() == called:
+                self._lose(cause)
             self._untold = ""
             raise BackendLost(str(cause)) from error
         return answers[0]
@@ -116,14 +123,12 @@ class ServedRanks:
         """Replace ranks also when one dies between calls."""
         while True:
             await self._processes.until_one_dies()
-            died = self._processes.died()
-            assert died is not None
-            self._lose(died)
-            replacing = self._replacing
-            assert replacing is not None
-            await asyncio.wait([replacing])
-            if replacing.exception() is not None:
-                return
+            if (died := self._processes.died()) is not None:
+                self._lose(died)
+            if (replacing := self._replacing) is not None:
+                await asyncio.wait([replacing])
+                if replacing.exception() is not None:
+                    return
 
     async def _replace(self, cause: Exception) -> None:
         former = self._processes.names()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import served_ranks
 from live_run import RUN_DEADLINE_S, wait_until
 from served_command import CONFIG, Server, write_policy
@@ -18,7 +19,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from composer_mesh.configs.load import load_config
 
-MODELS, STEPS = 3, 6
+STEPS = 6
 KILLED_AT = {1: "trainer-1", 4: "trainer-0"}
 RESTARTED_AT = 3
 BUSY_S = 0.5
@@ -56,9 +57,12 @@ async def step(server: Server, http: httpx.AsyncClient, models: list[str], numbe
         assert b"error" not in (await client.raw(one)).content
 
 
-async def test_killed_ranks_lose_no_update_and_double_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "count"), [((), 3), (("serve.full_weights=true",), 1)])
+async def test_killed_ranks_lose_no_update_and_double_none(
+    tmp_path: Path, settings: tuple[str, ...], count: int
+) -> None:
     write_policy(tmp_path / "policy")
-    server = Server(tmp_path, "trainer.ranks=2")
+    server = Server(tmp_path, "trainer.ranks=2", *settings)
     url, models, saved = server.start(), list[str](), dict[str, str]()
 
     def connected() -> httpx.AsyncClient:
@@ -67,7 +71,7 @@ async def test_killed_ranks_lose_no_update_and_double_none(tmp_path: Path) -> No
     try:
         async with connected() as http:
             client = Client(http)
-            models += [await client.model(n, base="quickstart") for n in range(MODELS)]
+            models += [await client.model(n, base="quickstart") for n in range(count)]
         for number in range(STEPS):
             if number == RESTARTED_AT:
                 server.end(signal.SIGKILL)
@@ -97,7 +101,7 @@ async def test_killed_ranks_lose_no_update_and_double_none(tmp_path: Path) -> No
     with sqlite3.connect(server.output / "operations.sqlite") as rows:
         steps = dict(rows.execute("SELECT id, steps FROM models").fetchall())
     assert steps == dict.fromkeys(models, STEPS)
-    config = load_config(CONFIG, [f"policy.path={tmp_path / 'policy'}", "trainer.ranks=2"])
+    config = load_config(CONFIG, ["trainer.ranks=2", *settings])
     multiprocessing.set_forkserver_preload(["served_ranks"])
     given = (tmp_path / "rendezvous", server.output, config, tmp_path / "policy", saved)
     start_processes(served_ranks.audited, given, nprocs=2, start_method="forkserver")

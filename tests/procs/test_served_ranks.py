@@ -68,6 +68,13 @@ def same_states(found: Any, expected: Any, bound: float) -> None:
             assert float((found[model][name] - values).abs().max()) <= bound, (model, name)
 
 
+def test_sums_over_ranks_are_those_in_their_order_bit_for_bit(world: World) -> None:
+    first, second = served_ranks.PARTS
+    for rank in world.two:
+        assert torch.equal(rank["sum"], first + second)
+    assert torch.equal(world.one["sum"], first)
+
+
 def test_each_rank_keeps_its_rows_of_the_policy_alone(world: World) -> None:
     for rank in world.two:
         assert rank["kept"] == pytest.approx(0.5, abs=0.05)
@@ -154,3 +161,20 @@ def test_data_that_fail_on_one_rank_fail_alone_and_leave_none_waiting(
         assert not found["after"][0].error
     close(world.two[0][name]["results"]["after"], world.one[name]["results"]["after"])
     same_states(world.two[0][name]["states"], world.one[name]["states"], 1e-4)
+
+
+def test_all_weights_sharded_over_ranks_are_those_of_one(world: World) -> None:
+    expected, (first, second) = world.one["whole"], (two["whole"] for two in world.two)
+    assert all(not one.error for one in expected["results"])
+    close(first["results"], expected["results"])
+    same_states(first["states"], expected["states"], BOUND)
+    assert "not finite" in first["failed"].error
+    assert "not finite" in second["failed"].error
+    assert first["kept"] + second["kept"] == pytest.approx(1.0)
+    assert first["kept"] == pytest.approx(0.5, abs=0.05)
+    close(first["loaded"], expected["loaded"])
+
+
+def test_all_weights_that_come_back_from_a_file_go_on_bit_for_bit(world: World) -> None:
+    for found in (world.one["whole"], world.two[0]["whole"]):
+        same_states(found["again"], found["states"], 0.0)

@@ -46,6 +46,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "trainer": {"microbatch_tokens": 200},
 }
 ADAM = AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0)
+ADAM_OF_ALL = AdamParams(3e-4, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0)
+"""AdamW makes steps of the learning rate of gradients that are rounding alone, up to `eps`."""
 PARTIAL = ModelSpec(3, seed=7, train_attn=False, train_mlp=False)
 """Only the head is trained: no layer has a backward."""
 
@@ -70,6 +72,8 @@ def trained(
     return TrainCall(model, position, "forward_backward", tuple(data), loss, **more)
 
 
+PARTS = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3))
+"""A tensor of each of two ranks, whose numbers no two ranks divide evenly."""
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 1}
 """Rows of each model's calls: one, fewer than ranks, as many, uneven ones."""
 
@@ -161,6 +165,53 @@ def saved(config: Config, folder: Path, ranks: Ranks, place: Path) -> dict[str, 
     }
 
 
+def whole_weights(
+    config: Config, folder: Path, ranks: Ranks, channels: TrainCall, place: Path
+) -> dict[str, Any]:
+    """All weights of one model: five steps, of which the last two come after a save.
+
+    Then a call whose gradient is not finite, and a gradient that is kept in a file.
+    """
+    config = config.model_copy(
+        update={"serve": config.serve.model_copy(update={"full_weights": True})}
+    )
+    trainer, results = make_trainer(config, folder, ranks), []
+    trainer.open("x", ModelSpec(0), None)
+    again = make_trainer(config, folder, ranks)
+    for step in range(5):
+        data = [datum(100 * step + row, 6 + 2 * row) for row in range(1 + step % 3)]
+        call = trained("x", 2 * step, data)
+        if step == 2:
+            call = replace(channels, position=2 * step)
+        (found,) = trainer.execute([call])
+        results.append(found)
+        if step == 3:
+            trainer.save("x", place / "all")
+            ranks.gather("")
+            again.open("x", ModelSpec(0), place / "all")
+        calls = [TrainCall("x", 2 * step + 1, "optim_step", adam=ADAM_OF_ALL)]
+        results += trainer.execute(calls)
+        if step == 3:
+            again.execute(calls)
+        if step == 4:
+            again.execute([replace(call, shape=found.shape), *calls])
+    bad = Datum(datum(1, 7).tokens, {**datum(1, 7).inputs, "weights": np.full(7, np.inf)})
+    failed, forward = trainer.execute(
+        [trained("x", 10, [bad]), replace(trained("x", 10, [datum(3, 9)]), kind="forward")]
+    )
+    fresh = make_trainer(config, folder, ranks)
+    fresh.open("x", ModelSpec(0), None)
+    loads = TrainCall("x", 0, "load_weights", path=str(place / "all"), optimizer=True)
+    return {
+        "results": [*results, forward],
+        "failed": failed,
+        "states": states_of(trainer),
+        "again": states_of(again),
+        "loaded": [*fresh.execute([loads]), *fresh.execute([trained("x", 1, [datum(2, 9)])])],
+        "kept": trainer.models["x"].weights.numel() / trainer.models["x"].count,
+    }
+
+
 def kept(config: Config, folder: Path, ranks: Ranks) -> float:
     """Return the share of the policy's weights that this rank keeps between forwards."""
     base, _ = place_policy(config, folder, ranks)
@@ -219,8 +270,10 @@ def work(ranks: Ranks, folder: Path, root: Path, channels: TrainCall) -> dict[st
     config, replicated = config_of(ranks.size), config_of(ranks.size, sharding="none")
     one_row = trained("x", 0, [datum(1, 9)])
     return {
+        "sum": ranks.ordered_sum(PARTS[ranks.rank]),
         "kept": kept(config, folder, ranks),
         "kept of replicated": kept(replicated, folder, ranks),
+        "whole": whole_weights(config, folder, ranks, channels, root / f"whole-{ranks.size}"),
         "steps": five_steps(config, folder, ranks),
         "replicated": five_steps(replicated, folder, ranks),
         "small": five_steps(config_of(ranks.size, microbatch_tokens=64), folder, ranks),

@@ -48,6 +48,7 @@ def audit(
         stored = read_state(output / found.saved[path].file).tensors
         own = trainer.models[name].stored().tensors
         assert own.keys() == stored.keys()
-        assert all(torch.equal(value, stored[key]) for key, value in own.items()), name
+        if ranks is None or ranks.rank == 0:  # the one that has all numbers
+            assert all(torch.equal(value, stored[key]) for key, value in own.items()), name
         kinds[name] = [one.request.kind for one in changes]
     return kinds

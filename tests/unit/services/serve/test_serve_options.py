@@ -43,11 +43,12 @@ def test_configs_that_are_not_served_are_refused_by_key(
     assert "set it to" in str(refused.value)
 
 
-def test_all_weights_are_trained_by_one_rank(build_config: Any) -> None:
+def test_all_weights_are_sharded_over_several_ranks(build_config: Any) -> None:
     serve = {"full_weights": True}
-    check_serves(build_config(serve=serve))
-    with pytest.raises(ServeRefused, match=r"serve.full_weights is true but trainer.ranks is 2"):
-        check_serves(build_config(trainer={"ranks": 2}, serve=serve))
+    for trainer in ({}, {"ranks": 2}):
+        check_serves(build_config(trainer=trainer, serve=serve))
+    with pytest.raises(ServeRefused, match=r"trainer.sharding is 'none'.* set it to 'auto'"):
+        check_serves(build_config(trainer={"ranks": 2, "sharding": "none"}, serve=serve))
 
 
 @pytest.mark.parametrize("sharding", ["auto", "none", "fsdp2"])

@@ -73,6 +73,22 @@ async def test_all_ranks_are_called(world: World) -> None:
         assert world.heard(name) == ["connect", "load", "execute"]
 
 
+async def test_calls_reach_all_ranks_in_one_order(world: World) -> None:
+    ranks = await world.ranks(2)
+    slow = world.host.named("trainer-0")
+    slow.hangs.add("execute")
+    first = asyncio.create_task(ranks.call("execute"))
+    await world.calls("trainer-1", "execute")
+    second = asyncio.create_task(ranks.call("open"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert "open" not in world.heard("trainer-1")
+    slow.die()
+    with pytest.raises(BackendLost):
+        await first
+    assert await second == 0
+
+
 @pytest.mark.parametrize("dead", ["trainer-0", "trainer-1"])
 async def test_the_death_of_any_rank_in_a_call_replaces_all_and_is_told_once(
     world: World, dead: str
