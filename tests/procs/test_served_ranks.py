@@ -45,6 +45,11 @@ class World:
         self.two: list[dict[str, Any]] = [
             torch.load(root / f"rank-{rank}.pt", weights_only=False) for rank in range(2)
         ]
+        given = (root / "rendezvous-of-3", self.folder, root, channels)
+        start_processes(served_ranks.three, given, nprocs=3, start_method="forkserver")
+        self.three: list[dict[str, Any]] = [
+            torch.load(root / f"rank-{rank}-of-3.pt", weights_only=False) for rank in range(3)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +74,21 @@ def same_states(found: Any, expected: Any, bound: float) -> None:
 
 
 def test_sums_over_ranks_are_those_in_their_order_bit_for_bit(world: World) -> None:
-    first, second = served_ranks.PARTS
+    first, second, third = served_ranks.PARTS
+    for rank in world.three:
+        assert torch.equal(rank["sum"], first + second + third)
     for rank in world.two:
         assert torch.equal(rank["sum"], first + second)
     assert torch.equal(world.one["sum"], first)
+    assert not torch.equal(first + second + third, third + second + first)
+
+
+@pytest.mark.parametrize("name", ["steps", "channels"])
+def test_more_ranks_than_rows_make_what_one_rank_makes(world: World, name: str) -> None:
+    close(world.three[0][name]["results"], world.one[name]["results"])
+    for rank in world.three:
+        same_states(rank[name]["states"], world.one[name]["states"], BOUND)
+        same_states(rank[name]["states"], world.three[0][name]["states"], 0.0)
 
 
 def test_each_rank_keeps_its_rows_of_the_policy_alone(world: World) -> None:

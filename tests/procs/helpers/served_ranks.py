@@ -72,8 +72,8 @@ def trained(
     return TrainCall(model, position, "forward_backward", tuple(data), loss, **more)
 
 
-PARTS = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3))
-"""A tensor of each of two ranks, whose numbers no two ranks divide evenly."""
+PARTS = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(3))
+"""A tensor of each of three ranks, whose numbers two or three ranks do not divide evenly."""
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 1}
 """Rows of each model's calls: one, fewer than ranks, as many, uneven ones."""
 
@@ -301,6 +301,18 @@ def both(rank: int, rendezvous: Path, folder: Path, root: Path, channels: TrainC
     torch.set_num_threads(1)
     ranks = Ranks.connect(rank, 2, rendezvous, 60.0)
     torch.save(work(ranks, folder, root, channels), root / f"rank-{rank}.pt")
+
+
+def three(rank: int, rendezvous: Path, folder: Path, root: Path, channels: TrainCall) -> None:
+    """What each of three processes does: more ranks than most models have rows."""
+    torch.set_num_threads(1)
+    ranks, config = Ranks.connect(rank, 3, rendezvous, 60.0), config_of(3)
+    found = {
+        "sum": ranks.ordered_sum(PARTS[rank]),
+        "steps": five_steps(config, folder, ranks),
+        "channels": one_call(config, folder, ranks, channels, ModelSpec(4)),
+    }
+    torch.save(found, root / f"rank-{rank}-of-3.pt")
 
 
 def audited(
