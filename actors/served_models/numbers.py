@@ -17,7 +17,7 @@ from composer_mesh.actors.models.rows import from_rows, local, rows_of
 
 
 class Numbers(Protocol):
-    """How numbers of one model are divided. Methods are collective: all ranks call them."""
+    """How numbers of one model are divided; all ranks make all calls, which raise `RanksLost`."""
 
     @property
     def total(self) -> int | None:
@@ -72,8 +72,9 @@ class ShardedNumbers:
     def whole(self, own: Tensor) -> Tensor:
         parts = []
         for part, weight in zip(own.split(self.sizes), self._weights, strict=True):
-            rows = from_rows(part.view_as(local(weight)), weight, weight.shape)
-            gathered: Any = rows.full_tensor()
+            rows: Any = from_rows(part.view_as(local(weight)), weight, weight.shape)
+            with self._ranks.waiting_for_each_other():
+                gathered: Tensor = rows.full_tensor()
             if self._ranks.rank == 0:
                 parts.append(gathered.reshape(-1).to("cpu"))
         return torch.cat(parts) if parts else own.new_empty(0)
@@ -88,8 +89,10 @@ class ShardedNumbers:
         return torch.cat(cut)
 
     def norm(self, own: Tensor) -> float:
-        squares = self._ranks.gather(float(own.square().sum(dtype=torch.float64)))
-        return math.sqrt(sum(squares))
+        own_square = float(own.square().sum(dtype=torch.float64))
+        with self._ranks.waiting_for_each_other():
+            return math.sqrt(sum(self._ranks.gather(own_square)))
 
     def everywhere(self, flag: bool) -> bool:
-        return all(self._ranks.gather(flag))
+        with self._ranks.waiting_for_each_other():
+            return all(self._ranks.gather(flag))

@@ -57,7 +57,11 @@ async def step(server: Server, http: httpx.AsyncClient, models: list[str], numbe
         assert b"error" not in (await client.raw(one)).content
 
 
-@pytest.mark.parametrize(("settings", "count"), [((), 3), (("serve.full_weights=true",), 1)])
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [(("serve.models_in_memory=3",), 4), (("serve.full_weights=true",), 1)],
+    ids=["adapters of more models than are in memory", "all weights of one model"],
+)
 async def test_killed_ranks_lose_no_update_and_double_none(
     tmp_path: Path, settings: tuple[str, ...], count: int
 ) -> None:

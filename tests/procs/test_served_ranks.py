@@ -179,6 +179,14 @@ def test_data_that_fail_on_one_rank_fail_alone_and_leave_none_waiting(
     same_states(world.two[0][name]["states"], world.one[name]["states"], 1e-4)
 
 
+def test_a_call_during_which_another_rank_ends_is_no_fault_of_its_data(
+    world: World, tmp_path: Path
+) -> None:
+    given = (tmp_path / "rendezvous", world.folder, tmp_path)
+    start_processes(served_ranks.left_alone, given, nprocs=2, start_method="forkserver")
+    assert "lost: rank 0 failed while others waited for it" in (tmp_path / "told").read_text()
+
+
 def test_all_weights_sharded_over_ranks_are_those_of_one(world: World) -> None:
     expected, (first, second) = world.one["whole"], (two["whole"] for two in world.two)
     assert all(not one.error for one in expected["results"])

@@ -5,6 +5,7 @@ The same functions execute in the test's own process, which is one rank, and in 
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
 from serve_audit import audit
 
-from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.ranks import Ranks, RanksLost
 from composer_mesh.actors.models.rows import local
 from composer_mesh.actors.served_models.client_trainer import ClientTrainer
 from composer_mesh.actors.served_models.messages import (
@@ -313,6 +314,27 @@ def three(rank: int, rendezvous: Path, folder: Path, root: Path, channels: Train
         "channels": one_call(config, folder, ranks, channels, ModelSpec(4)),
     }
     torch.save(found, root / f"rank-{rank}-of-3.pt")
+
+
+class EndsHere(dict[str, float]):
+    """Options of a loss that end the process which reads them."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        os._exit(0)
+
+
+def left_alone(rank: int, rendezvous: Path, folder: Path, root: Path) -> None:
+    """Rank 1 ends in the middle of a call: what becomes of the call on rank 0."""
+    torch.set_num_threads(1)
+    ranks = Ranks.connect(rank, 2, rendezvous, 60.0)
+    trainer = opened(config_of(2), folder, ranks)
+    sampled = [datum(n, 7, advantages=1.0, logprobs=-2.0) for n in range(2)]
+    options = EndsHere() if rank == 1 else {}
+    try:
+        results = trainer.execute([trained("b", 0, sampled, "dro", options=options)])
+        (root / "told").write_text(f"answered: {results[0].error}")
+    except RanksLost as lost:
+        (root / "told").write_text(f"lost: {lost}")
 
 
 def audited(
