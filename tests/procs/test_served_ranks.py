@@ -20,6 +20,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.served_models.messages import Datum, TrainCall, TrainResult
 from composer_mesh.client.sequences import three_channel_arrays
 
+pytestmark = pytest.mark.timeout(1200)  # one fixture does the work of six processes
 BOUND = 1e-5
 
 

@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "trainer": {"microbatch_tokens": 200},
 }
+DEADLINE_S = 600.0
 ADAM = AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0)
 ADAM_OF_ALL = AdamParams(3e-4, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0)
 """AdamW makes steps of the learning rate of gradients that are rounding alone, up to `eps`."""
@@ -300,14 +301,14 @@ def work(ranks: Ranks, folder: Path, root: Path, channels: TrainCall) -> dict[st
 def both(rank: int, rendezvous: Path, folder: Path, root: Path, channels: TrainCall) -> None:
     """What each of two processes does, in the same order; the results lie in `root` then."""
     torch.set_num_threads(1)
-    ranks = Ranks.connect(rank, 2, rendezvous, 60.0)
+    ranks = Ranks.connect(rank, 2, rendezvous, DEADLINE_S)
     torch.save(work(ranks, folder, root, channels), root / f"rank-{rank}.pt")
 
 
 def three(rank: int, rendezvous: Path, folder: Path, root: Path, channels: TrainCall) -> None:
     """What each of three processes does: more ranks than most models have rows."""
     torch.set_num_threads(1)
-    ranks, config = Ranks.connect(rank, 3, rendezvous, 60.0), config_of(3)
+    ranks, config = Ranks.connect(rank, 3, rendezvous, DEADLINE_S), config_of(3)
     found = {
         "sum": ranks.ordered_sum(PARTS[rank]),
         "steps": five_steps(config, folder, ranks),
@@ -326,7 +327,7 @@ class EndsHere(dict[str, float]):
 def left_alone(rank: int, rendezvous: Path, folder: Path, root: Path) -> None:
     """Rank 1 ends in the middle of a call: what becomes of the call on rank 0."""
     torch.set_num_threads(1)
-    ranks = Ranks.connect(rank, 2, rendezvous, 60.0)
+    ranks = Ranks.connect(rank, 2, rendezvous, DEADLINE_S)
     trainer = opened(config_of(2), folder, ranks)
     sampled = [datum(n, 7, advantages=1.0, logprobs=-2.0) for n in range(2)]
     options = EndsHere() if rank == 1 else {}
@@ -342,4 +343,4 @@ def audited(
 ) -> None:
     """Audit a server of two ranks, in each of two processes."""
     torch.set_num_threads(1)
-    audit(output, config, folder, saved, Ranks.connect(rank, 2, rendezvous, 60.0))
+    audit(output, config, folder, saved, Ranks.connect(rank, 2, rendezvous, DEADLINE_S))
