@@ -40,7 +40,7 @@ class ServedRanks:
         self._config, self._processes, self._record = config, processes, record
         self._budget = RestartBudget(rules, NAME)
         self._folder, self._order = Path(), asyncio.Lock()
-        self._untold = ""
+        self._untold, self._vocabulary = "", 0
         self._replacing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.restarts = 0
@@ -64,10 +64,16 @@ class ServedRanks:
         return self._folder
 
     async def load(self) -> int:
-        """Load the policy on all ranks; return the size of its vocabulary."""
-        vocabulary = await self._load()
+        """Load the policy on all ranks; return the size of its vocabulary.
+
+        Ranks are replaced if one dies meanwhile.
+        """
+        try:
+            await self._load()
+        except ActorDied as died:
+            await self._replace(died)
         self._watching = asyncio.create_task(self._watch())
-        return vocabulary
+        return self._vocabulary
 
     async def call(self, endpoint: str, *args: Any) -> Any:
         """Call an endpoint of all ranks; return what the first one answers.
@@ -148,13 +154,13 @@ class ServedRanks:
         await self._processes.start()
         await self._load()
 
-    async def _load(self) -> int:
+    async def _load(self) -> None:
         async def loaded() -> int:
             await self._processes.connect()
             found = await self._processes.on_all("load", self._config, self._folder)
             return int(found[0])
 
-        return await self._processes.guard(loaded())
+        self._vocabulary = await self._processes.guard(loaded())
 
 
 def _name_of(cause: Exception, names: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,14 +12,12 @@ from fake_ranks import FakeHost
 from composer_mesh.actors.models.ranks import RanksLost
 from composer_mesh.actors.served_models.messages import ModelNotOpen
 from composer_mesh.actors.served_trainer import ServedTrainerActor
-from composer_mesh.mesh.supervision import DeadlineExceeded
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.serve.backend import BackendLost
 from composer_mesh.services.serve.trainer_ranks import ServedRanks
 from composer_mesh.services.training.rank_processes import RankProcesses
-
-Make = Callable[[int], Awaitable[ServedRanks]]
 
 
 class World:
@@ -33,7 +31,8 @@ class World:
     def _record(self, kind: str, actor: str, _detail: str, /, **_: Any) -> None:
         self.events.append((kind, actor))
 
-    async def ranks(self, size: int, restarts: int = 2) -> ServedRanks:
+    async def ranks(self, size: int, restarts: int = 2, dying: str = "") -> ServedRanks:
+        """Return ranks that have loaded; the one that is `dying` does so when it should."""
         supervision = {"restarts": restarts, "backoff_s": 0.001}
         config = self._build_config(trainer={"ranks": size}, supervision=supervision)
         processes = RankProcesses(
@@ -44,6 +43,8 @@ class World:
             news_s=0.0,
         )
         await processes.start()
+        if dying:
+            self.host.named(dying).errors["load"] = ActorDied(dying, "killed")
         ranks = ServedRanks(config, processes, self._record)
         await ranks.load()
         self.all.append(ranks)
@@ -105,6 +106,13 @@ async def test_the_death_of_any_rank_in_a_call_replaces_all_and_is_told_once(
     for name in ("trainer-0.2", "trainer-1.2"):
         assert world.heard(name) == ["connect", "load", "open"]
     assert ranks.restarts == 1
+    assert world.events == [("actor_restarted", "trainer-0.2")]
+
+
+async def test_ranks_of_which_one_dies_while_it_loads_are_replaced(world: World) -> None:
+    ranks = await world.ranks(2, dying="trainer-1")
+    assert await ranks.call("open") == 0
+    assert world.heard("trainer-1.2") == ["connect", "load", "open"]
     assert world.events == [("actor_restarted", "trainer-0.2")]
 
 
