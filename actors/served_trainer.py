@@ -1,6 +1,7 @@
 """The actor that trains clients' models for `composer-mesh serve`.
 
-What it holds is lost with it: its server opens the models again and repeats their operations.
+What it holds is lost with it: its server opens the models again and repeats their operations. Of
+several ranks each holds all models, gets all calls in one order, and its rows of the policy.
 """
 
 import asyncio
@@ -10,20 +11,19 @@ from typing import Any, ClassVar
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.mcp_servers.servers import serving
-from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.rank_actor import RankActor
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.actors.served_models.client_trainer import ClientTrainer
 from composer_mesh.actors.served_models.messages import ModelSpec, TrainCall, TrainResult
-from composer_mesh.actors.served_models.trained_weights import AdapterWeights, FullWeights
+from composer_mesh.actors.served_models.placement import make_trainer
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 from composer_mesh.tasks.loading import make_task
 
 
-class ServedTrainerActor(MeshActor):
-    """One process with the frozen policy and the models of clients.
+class ServedTrainerActor(RankActor):
+    """One rank with the frozen policy, or its rows of it, and the models of clients.
 
     server -- calls of clients --> ServedTrainerActor -- results; states to files --> server
     """
@@ -31,6 +31,7 @@ class ServedTrainerActor(MeshActor):
     kind: ClassVar[str] = "served_trainer"
 
     def __init__(self) -> None:
+        super().__init__()
         self._order = asyncio.Lock()
         self._trainer: ClientTrainer | None = None
 
@@ -53,8 +54,13 @@ class ServedTrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> int:
-        """Load the policy; return the size of its vocabulary. No client's model is open then."""
-        self._trainer = await asyncio.to_thread(_make, config, folder)
+        """Load the policy; return the size of its vocabulary. No client's model is open then.
+
+        Several ranks are connected before, and load it together.
+        """
+        if self._ranks.size == 1:
+            self._ranks = Ranks(device=own_device())
+        self._trainer = await asyncio.to_thread(make_trainer, config, folder, self._ranks)
         return self._trainer.vocabulary
 
     @concurrent_endpoint
@@ -77,18 +83,20 @@ class ServedTrainerActor(MeshActor):
     async def execute(self, calls: list[TrainCall]) -> list[TrainResult]:
         """Execute calls and return their results in order, as `ClientTrainer.execute` does.
 
-        Raises `ModelNotOpen`, and then nothing was executed.
+        The results of all ranks are equal, and the first one's are returned alone. Raises
+        `ModelNotOpen`, and then nothing was executed.
         """
         async with self._order:
             self.activity = f"executing {len(calls)} operations"
             try:
-                return await asyncio.to_thread(self._loaded().execute, calls)
+                found = await asyncio.to_thread(self._loaded().execute, calls)
             finally:
                 self.activity = "idle"
+            return found if self._ranks.rank == 0 else []
 
     @concurrent_endpoint
     async def save(self, model: str, path: Path) -> int:
-        """Write a model's whole state to a file; return its bytes."""
+        """Write a model's whole state to a file, on the first rank; return its bytes there."""
         async with self._order:
             return await asyncio.to_thread(self._loaded().save, model, path)
 
@@ -99,11 +107,3 @@ class ServedTrainerActor(MeshActor):
         if self._trainer is None:
             raise RuntimeError("the trainer has no policy: call load first")
         return self._trainer
-
-
-def _make(config: Config, folder: Path) -> ClientTrainer:
-    base = load_model(folder).to(own_device())
-    LanguageModel(base).check_head()
-    serve = config.serve
-    weights = FullWeights(base) if serve.full_weights else AdapterWeights(base, serve.lora_alpha)
-    return ClientTrainer(base, weights, config.trainer.microbatch_tokens, serve.batched_models)

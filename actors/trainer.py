@@ -14,15 +14,14 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.mcp_servers.servers import serving
-from composer_mesh.actors.models.ranks import Division, Ranks
-from composer_mesh.actors.models.rendezvous import Meeting, open_store
+from composer_mesh.actors.models.rank_actor import RankActor
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.update_gate import UpdateGate
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.actors.teacher_outputs.messages import HeadHandle, TeacherOutputHandle
 from composer_mesh.actors.teacher_outputs.sources import InlineSource, LostSource, MeshSource
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.supervision import SupervisionConfig
-from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.mesh.weights.choice import choose, published_dtype
@@ -47,7 +46,7 @@ class TrainReply:
     """Events of an island's rounds: kind and text."""
 
 
-class TrainerActor(MeshActor):
+class TrainerActor(RankActor):
     """One rank: the model, its optimizer and, if a loss needs one, a frozen reference.
 
     controller -- StepBatch, TeacherOutputHandle --> TrainerActor -- WeightsHandle --> controller
@@ -56,9 +55,8 @@ class TrainerActor(MeshActor):
     kind: ClassVar[str] = "trainer"
 
     def __init__(self) -> None:
+        super().__init__()
         self._order = asyncio.Lock()
-        self._ranks = Ranks()
-        self._store: Any = None
         self._held = UpdateGate()
         self._details: dict[str, Any] = {}
         self._writing: asyncio.Task[list[Written]] | None = None
@@ -79,24 +77,6 @@ class TrainerActor(MeshActor):
         folder = await asyncio.to_thread(work)
         self.activity = "idle"
         return folder
-
-    @concurrent_endpoint
-    async def open_rendezvous(self, deadline_s: float, apart: bool) -> Meeting:
-        """Listen for the other ranks, before `connect`; return the address.
-
-        Listens on loopback, or on the cluster address if ranks are `apart`, on other hosts.
-        """
-        rendezvous, self._store = await asyncio.to_thread(open_store, deadline_s, apart)
-        return rendezvous
-
-    @concurrent_endpoint
-    async def connect(
-        self, rank: int, size: int, rendezvous: Meeting, deadline_s: float, division: Division
-    ) -> None:
-        """Join the process groups, before `load`, if there are several ranks. Waits for all."""
-        self._ranks = await asyncio.to_thread(
-            Ranks.connect, rank, size, rendezvous, deadline_s, own_device(), self._store, division
-        )
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path, checkpoint: Path | None = None) -> int:

@@ -10,7 +10,7 @@ A tiny Qwen3 with random weights; adapters of rank 8 in all layers; clients in a
 own; a step is forward_backward of some sequences, and optim_step. Beside the ratios, both are
 measured with 4 sequences of 48 tokens: there the waits for the disk, three in a row, are as long as
 the step, and 8 models in one forward take 8 times as long as one. --quick has fewer steps of the
-same sizes, and no 64 clients.
+same sizes, and no 64 clients. With --ranks several processes divide each step.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Running:
     url: str
 
 
-def config_of(folder: Path) -> Config:
+def config_of(folder: Path, ranks: int = 1) -> Config:
     """Return the quickstart's config with a policy of random weights."""
-    config = load_config(CONFIG)
+    config = load_config(CONFIG, [f"trainer.ranks={ranks}"])
     tokenizer = policy.build_tokenizer(["use the tool"] * 9, 300)
     policy.save_policy(policy.build_model(config.policy, tokenizer, 1), tokenizer, folder)
     own = config.policy.model_copy(update={"path": folder})
@@ -77,9 +77,9 @@ def config_of(folder: Path) -> Config:
 
 
 @asynccontextmanager
-async def running(place: Path) -> AsyncIterator[Running]:
+async def running(place: Path, ranks: int) -> AsyncIterator[Running]:
     """Serve for a block."""
-    config = config_of(place / "policy")
+    config = config_of(place / "policy", ranks)
 
     def record(kind: str, actor: str, detail: str, /, **_: Any) -> None:
         print(f"{kind} {actor} {detail}", file=sys.stderr)
@@ -95,7 +95,7 @@ async def running(place: Path) -> AsyncIterator[Running]:
         ):
             found = await commits.run(log.remembered)
             backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
-            sizes = Sizes(config.trainer.microbatch_tokens, 128)
+            sizes = Sizes(config.trainer.microbatch_tokens * ranks, 128)
             tasks = ServerTasks(served, place, commits, found, *backends, facts, sizes)
             archives = Archives(place, lambda _: {})
             app = ClientAccess(
@@ -133,10 +133,10 @@ async def overhead(server: Running, clients: ClientProcess, load: Load) -> tuple
     return statistics.median(direct), statistics.median(over)
 
 
-async def measure(report: Report, load: Load, samples: int, many: bool) -> None:
+async def measure(report: Report, load: Load, samples: int, many: bool, ranks: int) -> None:
     """Measure all of it."""
     with tempfile.TemporaryDirectory() as place:
-        async with running(Path(place)) as server:
+        async with running(Path(place), ranks) as server:
             with closing(ClientProcess(server.url, MANY if many else CLIENTS)) as clients:
                 await measure_clients(report, server, clients, load, samples, many)
 
@@ -184,10 +184,12 @@ async def measure_clients(
 
 
 async def main() -> None:
-    given = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer")
+    given = parser.parse_args()
     report = Report("serve")
     load, samples = (Load(10), 64) if given.quick else (Load(25), 256)
-    await measure(report, load, samples, many=not given.quick)
+    await measure(report, load, samples, not given.quick, given.ranks)
     rows = [(name, f"{value:.4g}") for name, value in report.figures.items()]
     report.print_table("a training server", ("", "value"), rows)
     report.finish(given.json)

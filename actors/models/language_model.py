@@ -6,7 +6,7 @@ head, so that the logits of a complete microbatch are never materialized. Comput
 Axes: B sequences, T their padded length, H hidden size, V vocabulary, N rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,8 +64,7 @@ class LanguageModel:
         self._experts: Sequence[ExpertChoices | None] = ()
         self._head = model.get_output_embeddings()
         self._packing, self._context = packing, context_of(model)
-        # A sharded model has its own method, which gathers weights first.
-        self._decoder = getattr(model, STATES, None) or partial(decoder_states, model)
+        self._decoder = decoder_call(model)
 
     @property
     def device(self) -> torch.device:
@@ -280,6 +279,12 @@ def decoder_states(model: Any, **inputs: Any) -> Tensor:
     states: Tensor = decoder_of(model)(use_cache=cached, **inputs).last_hidden_state
     scale = logit_scale(model.config)
     return states if scale == 1.0 else states * scale
+
+
+def decoder_call(model: Any) -> Callable[..., Tensor]:
+    """Return `decoder_states` of a model; a sharded one has its own, which gathers weights."""
+    own: Callable[..., Tensor] | None = getattr(model, STATES, None)
+    return own or partial(decoder_states, model)
 
 
 def logit_scale(config: Any) -> float:

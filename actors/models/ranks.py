@@ -5,10 +5,11 @@ divided by counts of the complete step, so that sums suffice. A single rank has 
 needs a process group only if it shards its weights. `sharding` shards them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,28 @@ class Division:
 
 
 WHOLE = Division()
+
+
+class RanksLost(RuntimeError):
+    """A rank failed where others wait for it, or lost another one: all have to be replaced."""
+
+    failure_class: ClassVar[str] = "infrastructure"
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+
+    def __str__(self) -> str:
+        return f"rank {self.args[0]} failed while others waited for it: {self.args[1]}"
+
+
+class FailedElsewhere(ValueError):
+    """Work that this rank could do and another could not: its number, and why."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+
+    def __str__(self) -> str:
+        return f"{self.args[1]} (on rank {self.args[0]})"
 
 
 class Ranks:
@@ -147,6 +170,36 @@ class Ranks:
         dist.all_gather_object(found, value)
         return [one for one in found if one is not None]
 
+    def agreed(self, work: Callable[[], T]) -> T:
+        """Return what `work` gave if it succeeded on every rank; else raise on each of them.
+
+        Raises the own error, or `FailedElsewhere`; `RanksLost` if the ranks do not answer each
+        other. The work itself must not wait for other ranks.
+        """
+        if self.size == 1:
+            return work()
+        found, failed = list[T](), None
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001  raised below, once all ranks know
+            failed = error
+        with self.waiting_for_each_other():
+            told = self.gather("" if failed is None else f"{type(failed).__name__}: {failed}")
+        for rank, reason in enumerate(told):
+            if reason:
+                raise failed or FailedElsewhere(rank, reason)
+        return found[0]
+
+    @contextmanager
+    def waiting_for_each_other(self) -> Iterator[None]:
+        """Turn errors of what several ranks do together into `RanksLost`, as others may wait."""
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            raise RanksLost(self.rank, f"{type(error).__name__}: {error}") from error
+
     def any_of_share(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of this share."""
         return flag if self.context is None else self.context.any(flag, self.device)
@@ -154,6 +207,35 @@ class Ranks:
     def of_shares(self, value: T) -> list[T]:
         """Return the value of every share, in their order: of a context its first rank's."""
         return self.gather(value)[:: 1 if self.context is None else self.context.size]
+
+    @torch.no_grad()
+    def gather_tensors(self, own: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in order of ranks; all have one shape and dtype."""
+        if self.size == 1:
+            return [own]
+        found = own.new_empty(self.size * own.numel())
+        dist.all_gather_single(found, own.reshape(-1).contiguous())
+        return list(found.view(self.size, *own.shape))
+
+    @torch.no_grad()
+    def ordered_sum(self, own: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors, added in the order of ranks.
+
+        Its bits are the same on every rank, and do not depend on how a backend routes messages.
+        Each rank adds one part of it, so that no rank holds the tensors of all.
+        """
+        if self.size == 1:
+            return own
+        each = -(-own.numel() // self.size)
+        sent = torch.nn.functional.pad(own.reshape(-1), (0, self.size * each - own.numel()))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        total = received[:each].clone()
+        for part in received.split(each)[1:]:
+            total += part
+        whole = torch.empty_like(sent)
+        dist.all_gather_single(whole, total)
+        return whole[: own.numel()].view_as(own)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

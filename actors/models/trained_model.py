@@ -7,6 +7,7 @@ others never hold more than one complete tensor.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,24 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
     return _placed(model, source, trainer, ranks)
 
 
-def frozen_model(config: Config, folder: Path, ranks: Ranks, dtype: str = "float32") -> Any:
-    """Return a folder's frozen model, for forwards only, placed like the trained model.
+def frozen_model(
+    config: Config,
+    folder: Path,
+    ranks: Ranks,
+    dtype: str = "float32",
+    adapt: Callable[[Any], None] | None = None,
+) -> Any:
+    """Return a folder's frozen model, placed like the trained model.
 
-    Its weights are kept in `dtype`. Raises `UnsupportedHead`.
+    Its weights are kept in `dtype`. `adapt` wraps layers in place, before weights are sharded.
+    Raises `UnsupportedHead`.
     """
     source, model = _read(folder, config.trainer, ranks)
     if source is not None:
         LanguageModel(source).check_head()
+    if adapt is not None:
+        for one in {id(one): one for one in (source, model) if one is not None}.values():
+            adapt(one)
     converted(model, getattr(torch, dtype))
     return _placed(model.requires_grad_(False), source, config.trainer, ranks)
 

@@ -124,13 +124,18 @@ class AdaptedLinear(nn.Module):
 
 def adapted(model: Any) -> tuple[Any, ActiveAdapters]:
     """Return a frozen copy of a model whose linear layers take adapters; it shares the weights."""
-    own = shared_copy(model)
-    active = ActiveAdapters(1.0)
-    for name in (*linear_layers(own), head_name(own)):
+    own, active = shared_copy(model), ActiveAdapters(1.0)
+    adapt(own, active)
+    return own, active
+
+
+def adapt(model: Any, active: ActiveAdapters) -> None:
+    """Freeze a model whose linear layers take the adapters of `active` from now on, in place."""
+    for name in (*linear_layers(model), head_name(model)):
         parent, _, last = name.rpartition(".")
-        layer = own.get_submodule(name)
-        setattr(own.get_submodule(parent), last, AdaptedLinear(name, layer, active))
-    return own.requires_grad_(False).eval(), active
+        layer = model.get_submodule(name)
+        setattr(model.get_submodule(parent), last, AdaptedLinear(name, layer, active))
+    model.requires_grad_(False).eval()
 
 
 def shared_copy(model: Any) -> Any:

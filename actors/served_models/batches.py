@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.served_models.messages import Datum, Shape, TrainCall
+from composer_mesh.actors.served_models.shares import Shares
 from composer_mesh.losses.client_channels import side_of
 from composer_mesh.losses.client_losses import CLIENT_LOSSES
 
@@ -32,12 +33,24 @@ class Batch:
     shapes: tuple[Shape, ...]
 
 
+@dataclass(frozen=True)
+class TokenLimit:
+    """The padded tokens of one forward on each rank, where `ranks` divide its rows."""
+
+    tokens: int
+    ranks: int = 1
+
+    def allows(self, models: int, rows: int, length: int) -> bool:
+        """Whether a batch of this shape is within the limit on every rank."""
+        return Shares.of(Shape(models, 0, rows, length), self.ranks).tokens <= self.tokens
+
+
 def batches(
-    calls: Sequence[tuple[TrainCall, Hashable]], most_tokens: int, most_models: int
+    calls: Sequence[tuple[TrainCall, Hashable]], most: TokenLimit, most_models: int
 ) -> Iterator[Batch]:
     """Yield all calls in batches of those with equal keys, in the order of each first call.
 
-    A call with a shape of its own, or with more than `most_tokens`, is alone.
+    A call with a shape of its own, or beyond the limit, is alone.
     """
     left = list(calls)
     while left:
@@ -46,18 +59,19 @@ def batches(
         for other, its_key in others:
             grown = [*together, other]
             alike = its_key == key and first.shape is None and other.shape is None
-            if alike and _fit(grown, most_tokens, most_models):
+            if alike and _fit(grown, most, most_models):
                 together = grown
             else:
                 left.append((other, its_key))
         yield Batch(tuple(together), _shapes(together))
 
 
-def _fit(calls: Sequence[TrainCall], most_tokens: int, most_models: int) -> bool:
+def _fit(calls: Sequence[TrainCall], most: TokenLimit, most_models: int) -> bool:
     rows, length = _size(calls)
     padded = len(calls) * rows * length
     alone = sum(_tokens(one) for one in calls)
-    return len(calls) <= most_models and padded <= min(most_tokens, WASTE * alone)
+    fits = most.allows(len(calls), rows, length)
+    return len(calls) <= most_models and fits and padded <= WASTE * alone
 
 
 def _tokens(call: TrainCall) -> int:
@@ -78,19 +92,19 @@ def _shapes(calls: Sequence[TrainCall]) -> tuple[Shape, ...]:
     return tuple(Shape(len(calls), place, rows, length) for place in range(len(calls)))
 
 
-def microbatches(call: TrainCall, shape: Shape, most_tokens: int) -> list[tuple[Datum, ...]]:
-    """Return the parts of a call that is alone, each of at most `most_tokens` padded tokens.
+def microbatches(call: TrainCall, shape: Shape, most: TokenLimit) -> list[tuple[Datum, ...]]:
+    """Return the parts of a call that is alone, each within the limit.
 
     One that was computed with others is in one part. The sides of a pair stay together.
     """
-    if shape.models > 1 or shape.rows * shape.length <= most_tokens:
+    if shape.models > 1 or most.allows(1, shape.rows, shape.length):
         return [call.data]
     parts: list[list[Datum]] = [[]]
     longest = 0
     for group in _inseparable(call):
         own = max(len(datum.tokens) for datum in group)
         longest = max(longest, own)
-        if parts[-1] and (len(parts[-1]) + len(group)) * longest > most_tokens:
+        if parts[-1] and not most.allows(1, len(parts[-1]) + len(group), longest):
             parts.append([])
             longest = own
         parts[-1] += group

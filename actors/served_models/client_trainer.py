@@ -2,32 +2,29 @@
 
 Adapters of several models are trained on one frozen base in common forwards; the state of a model
 depends only on its own operations and on the shapes in which they were computed.
+
+Several ranks hold the same states, or of all weights each its rows; all of them execute the same
+calls: they divide the rows of each forward, add the same gradients, and make the same optimizer
+step. The first one writes files.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from composer_mesh.actors.models.language_model import decoder_states, logit_softcap
+from composer_mesh.actors.models.ranks import Ranks, RanksLost
 from composer_mesh.actors.served_models.batches import (
     Batch,
-    Padded,
+    TokenLimit,
     batches,
     microbatches,
-    padded,
-    padded_inputs,
     target_count,
 )
+from composer_mesh.actors.served_models.forwards import Computed, Forwards, Rows
 from composer_mesh.actors.served_models.messages import (
     CHANGES,
     Datum,
@@ -39,14 +36,13 @@ from composer_mesh.actors.served_models.messages import (
 )
 from composer_mesh.actors.served_models.model_state import (
     ModelState,
+    StoredState,
     UnusableState,
     read_state,
     write_state,
 )
-from composer_mesh.actors.served_models.results import TOTAL, joined, metrics_of
-from composer_mesh.actors.served_models.target_logprobs import target_logprobs
-from composer_mesh.actors.served_models.trained_weights import FunctionalModel, Weights
-from composer_mesh.losses.client_losses import CLIENT_LOSSES
+from composer_mesh.actors.served_models.results import TOTAL, joined
+from composer_mesh.actors.served_models.trained_weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +52,26 @@ FORWARDS = ("forward", "forward_backward")
 class ClientTrainer:
     """Holds clients' models and executes their calls; one caller at a time."""
 
-    def __init__(self, base: Any, weights: Weights, most_tokens: int, most_models: int) -> None:
+    def __init__(
+        self,
+        base: Any,
+        weights: Weights,
+        most_tokens: int,
+        most_models: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`most_tokens` are the padded tokens of one forward, on each rank."""
         self.models: dict[str, ModelState] = {}
-        self._weights, self._most_tokens, self._most_models = weights, most_tokens, most_models
-        self.vocabulary = int(base.config.get_text_config().vocab_size)
-        self._softcap, self._device = logit_softcap(base.config), next(base.parameters()).device
+        self._ranks = ranks or Ranks()
+        self._weights, self._most_models = weights, most_models
+        self._most = TokenLimit(most_tokens, self._ranks.size)
+        self._forwards = Forwards(base, weights, self._ranks)
+        self.vocabulary, self._device = self._forwards.vocabulary, self._forwards.device
 
     def open(self, name: str, spec: ModelSpec, path: Path | None) -> int:
         """Take a model in, from its file where it has one; return its position."""
-        state = ModelState(spec, self._weights.initial(spec).to(self._device))
+        numbers = self._weights.initial(spec).to(self._device)
+        state = ModelState(spec, numbers, self._weights.numbers)
         if path is not None:
             state.resume(self._fitting(path, state))
         self.models[name] = state
@@ -75,8 +82,11 @@ class ClientTrainer:
         self.models.pop(name, None)
 
     def save(self, name: str, path: Path, weights_only: bool = False) -> int:
-        """Write a model's state; return the bytes of the file."""
-        return write_state(path, self._held(name).stored(), weights_only)
+        """Write a model's state on rank 0; return the bytes of the file there, 0 elsewhere."""
+        return self._write(path, self._held(name).stored(weights_only))
+
+    def _write(self, path: Path, stored: StoredState) -> int:
+        return write_state(path, stored) if self._ranks.rank == 0 else 0
 
     def execute(self, calls: Sequence[TrainCall]) -> list[TrainResult]:
         """Execute calls, one after another for each model; return their results in order.
@@ -89,7 +99,7 @@ class ClientTrainer:
         results: list[TrainResult | None] = [None] * len(calls)
         for turn in _turns(calls):
             forwards = [calls[number] for number in turn if calls[number].kind in FORWARDS]
-            found = {id(one): result for one, result in self._forwards(forwards)}
+            found = {id(one): result for one, result in self._all_forwards(forwards)}
             for number in turn:
                 call = calls[number]
                 results[number] = found[id(call)] if id(call) in found else self._other(call)
@@ -107,36 +117,44 @@ class ClientTrainer:
 
     def _other(self, call: TrainCall) -> TrainResult:
         state = self._held(call.model)
+        if call.kind == "save":
+            stored = state.stored(weights_only=not call.optimizer)
+            size = self._ranks.agreed(lambda: self._write(Path(call.path), stored))
+            return TrainResult(metrics={"bytes": float(size)})
         try:
-            if call.kind == "optim_step":
-                assert call.adam is not None
-                metrics = state.step(call.adam)
-            elif call.kind == "load_weights":
-                state.restore(self._fitting(Path(call.path), state), call.optimizer)
-                metrics = {}
-            else:
-                size = write_state(Path(call.path), state.stored(), not call.optimizer)
-                metrics = {"bytes": float(size)}
+            metrics = self._changed(call, state)
         except ValueError as error:
             return TrainResult(error=str(error))
-        state.position += call.kind in CHANGES
+        state.position += 1
         return TrainResult(metrics=metrics)
 
-    def _fitting(self, path: Path, state: ModelState) -> Any:
+    def _changed(self, call: TrainCall, state: ModelState) -> dict[str, float]:
+        """Make an optimizer step, or take stored weights; raises ValueError, changing nothing."""
+        if call.kind == "optim_step":
+            assert call.adam is not None
+            return state.step(call.adam)
+        state.restore(self._fitting(Path(call.path), state), call.optimizer)
+        return {}
+
+    def _fitting(self, path: Path, state: ModelState) -> StoredState:
+        """Return a model's stored state; where a rank cannot read it, no rank does."""
+        return self._ranks.agreed(lambda: self._read(path, state))
+
+    def _read(self, path: Path, state: ModelState) -> StoredState:
         stored = read_state(path)
         if self._weights.key(stored.spec) != self._weights.key(state.spec):
             raise UnusableState(
                 str(path), f"it is of {stored.spec}, and this model is of {state.spec}"
             )
-        if stored.tensors["weights"].shape != state.weights.shape:
+        if stored.tensors["weights"].shape != (state.count,):
             raise UnusableState(str(path), "it is of another base model")
         return stored
 
-    def _forwards(self, calls: Sequence[TrainCall]) -> list[tuple[TrainCall, TrainResult]]:
+    def _all_forwards(self, calls: Sequence[TrainCall]) -> list[tuple[TrainCall, TrainResult]]:
         keyed = [(call, self._key(call)) for call in calls]
         return [
             pair
-            for batch in batches(keyed, self._most_tokens, self._most_models)
+            for batch in batches(keyed, self._most, self._most_models)
             for pair in zip(batch.calls, self._forward(batch), strict=True)
         ]
 
@@ -151,6 +169,8 @@ class ClientTrainer:
         before = {call.model: self._held(call.model).gradient for call in batch.calls}
         try:
             return self._together(batch)
+        except RanksLost:
+            raise
         except Exception as error:  # supervision boundary: of a client's data, not of the trainer
             for model, gradient in before.items():
                 self._held(model).gradient = gradient
@@ -160,7 +180,7 @@ class ClientTrainer:
         return [
             result
             for call in batch.calls
-            for one in batches([(call, None)], self._most_tokens, 1)
+            for one in batches([(call, None)], self._most, 1)
             for result in self._forward(one)
         ]
 
@@ -170,7 +190,7 @@ class ClientTrainer:
             found = [self._alone(batch.calls[0], batch.shapes[0])]
         else:
             owners = zip(batch.calls, batch.shapes, strict=True)
-            found = self._part([_Rows(call, call.data, shape) for call, shape in owners])
+            found = self._part([Rows(call, call.data, shape) for call, shape in owners])
         for call, result in zip(batch.calls, found, strict=True):
             self._held(call.model).position += call.kind in CHANGES and not result.error
         return found
@@ -179,100 +199,36 @@ class ClientTrainer:
         """Run a call's microbatches; a failed one takes back those before it."""
         state, found = self._held(call.model), list[TrainResult]()
         before = state.gradient
-        parts = microbatches(call, shape, self._most_tokens)
+        parts = microbatches(call, shape, self._most)
         for part in parts:
             own = shape if len(parts) == 1 else _shape_of(part)
-            found += self._part([_Rows(call, part, own)])
+            found += self._part([Rows(call, part, own)])
             if found[-1].error:
                 state.gradient = before
                 return found[-1]
         return joined(found, shape)
 
-    def _part(self, owners: Sequence[_Rows]) -> list[TrainResult]:
-        """Run one forward of some models' rows; places without a model are of zeros."""
-        first, shape = owners[0].call, owners[0].shape
-        backward = first.kind == "forward_backward"
-        flats: list[Tensor | None] = [None] * shape.models
-        data: list[tuple[Datum, ...]] = [()] * shape.models
-        for one in owners:
-            flats[one.shape.place] = self._held(one.call.model).weights
-            data[one.shape.place] = one.data
-        rows = padded(data, shape)
-        with torch.set_grad_enabled(backward):
-            model, leaf = self._weights.enter(self._held(first.model).spec, flats)
-            found = self._logprobs(model, rows, shape)
-            losses = [one.loss(found, rows) for one in owners]
-            if backward:
-                torch.stack([total for total, _ in losses]).sum().backward()
-        gradients = leaf.grad if backward else None
-        logprobs = found.detach().cpu().numpy()
-        return [
-            self._settled(one, metrics_of(*loss), gradients, logprobs)
-            for one, loss in zip(owners, losses, strict=True)
-        ]
+    def _part(self, owners: Sequence[Rows]) -> list[TrainResult]:
+        """Run one forward of some models' rows; add their gradients where these are finite."""
+        states = [self._held(one.call.model) for one in owners]
+        flats = {one.call.model: state.weights for one, state in zip(owners, states, strict=True)}
+        found = self._forwards.run(owners, states[0].spec, flats)
+        return [self._settled(*one) for one in zip(owners, states, found, strict=True)]
 
-    def _settled(
-        self,
-        owner: _Rows,
-        metrics: dict[str, float],
-        gradients: Tensor | None,
-        logprobs: NDArray[np.float32],
-    ) -> TrainResult:
+    def _settled(self, owner: Rows, state: ModelState, found: Computed) -> TrainResult:
         """Add a call's gradient where it is finite; return its result."""
-        state, shape, loss = self._held(owner.call.model), owner.shape, metrics[TOTAL]
+        loss = found.metrics[TOTAL]
         if not math.isfinite(loss) or not (
-            gradients is None or state.accumulate(gradients[shape.place])
+            found.gradient is None or state.accumulate(found.gradient)
         ):
             return TrainResult(
                 error=f"the loss is {loss} or its gradient is not finite: nothing was added; look "
                 "for values that are not finite, or too large, in the data"
             )
-        return TrainResult(owner.cut(logprobs), metrics, shape)
-
-    def _logprobs(self, model: Any, rows: Padded, shape: Shape) -> Tensor:
-        """Return the log-probs [B, T, K] of all targets."""
-        ids, targets = rows.ids.to(self._device), rows.targets.to(self._device)
-        functional = isinstance(model, FunctionalModel)
-        hidden = model.states(ids) if functional else decoder_states(model, input_ids=ids)
-        head = model.head if functional else model.get_output_embeddings()
-        states = hidden.reshape(shape.models, -1, hidden.shape[-1])
-        wanted = targets.reshape(shape.models, -1, targets.shape[-1])
-        found = target_logprobs(states, head, wanted, self.vocabulary, self._softcap)
-        return found.reshape(targets.shape)
+        return TrainResult(found.logprobs, found.metrics, owner.shape)
 
     def _held(self, name: str) -> ModelState:
         return self.models[name]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of a call, and where they are in a batch."""
-
-    call: TrainCall
-    data: tuple[Datum, ...]
-    shape: Shape
-
-    @property
-    def first(self) -> int:
-        return self.shape.place * self.shape.rows
-
-    def loss(self, found: Tensor, rows: Padded) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss and those of its channels; padded rows and positions add nothing."""
-        own = found[self.first : self.first + len(self.data)]
-        mask = rows.mask[self.first : self.first + len(self.data)].to(own.device)
-        if own.shape[2] == 1:
-            own, mask = own[..., 0], mask[..., 0]
-        inputs = padded_inputs(self.data, own)
-        return CLIENT_LOSSES[self.call.loss].total(own, inputs, self.call.options, mask)
-
-    def cut(self, logprobs: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
-        """Return each row's log-probs in the shape of its targets."""
-        return tuple(
-            logprobs[row, : len(one.tokens), : target_count(one)]
-            .reshape(one.inputs["target_tokens"].shape)
-            .copy()
-            for row, one in enumerate(self.data, start=self.first)
-        )
 
 
 def _turns(calls: Sequence[TrainCall]) -> list[list[int]]:

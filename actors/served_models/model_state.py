@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.actors.served_models.messages import AdamParams, ModelSpec
+from composer_mesh.actors.served_models.numbers import CompleteNumbers, Numbers
 
 FORMAT = "composer-mesh.model-state.1"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,10 +48,14 @@ class StoredState:
 
 
 class ModelState:
-    """The trained numbers of a model, from which AdamW makes the next ones."""
+    """The trained numbers of a model, from which AdamW makes the next ones.
 
-    def __init__(self, spec: ModelSpec, weights: Tensor) -> None:
+    Of numbers that are divided over ranks, each rank has its own, and all ranks make all calls.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Tensor, numbers: Numbers | None = None) -> None:
         self.spec, self.position, self.steps = spec, 0, 0
+        self._numbers = numbers or CompleteNumbers()
         self.weights = nn.Parameter(weights)
         self.gradient: Tensor | None = None
         self._optimizer = torch.optim.AdamW([self.weights], foreach=False)
@@ -58,7 +63,7 @@ class ModelState:
     def accumulate(self, gradient: Tensor) -> bool:
         """Add a gradient [P] to those since the last step; False, and unchanged, if not finite."""
         total = gradient.clone() if self.gradient is None else self.gradient + gradient
-        if not total.isfinite().all():
+        if not self._numbers.everywhere(bool(total.isfinite().all())):
             return False
         self.gradient = total
         return True
@@ -73,7 +78,7 @@ class ModelState:
             raise ValueError(
                 "no gradient has been added since the last optim_step: call forward_backward first"
             )
-        norm = float(gradient.norm(dtype=torch.float64))
+        norm = self._numbers.norm(gradient)
         if 0 < adam.grad_clip_norm < norm:
             gradient = gradient * (adam.grad_clip_norm / norm)
         group = self._optimizer.param_groups[0]
@@ -85,24 +90,35 @@ class ModelState:
         self.steps += 1
         return {"grad_norm": norm, "learning_rate": adam.learning_rate}
 
-    def stored(self) -> StoredState:
-        """Return all of the state; shares its memory."""
-        tensors = {"weights": self.weights.detach()}
-        if self.gradient is not None:
-            tensors["gradient"] = self.gradient
-        moments = self._optimizer.state.get(self.weights, {})
-        tensors |= {name: moments[name] for name in (*MOMENTS, "step") if name in moments}
+    @property
+    def count(self) -> int:
+        """Numbers of the model on all ranks."""
+        return self.weights.numel() if self._numbers.total is None else self._numbers.total
+
+    def stored(self, weights_only: bool = False) -> StoredState:
+        """Return all of the state, or its weights alone; may share its memory.
+
+        Of numbers that are divided over ranks the first rank gets all, the others none.
+        """
+        own = {"weights": self.weights.detach()}
+        moments = {} if weights_only else self._optimizer.state.get(self.weights, {})
+        if self.gradient is not None and not weights_only:
+            own["gradient"] = self.gradient
+        own |= {name: moments[name] for name in MOMENTS if name in moments}
+        tensors = {name: self._numbers.whole(one) for name, one in own.items()}
+        if "step" in moments:
+            tensors["step"] = moments["step"]
         return StoredState(self.spec, self.position, self.steps, tensors)
 
     @torch.no_grad()
     def restore(self, stored: StoredState, optimizer: bool) -> None:
         """Take a stored state's numbers, with the moments of AdamW or none; not its position."""
-        self.weights.copy_(stored.tensors["weights"])
+        self.weights.copy_(self._numbers.own(stored.tensors["weights"]))
         self.gradient, self.steps = None, 0
         self._optimizer.state.clear()
         if optimizer:
             self.steps = stored.steps
-            moments = {n: stored.tensors[n].clone() for n in MOMENTS if n in stored.tensors}
+            moments = {n: self._own(stored.tensors[n]) for n in MOMENTS if n in stored.tensors}
             if moments:
                 moments["step"] = stored.tensors["step"].clone()
                 self._optimizer.state[self.weights] = moments
@@ -111,18 +127,21 @@ class ModelState:
         """Take all of a stored state, the gradients since the last step and the position too."""
         self.restore(stored, optimizer=True)
         gradient = stored.tensors.get("gradient")
-        self.gradient = None if gradient is None else gradient.to(self.weights.device, copy=True)
+        self.gradient = None if gradient is None else self._own(gradient)
         self.position = stored.position
 
+    def _own(self, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's of all numbers."""
+        return self._numbers.own(whole).to(self.weights.device, copy=True)
 
-def write_state(path: Path, stored: StoredState, weights_only: bool = False) -> int:
+
+def write_state(path: Path, stored: StoredState) -> int:
     """Write a state's file, which is on disk on return; return its bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = ("weights",) if weights_only else tuple(stored.tensors)
     about = {"spec": asdict(stored.spec), "position": stored.position, "steps": stored.steps}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        tensors = {name: stored.tensors[name].contiguous() for name in kept}
+        tensors = {name: one.contiguous() for name, one in stored.tensors.items()}
         save_file(tensors, draft, {"format": FORMAT, "about": json.dumps(about)})
         to_disk(draft)
         draft.replace(path)

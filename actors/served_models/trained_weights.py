@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.language_model import decoder_states
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import local
 from composer_mesh.actors.served_models.adapter_layers import (
+    ActiveAdapters,
     AdapterLayout,
     adapted,
     head_name,
@@ -17,10 +20,17 @@ from composer_mesh.actors.served_models.adapter_layers import (
     stacked,
 )
 from composer_mesh.actors.served_models.messages import ModelSpec
+from composer_mesh.actors.served_models.numbers import CompleteNumbers, Numbers, ShardedNumbers
+from composer_mesh.actors.served_models.shares import MODELS, Shares
 
 
 class Weights(Protocol):
     """How the numbers of models enter the forward of a shared base."""
+
+    @property
+    def numbers(self) -> Numbers:
+        """Where the numbers of a model are."""
+        ...
 
     def initial(self, spec: ModelSpec) -> Tensor: ...
 
@@ -30,13 +40,27 @@ class Weights(Protocol):
         """Return the model to call, with these numbers at their places, and their leaf [M, P]."""
         ...
 
+    def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
+        """Return the gradients [M, P] of all models of a batch, after a backward on all ranks."""
+        ...
+
 
 class AdapterWeights:
-    """Adapters in the linear layers of a frozen base; numbers of places without a model are 0."""
+    """Adapters in the linear layers of a frozen base; numbers of places without a model are 0.
 
-    def __init__(self, base: Any, alpha: float) -> None:
-        self._model, self._active = adapted(base)
+    `base` tells the names and shapes of the layers. `placed` is the model with these layers
+    adapted, and their adapters, where it is not a copy of `base` that shares its weights: one
+    that is sharded over ranks.
+    """
+
+    numbers = CompleteNumbers()
+
+    def __init__(
+        self, base: Any, alpha: float, placed: tuple[Any, ActiveAdapters] | None = None
+    ) -> None:
+        self._model, self._active = placed or adapted(base)
         self._base, self._alpha = base, alpha
+        self._device = next(self._model.parameters()).device
         self._layouts: dict[Hashable, AdapterLayout] = {}
 
     def layout(self, spec: ModelSpec) -> AdapterLayout:
@@ -54,14 +78,22 @@ class AdapterWeights:
 
     def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
         layout = self.layout(spec)
-        empty = next(self._base.parameters()).new_zeros(layout.total)
+        empty = torch.zeros(layout.total, device=self._device)
         leaf = stacked([empty if one is None else one for one in flats])
         self._active.use(layout.pairs(leaf), layout.rank, self._alpha)
         return self._model, leaf
 
+    def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
+        assert leaf.grad is not None
+        if shares.axis == MODELS:
+            return torch.cat(ranks.gather_tensors(leaf.grad))
+        return ranks.ordered_sum(leaf.grad)
+
 
 class FullWeights:
-    """All weights of the policy, of one model at a time."""
+    """All weights of the policy, of one model at a time, on one rank."""
+
+    numbers = CompleteNumbers()
 
     def __init__(self, base: Any) -> None:
         self._model = shared_copy(base)
@@ -80,6 +112,11 @@ class FullWeights:
         leaf = stacked([one for one in flats if one is not None])
         return FunctionalModel(self._model, self.tensors(leaf[0])), leaf
 
+    def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
+        del shares, ranks
+        assert leaf.grad is not None
+        return leaf.grad
+
     def tensors(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the weights by name, as views of a model's numbers [P]."""
         parts = flat.split([shape.numel() for shape in self._shapes])
@@ -87,6 +124,45 @@ class FullWeights:
             name: part.view(shape)
             for name, part, shape in zip(self._names, parts, self._shapes, strict=True)
         }
+
+
+class ShardedWeights:
+    """All weights of the policy, of one model at a time, sharded over ranks by FSDP2.
+
+    Each rank has its rows of the weights, of their gradients and of AdamW's moments, and the rows
+    that the policy began with.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks) -> None:
+        # Between forwards these are the sharded ones, which a forward replaces.
+        self._model, self._weights = model, list(model.parameters())
+        self.numbers = ShardedNumbers(self._weights, ranks)
+        self._begun = torch.cat([local(one.detach()).reshape(-1) for one in self._weights])
+
+    def initial(self, spec: ModelSpec) -> Tensor:
+        del spec
+        return self._begun.clone()
+
+    def key(self, spec: ModelSpec) -> Hashable:
+        return spec.rank
+
+    @torch.no_grad()
+    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
+        del spec
+        (flat,) = (one for one in flats if one is not None)
+        for weight, part in zip(self._weights, flat.split(self.numbers.sizes), strict=True):
+            own = local(weight.detach())
+            own.copy_(part.view_as(own))
+        return self._model, flat[None]
+
+    @torch.no_grad()
+    def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
+        """Return the sums over ranks that FSDP2 made of this rank's rows, [1, P]."""
+        del leaf, shares, ranks
+        found = [local(one.grad).reshape(-1) for one in self._weights]
+        for one in self._weights:
+            one.grad = None
+        return torch.cat(found)[None]
 
 
 class FunctionalModel:

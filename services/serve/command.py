@@ -127,10 +127,10 @@ async def _serve_on(
     stopping: asyncio.Future[None],
 ) -> int:
     with opened_log(parts.output / LOG) as commits:
-        mesh, generator = parts.mesh, parts.config.generator
+        mesh, generator, trainer = parts.mesh, parts.config.generator, parts.config.trainer
         backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
         sizes = Sizes(
-            tokens_at_once=parts.config.trainer.microbatch_tokens,
+            tokens_at_once=trainer.microbatch_tokens * trainer.ranks,
             samples_at_once=2 * generator.max_concurrent * generator.replicas,
         )
         found = await commits.run(log.remembered)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.served_models.messages import (
-    ModelNotOpen,
     ModelSpec,
     ScoreRequest,
     Scores,
@@ -19,7 +17,6 @@ from composer_mesh.actors.served_models.messages import (
     TrainResult,
 )
 from composer_mesh.actors.served_sampler import ServedSamplerActor
-from composer_mesh.actors.served_trainer import ServedTrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
@@ -30,6 +27,7 @@ from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.serve.backend import BackendLost
+from composer_mesh.services.serve.trainer_ranks import ServedRanks
 from composer_mesh.services.service import Service
 
 ALL_AT_ONCE = 1_000_000
@@ -39,7 +37,7 @@ ALL_AT_ONCE = 1_000_000
 class ServeMesh:
     """The processes of a training server, and what they loaded."""
 
-    trainer: Service
+    trainer: ServedRanks
     samplers: Service
     folder: Path
     vocabulary: int
@@ -50,13 +48,6 @@ class ServeMesh:
         placements = ProcessPlacements.of(config)
         for note in placements.notes:
             record("placement", "", note)
-        rules = RestartRules.of(config.supervision, config.run.seed)
-        common: dict[str, Any] = {
-            "host": host,
-            "restart": rules,
-            "record": record,
-            "deadline_s": config.run.deadline_s,
-        }
         more = process_environment(config)
 
         def sampling_placement(slot: int) -> ProcessPlacement:
@@ -64,15 +55,7 @@ class ServeMesh:
             return replace(taken, env={**taken.env, **more})
 
         trainer, samplers = await together(
-            service.spawn(
-                ServedTrainerActor,
-                n=1,
-                name="trainer",
-                attempts=1,
-                numbered=False,
-                placement=partial(placements.take, "trainer"),
-                **common,
-            ),
+            ServedRanks.start(config, host, placements.taker("trainer"), record),
             service.spawn(
                 ServedSamplerActor,
                 n=config.generator.replicas,
@@ -80,13 +63,15 @@ class ServeMesh:
                 attempts=1 + config.supervision.rollout_retries,
                 max_outstanding=ALL_AT_ONCE,
                 placement=sampling_placement,
-                **common,
+                host=host,
+                restart=RestartRules.of(config.supervision, config.run.seed),
+                record=record,
+                deadline_s=config.run.deadline_s,
             ),
         )
-        prepared = trainer.options(deadline_s=config.policy.warm_start.steps + 3600.0)
-        folder: Path = await prepared.call("prepare", config)
-        loaded, _ = await together(trainer.load(config, folder), samplers.load(config, folder))
-        return cls(trainer, samplers, folder, int(loaded[0]))
+        folder: Path = await trainer.prepare()
+        vocabulary, _ = await together(trainer.load(), samplers.load(config, folder))
+        return cls(trainer, samplers, folder, vocabulary)
 
     async def close(self) -> None:
         """Stop all processes."""
@@ -94,38 +79,25 @@ class ServeMesh:
 
 
 class MeshTrainBackend:
-    """The one trainer of a server; a dead one is replaced, with none of the models it held."""
+    """The trainer of a server, all of its ranks; they are replaced without the models they held."""
 
-    def __init__(self, trainer: Service) -> None:
-        self._trainer = trainer
+    def __init__(self, ranks: ServedRanks) -> None:
+        self._ranks = ranks
 
     async def open(self, model: str, spec: ModelSpec, path: Path | None) -> int:
-        found: int = await self._call("open", model, spec, path)
+        found: int = await self._ranks.call("open", model, spec, path)
         return found
 
     async def close(self, models: Sequence[str]) -> None:
-        await self._call("close", list(models))
+        await self._ranks.call("close", list(models))
 
     async def execute(self, calls: Sequence[TrainCall]) -> list[TrainResult]:
-        found: list[TrainResult] = await self._call("execute", list(calls))
+        found: list[TrainResult] = await self._ranks.call("execute", list(calls))
         return found
 
     async def save(self, model: str, path: Path) -> int:
-        found: int = await self._call("save", model, path)
+        found: int = await self._ranks.call("save", model, path)
         return found
-
-    async def _call(self, endpoint: str, *args: Any) -> Any:
-        """Call the trainer; one that did not answer in time may still change what it holds."""
-        replica = self._trainer.replicas[0].name
-        try:
-            return await self._trainer.call(endpoint, *args)
-        except NoReplicaLeft:
-            raise
-        except DeadlineExceeded as error:
-            self._trainer.lose(replica, str(error))
-            raise BackendLost(str(error)) from error
-        except (ActorDied, ModelNotOpen) as error:
-            raise BackendLost(str(error)) from error
 
 
 class MeshSampleBackend:

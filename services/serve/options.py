@@ -24,6 +24,10 @@ NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "google.protobuf": "pr
 NOTED, LONGEST_NOTE = "serve.json", 1_000_000
 """What the states in a server's folder depend on."""
 
+NAMES = {"ranks": "number of trainer.ranks"}
+EARLIER = {"ranks": 1}
+"""What folders depend on that were made before it was noted."""
+
 PREFIX = "tml-"
 """What SDKs want a key to begin with."""
 
@@ -57,8 +61,9 @@ def check_serves(config: Config) -> None:
         )
     trainer = config.trainer
     others = {
-        "trainer.ranks": (trainer.ranks, 1),
-        "trainer.sharded": (trainer.sharded, False),
+        "trainer.context_parallel": (trainer.context_parallel, 1),
+        "trainer.expert_parallel": (trainer.expert_parallel, 1),
+        "trainer.compute_dtype": (trainer.compute_dtype, "float32"),
         "trainer.compile": (trainer.compile, False),
         "trainer.optimizer": (trainer.optimizer, "adamw"),
         "trainer.optimizer_offload": (trainer.optimizer_offload, False),
@@ -73,8 +78,25 @@ def check_serves(config: Config) -> None:
                 f"{key} is {value!r}, with which clients' models are not served: set it to "
                 f"{needed!r}"
             )
+    _check_ranks(config)
     if config.generator.engine == "vllm":
         _check_vllm(config)
+
+
+def _check_ranks(config: Config) -> None:
+    """Refuse weights sharded over one rank, and all weights trained by several without it."""
+    trainer = config.trainer
+    if trainer.ranks == 1 and trainer.sharded:
+        raise ServeRefused(
+            f"trainer.sharding is {trainer.sharding!r} but trainer.ranks is 1, which has nothing "
+            "to shard for clients: set it to 'auto', or raise trainer.ranks"
+        )
+    if trainer.ranks > 1 and config.serve.full_weights and not trainer.sharded:
+        raise ServeRefused(
+            f"serve.full_weights is true and trainer.ranks is {trainer.ranks}, but "
+            f"trainer.sharding is {trainer.sharding!r}, where ranks have nothing to divide: set it "
+            "to 'auto'"
+        )
 
 
 def _check_vllm(config: Config) -> None:
@@ -102,6 +124,7 @@ def check_same_policy(config: Config, output: Path) -> None:
         "policy": config.policy.model_dump(mode="json"),
         "seed": config.run.seed,
         "microbatch_tokens": config.trainer.microbatch_tokens,
+        "ranks": config.trainer.ranks,
         "lora_alpha": config.serve.lora_alpha,
         "full_weights": config.serve.full_weights,
     }
@@ -111,10 +134,10 @@ def check_same_policy(config: Config, output: Path) -> None:
         return
     before = json.loads(read_regular(noted, LONGEST_NOTE))
     for key, value in now.items():
-        if before.get(key) != value:
+        if before.get(key, EARLIER.get(key)) != value:
             raise ServeRefused(
-                f"{output} has models of another {key}: serve the config that they were made with, "
-                "or name another --output"
+                f"{output} has models of another {NAMES.get(key, key)}: serve the config that they "
+                "were made with, or name another --output"
             )
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a trainer that answer at once, and a host that starts them, for `TrainerRanks`."""
+"""Ranks of a trainer that answer at once, and a host that starts them, for `RankProcesses`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ MEETING = Address("10.0.0.5", 4711)
 
 
 class FakeRank:
-    """Loads as version 3 from a checkpoint and as version 0 without one."""
+    """Loads as version 3 from a checkpoint and as version 0 without one.
+
+    An endpoint in `errors` raises once, and one in `hangs` never answers.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.heard = name, list[tuple[Any, ...]]()
         self.draft = Path()
+        self.errors, self.hangs = dict[str, Exception](), set[str]()
         self.death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         self.heard.append((endpoint, *args))
+        if endpoint in self.hangs:
+            await asyncio.Event().wait()
+        if endpoint in self.errors:
+            raise self.errors.pop(endpoint)
         if endpoint == "open_rendezvous":
             return MEETING
         if endpoint == "save":

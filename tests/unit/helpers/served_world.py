@@ -287,16 +287,24 @@ class Client:
 
 
 def training_body(
-    model: str, seq: int, seed: int = 0, loss: str = "cross_entropy", forward: bool = False
+    model: str,
+    seq: int,
+    seed: int = 0,
+    loss: str = "cross_entropy",
+    forward: bool = False,
+    rows: int = 1,
+    length: int = 6,
 ) -> bytes:
-    """Return a request with one sequence of random tokens."""
+    """Return a request with sequences of random tokens."""
     rng = np.random.default_rng(seed)
     message = ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward)
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = rng.integers(2, 99, 6).astype("<i4").tobytes()
-    targets = datum.loss_fn_inputs["target_tokens"]
-    targets.dense, targets.dtype = rng.integers(2, 99, 6).astype("<i8").tobytes(), 2
-    targets.shape.append(6)
+    for _ in range(rows):
+        datum = message.data.add()
+        ids, wanted = (rng.integers(2, 99, length) for _ in range(2))
+        datum.model_input.add().encoded_text.tokens = ids.astype("<i4").tobytes()
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dense, targets.dtype = wanted.astype("<i8").tobytes(), 2
+        targets.shape.append(length)
     return bytes(message.SerializeToString())
 
 
