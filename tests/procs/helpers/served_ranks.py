@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
+import learning
 from serve_audit import audit
 
 from composer_mesh.actors.models.ranks import Ranks, RanksLost
@@ -32,18 +33,7 @@ from composer_mesh.configs.schema import Config
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"name": "served-ranks", "seed": 3, "steps": 1},
-    "data": {"task": "toolbox"},
-    "environment": {"max_turns": 2},
-    "policy": {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "layers": 2,
-        "heads": 3,
-        "kv_heads": 1,
-        "head_dim": 8,
-        "vocab_size": 400,
-        "max_context": 64,
-    },
+    **{name: learning.SECTIONS[name] for name in ("data", "environment", "policy")},
     "trainer": {"microbatch_tokens": 200},
 }
 DEADLINE_S = 600.0
