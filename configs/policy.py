@@ -51,10 +51,6 @@ class WarmStartConfig(Section):
     hinted_share: Share = 0.25
     """Share of demonstrations with a hint at an error, so that the model learns to read hints."""
 
-    hint_rate: Share = 1.0
-    """Share of the errors of these demonstrations that a hint prevents; below 1 hints also follow
-    errors that were made, as in rollouts."""
-
 
 ToolCallFormat = Literal[
     "auto",

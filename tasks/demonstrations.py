@@ -44,7 +44,7 @@ def demonstrate(
     """Generate one conversation of an imperfect agent.
 
     The agent errs with `error_rate` and recovers after an error with `recovery_rate`. In
-    `hinted_share` of the conversations a hint replaces `hint_rate` of what would have been errors.
+    `hinted_share` of the conversations a hint replaces what would have been the error.
     """
     with SyncSession(task, task.episode("train", index)) as session:
         yield from _demonstrate(task, index, session, settings, rng)
@@ -63,11 +63,7 @@ def _demonstrate(
             text = recover_or_give_up(right, rng, settings.recovery_rate)
         elif rng.random() < settings.error_rate * (1 if parse_action(right) else ANSWER_SHARE):
             text = task.corrupted(messages, rng)
-        if (
-            hinted
-            and text != right
-            and (settings.hint_rate == 1 or rng.random() < settings.hint_rate)
-        ):
+        if hinted and text != right:
             site = _error_of(task, index, session.messages, text)
             # Templates of the config alone are for the run's own hints.
             if site is not None and site.hint_template_key in templates:

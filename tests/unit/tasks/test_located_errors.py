@@ -164,20 +164,3 @@ def test_a_session_reads_the_conversation_and_locates_an_error(at: Any, turn: in
 def test_a_turn_that_was_not_played_is_refused(at: int) -> None:
     with pytest.raises(UnusableTask, match=rf"turn {at} but the agent is at turn 2: .*0 to 2"):
         stopped(at)
-
-
-def test_hints_follow_errors_where_they_do_not_prevent_all() -> None:
-    task = long_task(ToolChains)
-
-    def after_errors(hint_rate: float) -> int:
-        settings = WarmStartConfig(error_rate=0.5, hinted_share=1.0, hint_rate=hint_rate)
-        found = 0
-        for index in range(40):
-            pieces = list(demonstrate(task, index, settings, random.Random(index)))
-            hints = [n for n, (piece, _) in enumerate(pieces) if piece == "hint"]
-            errors = [n for n, (_, text) in enumerate(pieces) if text.startswith("error: ")]
-            found += bool(hints and errors and hints[-1] > errors[0])
-        return found
-
-    assert after_errors(1.0) == 0
-    assert after_errors(0.5) > 5
