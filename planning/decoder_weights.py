@@ -20,11 +20,8 @@ def decoder_weights(sizes: ModelSizes) -> Iterator[Weight]:
             yield f"layers.{layer}.{name}", shape
 
 
-def _layer(sizes: ModelSizes) -> Iterator[Weight]:
+def _feed_forward(sizes: ModelSizes) -> Iterator[Weight]:
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    queries, keys = query_width(sizes), key_width(sizes)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
     if sizes.is_mixture:
         inner = sizes.moe_intermediate_size
         yield "mlp.gate.weight", (sizes.num_experts, hidden)
@@ -33,6 +30,26 @@ def _layer(sizes: ModelSizes) -> Iterator[Weight]:
         yield f"mlp.{expert}gate_proj.weight", (inner, hidden)
         yield f"mlp.{expert}up_proj.weight", (inner, hidden)
         yield f"mlp.{expert}down_proj.weight", (hidden, inner)
+
+
+def _experts_in_one(sizes: ModelSizes) -> Iterator[Weight]:
+    """Yield those of gpt-oss, whose experts are one tensor, and its sinks."""
+    count, hidden, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
+    yield "mlp.router.weight", (count, hidden)
+    yield "mlp.router.bias", (count,)
+    yield "mlp.experts.gate_up_proj", (count, hidden, 2 * width)
+    yield "mlp.experts.gate_up_proj_bias", (count, 2 * width)
+    yield "mlp.experts.down_proj", (count, width, hidden)
+    yield "mlp.experts.down_proj_bias", (count, hidden)
+    yield "self_attn.sinks", (sizes.num_attention_heads,)
+
+
+def _layer(sizes: ModelSizes) -> Iterator[Weight]:
+    hidden = sizes.hidden_size
+    queries, keys = query_width(sizes), key_width(sizes)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    yield from _experts_in_one(sizes) if sizes.model_type == "gpt_oss" else _feed_forward(sizes)
     yield "self_attn.o_proj.weight", (hidden, queries)
     for part, width in (("q", queries), ("k", keys), ("v", keys)):
         yield f"self_attn.{part}_proj.weight", (width, hidden)
