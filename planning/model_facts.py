@@ -226,10 +226,10 @@ def _check_vllm_serves(facts: ModelFacts, config: Config) -> None:
         )
     on_cpu = not config.placement.gpus("generator")
     if on_cpu and config.syncs_adapters and facts.experts:
+        others = "" if facts.name in NOT_UPDATED_BY_VLLM else ", or set it to 'merged'"
         raise UnfitModel(
             f"{facts.name} cannot have trainer.lora.sync = 'adapters' without GPUs: vLLM's kernels "
-            "for experts beside adapters need Triton: set it to 'merged', or generator.engine to "
-            "'embedded'"
+            f"for experts beside adapters need Triton: give placement.generator GPUs{others}"
         )
     if on_cpu and config.generator.dtype == "float32" and facts.name.startswith(DELTA_NETS):
         raise UnfitModel(

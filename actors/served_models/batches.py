@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.served_models.batch_partition import Shares
 from composer_mesh.actors.served_models.messages import Datum, Shape, TrainCall
-from composer_mesh.actors.served_models.shares import Shares
 from composer_mesh.losses.client_channels import side_of
 from composer_mesh.losses.client_losses import CLIENT_LOSSES
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from composer_mesh.actors.models.language_model import decoder_call, logit_softcap
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
+from composer_mesh.actors.served_models.batch_partition import Shares
 from composer_mesh.actors.served_models.batches import (
     Padded,
     padded,
@@ -36,7 +37,6 @@ from composer_mesh.actors.served_models.batches import (
 )
 from composer_mesh.actors.served_models.messages import Datum, ModelSpec, Shape, TrainCall
 from composer_mesh.actors.served_models.results import metrics_of
-from composer_mesh.actors.served_models.shares import Shares
 from composer_mesh.actors.served_models.target_logprobs import target_logprobs
 from composer_mesh.actors.served_models.trained_weights import FunctionalModel, Weights
 from composer_mesh.losses.client_losses import CLIENT_LOSSES

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from composer_mesh.actors.checkpoints.manifest import to_disk
+from composer_mesh.actors.served_models.flat_parameters import CompleteNumbers, Numbers
 from composer_mesh.actors.served_models.messages import AdamParams, ModelSpec
-from composer_mesh.actors.served_models.numbers import CompleteNumbers, Numbers
 
 FORMAT = "composer-mesh.model-state.1"
 MOMENTS = ("exp_avg", "exp_avg_sq")

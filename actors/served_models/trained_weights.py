@@ -19,9 +19,13 @@ from composer_mesh.actors.served_models.adapter_layers import (
     shared_copy,
     stacked,
 )
+from composer_mesh.actors.served_models.batch_partition import MODELS, Shares
+from composer_mesh.actors.served_models.flat_parameters import (
+    CompleteNumbers,
+    Numbers,
+    ShardedNumbers,
+)
 from composer_mesh.actors.served_models.messages import ModelSpec
-from composer_mesh.actors.served_models.numbers import CompleteNumbers, Numbers, ShardedNumbers
-from composer_mesh.actors.served_models.shares import MODELS, Shares
 
 
 class Weights(Protocol):

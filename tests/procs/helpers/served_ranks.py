@@ -28,7 +28,7 @@ from composer_mesh.actors.served_models.messages import (
     ModelSpec,
     TrainCall,
 )
-from composer_mesh.actors.served_models.placement import make_trainer, place_policy
+from composer_mesh.actors.served_models.trainer_setup import make_trainer, place_policy
 from composer_mesh.configs.schema import Config
 
 SECTIONS: dict[str, dict[str, Any]] = {

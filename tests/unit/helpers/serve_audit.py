@@ -11,7 +11,7 @@ import torch
 
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.served_models.model_state import read_state
-from composer_mesh.actors.served_models.placement import make_trainer
+from composer_mesh.actors.served_models.trainer_setup import make_trainer
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.calls import call_of

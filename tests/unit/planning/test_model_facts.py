@@ -83,7 +83,11 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
         ),
         (replace(FACTS, name="GptOssForCausalLM"), VLLM, "train adapters, .* sync = 'adapters'$"),
         (replace(FACTS, name="Qwen3NextForCausalLM"), VLLM, "set it to 'bfloat16'"),
-        (replace(FACTS, experts=(8,)), {**VLLM, **ADAPTERS}, "need Triton: set it to 'merged'"),
+        (
+            replace(FACTS, experts=(8,)),
+            {**VLLM, **ADAPTERS},
+            "need Triton: give placement.generator GPUs, or set it to 'merged'$",
+        ),
         (CAPPED, VLLM, "'sdpa', which it does not support: set it to 'flex' or 'eager'"),
         (
             replace(FACTS, kinds=("mamba",)),
@@ -143,7 +147,10 @@ def test_nothing_of_the_embedded_engine_is_said_where_vllm_serves(
 def test_vllm_serves_a_model_whose_experts_it_never_updates_with_adapters_alone(
     build_config: Any,
 ) -> None:
-    check_model_fits(replace(FACTS, name="GptOssForCausalLM"), build_config(**VLLM, **ADAPTERS))
+    named = replace(FACTS, name="GptOssForCausalLM")
+    check_model_fits(named, build_config(**VLLM, **ADAPTERS))
+    with pytest.raises(UnfitModel, match=r"give placement\.generator GPUs$"):
+        check_model_fits(replace(named, experts=(8,)), build_config(**VLLM, **ADAPTERS))
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (16, 8), (32, 4), (8, 1)])

@@ -1,4 +1,4 @@
-"""Where the numbers [P] of a model are: all of them on each rank, or a rank's rows of each weight.
+"""The flat parameters [P] of a client's model: complete on each rank, or sharded by FSDP2.
 
 Files have all of them, one weight after another, whatever the number of ranks that wrote them.
 """

@@ -1,4 +1,4 @@
-"""A trainer of clients on the policy of a folder: whole on one rank, sharded over several."""
+"""Builds the trainer of clients' models: the policy whole on one rank, sharded over several."""
 
 from __future__ import annotations
 

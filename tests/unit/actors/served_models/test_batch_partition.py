@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_mesh.actors.served_models.batch_partition import MODELS, ROWS, Shares
 from composer_mesh.actors.served_models.batches import TokenLimit, microbatches
 from composer_mesh.actors.served_models.messages import Datum, Shape, TrainCall
-from composer_mesh.actors.served_models.shares import MODELS, ROWS, Shares
 
 SIZES = st.integers(1, 7)
 

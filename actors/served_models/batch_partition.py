@@ -1,4 +1,4 @@
-"""Which rank computes which rows of a batch: decided by its shape and the number of ranks alone.
+"""Partition of a batch's rows over ranks, by its shape and the number of ranks alone.
 
     by rows      every rank has all models, and some rows of each
     by models    every rank has all rows of some models, where that is less: many models of few rows
