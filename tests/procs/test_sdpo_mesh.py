@@ -125,7 +125,7 @@ def test_with_skip_a_run_goes_on_without_a_killed_teacher_and_has_it_back(
     taught, untaught = with_and_without(run)
     assert untaught
     assert set(untaught) <= set(lost)
-    assert taught[0] < untaught[0] < untaught[-1] < taught[-1]
+    assert taught[0] < untaught[0] <= untaught[-1] < taught[-1]  # one step or several
     check_that_one_teacher_was_replaced(run)
 
 
