@@ -115,6 +115,7 @@ def test_with_skip_a_run_goes_on_without_a_killed_teacher_and_has_it_back(
 ) -> None:
     settings = {**ENDLESS, "replay.beta": 0, "sdpo.when_lost": "skip"}
     with launched(tmp_path / "run", policy_cache, settings) as run:
+        run.until(lambda run: with_and_without(run)[0], "first step with the channel")
         replaced(run)
         there = len(run.lines("metrics.jsonl"))
         run.until(lambda run: with_and_without(run)[0][-1] > there + 1, "step with the channel")
