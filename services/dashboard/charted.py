@@ -41,6 +41,18 @@ SPECS = (
         high=1.0,
         note="share of the states asked about that gave a pair",
     ),
+    Spec(
+        "Sampled tokens",
+        (("rollouts/tokens", "tokens of a rollout"),),
+        low=0.0,
+        note="mean over the step's rollouts",
+    ),
+    Spec(
+        "Entropy",
+        (("rollouts/entropy", "nats a token"),),
+        low=0.0,
+        note="mean of -log p of the sampled tokens",
+    ),
     Spec("Policy lag", (("lag/mean", "mean"), ("lag/max", "largest")), low=0.0, note="versions"),
     Spec("Throughput", (("tokens/per_s", "tokens trained a second"),), low=0.0, unit=" tok/s"),
     Spec(

@@ -1,5 +1,6 @@
 """Metrics of one optimizer step: counts, means and durations. Pure functions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ def step_metrics(
         "rollouts/count": len(traces),
         "rollouts/error_sites": sum(len(trace.error_sites) for trace in traces),
         "rollouts/turns": _mean([float(len(trace.turns)) for trace in traces]),
+        **_sampled(traces),
         "rollouts/flat_groups": _flat_groups(traces),
         "sdpo/views": len(batch.trained_views),
         "sdpo/refused_hints": batch.refused_hints,
@@ -134,6 +136,22 @@ def _left_out(traces: Sequence[Trace]) -> dict[str, int]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _sampled(traces: Sequence[Trace]) -> dict[str, float | None]:
+    """Return the sampled tokens of a rollout, their entropy, and the share of turns cut short.
+
+    The entropy is the mean of -log p of the sampled tokens, in nats, which is without bias that of
+    the distributions that they were sampled from; None without a token.
+    """
+    turns = [turn for trace in traces for turn in trace.turns if turn.trained]
+    tokens = sum(len(turn.action_ids) for turn in turns)
+    surprise = -sum(math.fsum(turn.logprobs) for turn in turns)
+    return {
+        "rollouts/tokens": tokens / len(traces) if traces else 0.0,
+        "rollouts/entropy": surprise / tokens if tokens else None,
+        "rollouts/cut_turns": _mean([float(turn.stop_reason == "length") for turn in turns]),
+    }
 
 
 def _flat_groups(traces: Sequence[Trace]) -> int:

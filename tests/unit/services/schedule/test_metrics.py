@@ -62,6 +62,9 @@ def test_a_step_reports_what_it_trained_on() -> None:
         "rollouts/count": 4,
         "rollouts/error_sites": 3,
         "rollouts/turns": 1.25,
+        "rollouts/tokens": 1.25,
+        "rollouts/entropy": 1.0,
+        "rollouts/cut_turns": 0.0,
         "rollouts/flat_groups": 1,
         "sdpo/views": 1,
         "sdpo/refused_hints": 0,
@@ -103,6 +106,20 @@ def test_a_step_without_a_sampled_token_has_figures_all_the_same() -> None:
     empty = Trace("g", 0, 0, "t", "train", 0, [], [], 0.0, False, [])
     metrics = step_metrics(StepBatch(0, [], [], []), [empty], None, Corrections(), {})
     assert (metrics["lag/max"], metrics["lag/mean"], metrics["rollouts/turns"]) == (0, 0.0, 0.0)
+    assert (metrics["rollouts/tokens"], metrics["rollouts/entropy"]) == (0.0, None)
+
+
+def test_sampled_tokens_their_entropy_and_the_turns_that_were_cut() -> None:
+    turns = [
+        Turn([1], [2, 3, 4], [-1.0, -0.5, 0.0], [0] * 3, "stop"),
+        Turn([1], [2], [-2.5], [0], "length"),
+        Turn([1], [2] * 9, [0.0] * 9, [0] * 9, "length", trained=False),
+    ]
+    traces = [Trace("g", 0, n, "t", "train", 0, turns[n:], [], 0.0, False, []) for n in (0, 1)]
+    metrics = step_metrics(batch_of(traces), traces, None, Corrections(), {})
+    assert metrics["rollouts/tokens"] == (4 + 1) / 2
+    assert metrics["rollouts/entropy"] == pytest.approx((1.5 + 2 * 2.5) / 5)
+    assert metrics["rollouts/cut_turns"] == pytest.approx(2 / 3)
 
 
 def test_what_groups_cost_adds_up() -> None:
