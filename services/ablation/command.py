@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from composer_mesh.services.ablation.curve import PICTURE_FILE, draw_ablation
 from composer_mesh.services.ablation.difficulty import DIFFICULTY_FILE, draw_difficulty
+from composer_mesh.services.ablation.outcomes import Outcome
 from composer_mesh.services.ablation.page import PAGE_FILE, write_page
 from composer_mesh.services.ablation.plan import Train, run_ablation
 from composer_mesh.services.ablation.report import (
@@ -30,6 +32,7 @@ def ablate_command(
     train: Train,
     power: str = "",
     usd_per_hour: float | None = None,
+    merged: Mapping[Path, Outcome] | None = None,
 ) -> int:
     """Return the exit status: 0, 1 if a run did not finish, 130 after Ctrl-C, 143 after SIGTERM."""
     console = Console()
@@ -39,13 +42,13 @@ def ablate_command(
 
     def publish() -> dict[str, Any]:
         """Write the report of all ended runs."""
-        report = study_report(study, output, power, usd_per_hour)
+        report = study_report(study, output, power, usd_per_hour, merged)
         write_report(report, output)
         return report
 
     if power:
         tell(power)
-    code = run_ablation(study.runs, output, train, tell, publish)
+    code = run_ablation(study.runs, output, train, tell, publish, merged or ())
     report = publish()
     _draw(report, output)
     write_page(report, output)

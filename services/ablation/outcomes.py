@@ -23,6 +23,7 @@ from composer_mesh.services.directory.report import (
 )
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Cost:
     start nor its evaluations. Dollars are those of teachers, hint writers and judges.
     """
 
-    tokens: float
-    seconds: float
-    usd: float
+    tokens: Amount
+    seconds: Amount
+    usd: Amount
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Outcome:
 
     @property
     def finished(self) -> bool:
-        return self.state == "finished"
+        return self.state == FINISHED
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,23 @@ _SUMMARY = TypeAdapter(_Summary)
 _AMOUNT = TypeAdapter(Amount)
 
 
-def outcomes(runs: Sequence[PlannedRun], output: Path) -> list[Outcome]:
-    """Return the state of every planned run, read from its directory."""
-    return [_outcome(run, output / run.place) for run in runs]
+def outcomes(
+    runs: Sequence[PlannedRun], output: Path, merged: Mapping[Path, Outcome] | None = None
+) -> list[Outcome]:
+    """Return the state of every planned run, read from its directory.
+
+    A run that has not finished there may be one of `merged`.
+    """
+    found = [_outcome(run, output / run.place) for run in runs]
+    others = merged or {}
+    return [one if one.finished else others.get(one.run.place, one) for one in found]
 
 
 def _outcome(run: PlannedRun, place: Path) -> Outcome:
     events = read_metrics(place / "events.jsonl")
     state, reason = "missing", ""
     if is_finished(place, run.config.run.steps):
-        state = "finished"
+        state = FINISHED
     elif events:
         failed = [event.get("detail") for event in events if event.get("event") == "run_failed"]
         state, reason = ("failed", str(failed[-1])) if failed else ("stopped", "")

@@ -6,7 +6,7 @@ share Monarch, so they never run concurrently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,15 +179,20 @@ def run_ablation(
     train: Train,
     tell: Callable[[str], None],
     publish: Callable[[], object],
+    merged: Container[Path] = (),
 ) -> int:
     """Train every unfinished run; return 0, or the status of the signal that ended it.
 
-    A failed run does not stop the others. `publish` is called after each run.
+    A failed run does not stop the others. `publish` is called after each run. Runs whose places are
+    in `merged` have finished elsewhere.
     """
     for number, run in enumerate(runs, 1):
         place, title = output / run.place, f"run {number} of {len(runs)}: {run}"
         if is_finished(place, run.config.run.steps):
             tell(f"{title}: kept, it finished earlier")
+            continue
+        if run.place in merged:
+            tell(f"{title}: taken from a report")
             continue
         changes, about = _half(run, place)
         for line in about:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from composer_mesh.services.ablation.plan import is_finished
@@ -39,9 +39,14 @@ def power_before(arguments: argparse.Namespace, seeds: int, output: Path) -> str
     return power_line(seeds, deviation)
 
 
-def study_lines(study: Study, output: Path, power: str) -> Iterator[str]:
+def study_lines(
+    study: Study, output: Path, power: str, merged: Container[Path] = ()
+) -> Iterator[str]:
     """Yield the planned runs, how many of them have finished, and what they can see."""
-    done = [is_finished(output / run.place, run.config.run.steps) for run in study.runs]
+    done = [
+        run.place in merged or is_finished(output / run.place, run.config.run.steps)
+        for run in study.runs
+    ]
     yield f"{len(done)} runs, {sum(done)} of them finished, in {output}"
     for setting in study.settings:
         arms, seeds = ", ".join(setting.arms), ", ".join(map(str, setting.seeds))

@@ -27,10 +27,14 @@ LARGEST_REPORT = 64 * MIB
 
 
 def study_report(
-    study: Study, output: Path, power: str = "", usd_per_hour: float | None = None
+    study: Study,
+    output: Path,
+    power: str = "",
+    usd_per_hour: float | None = None,
+    merged: Mapping[Path, Outcome] | None = None,
 ) -> dict[str, Any]:
     """Return the content of `ablation.json`; that of a single setting is its own report."""
-    found = [ablation_report(one, output, usd_per_hour) for one in study.settings]
+    found = [ablation_report(one, output, usd_per_hour, merged) for one in study.settings]
     rest = {"power": power, "usd_per_hour": usd_per_hour}
     if study.single:
         return found[0] | rest
@@ -44,10 +48,13 @@ def settings_of(report: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def ablation_report(
-    plan: Ablation, output: Path, usd_per_hour: float | None = None
+    plan: Ablation,
+    output: Path,
+    usd_per_hour: float | None = None,
+    merged: Mapping[Path, Outcome] | None = None,
 ) -> dict[str, Any]:
     """Return the report of a setting: plain objects, null for unknown values."""
-    found = outcomes(plan.runs, output)
+    found = outcomes(plan.runs, output, merged)
     return {
         "name": "ablate",
         "setting": plan.setting,

@@ -56,6 +56,15 @@ def add_ablate(parser: argparse.ArgumentParser) -> None:
         "--usd-per-hour", type=float, metavar="USD", help="price of the machine, for $ a point"
     )
     parser.add_argument(
+        "--merge",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="REPORT",
+        help="ablation.json of the same ablation elsewhere, whose finished runs count here; "
+        "repeatable",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="say what would be run, and what it can see"
     )
     parser.add_argument(

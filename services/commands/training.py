@@ -170,11 +170,13 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     first = study.settings[0]
     output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
     refuse_other_runs(study.runs, output)
+    from composer_mesh.services.ablation.merging import merged_runs
     from composer_mesh.services.ablation.preview import power_before, study_lines
 
+    merged = merged_runs(study, arguments.merge)
     power, price = power_before(arguments, len(first.seeds), output), _price(arguments)
     if arguments.dry_run:
-        for line in study_lines(study, output, power):
+        for line in study_lines(study, output, power, merged):
             print(line)
         return 0
     with claimed(output):
@@ -187,7 +189,7 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
                 return signals.status
             return start(listed(config), place, signals, resumed) or signals.status
 
-        return ablate_command(study, output, one, power, price)
+        return ablate_command(study, output, one, power, price, merged)
 
 
 def _price(arguments: argparse.Namespace) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,19 @@ class FakeRuns:
                 store.add_evaluation(Evaluation(step, success(config, step), 20))
             if code:
                 store.add_event("run_failed" if code == 1 else "run_stopped", "", "trainer died")
+        return code
+
+
+class PricedRuns(FakeRuns):
+    """Runs that also write what they took: 100 tokens and 2 s a step, 3 dollars of teachers."""
+
+    def __call__(self, config: Config, place: Path, resumed: Any = None) -> int:
+        code = super().__call__(config, place, resumed)
+        lines = [{"step": n + 1, "tokens/trained": 100, "time/step_s": 2.0} for n in range(4)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (place / "metrics.jsonl").write_text(text)
+        summary = {"wall_s": 9.0, "replay": {"usd": 3.0, "pairs": 4}}
+        (place / "summary.json").write_text(json.dumps(summary))
         return code
 
 

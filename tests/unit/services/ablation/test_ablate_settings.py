@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_ablations import FakeRuns, success
+from fake_ablations import FakeRuns, PricedRuns, success
 from repository import ROOT
 
 from composer_mesh.configs.errors import ConfigError
@@ -34,19 +34,6 @@ def study(**changes: Any) -> Study:
         "eval_every": 2,
     }
     return plan_study(**wanted | changes)
-
-
-class PricedRuns(FakeRuns):
-    """Runs that also write what they took: 100 tokens and 2 s a step, 3 dollars of teachers."""
-
-    def __call__(self, config: Config, place: Path, resumed: Any = None) -> int:
-        code = super().__call__(config, place, resumed)
-        lines = [{"step": n + 1, "tokens/trained": 100, "time/step_s": 2.0} for n in range(4)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (place / "metrics.jsonl").write_text(text)
-        summary = {"wall_s": 9.0, "replay": {"usd": 3.0, "pairs": 4}}
-        (place / "summary.json").write_text(json.dumps(summary))
-        return code
 
 
 def test_one_config_without_varied_keys_has_the_directories_of_a_single_ablation() -> None:

@@ -1,0 +1,110 @@
+"""Finished runs that earlier reports hold, which count without their directories.
+
+So seeds may be run on several machines, and settings added to an ablation whose runs are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
+from composer_mesh.services.ablation.outcomes import FINISHED, Cost, Outcome
+from composer_mesh.services.ablation.plan import Ablation
+from composer_mesh.services.ablation.report import LARGEST_REPORT, REPORT_FILE, settings_of
+from composer_mesh.services.ablation.settings import Study
+from composer_mesh.services.checks.accepting import UsageError
+from composer_mesh.services.directory.report import Evaluation
+
+Merged = dict[Path, Outcome]
+"""Outcomes of planned runs, by the directories that the runs would have."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is read of a run in a report."""
+
+    arm: str
+    seed: int
+    state: str
+    evaluations: list[Evaluation]
+    wall_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What is read of a setting in a report."""
+
+    base: Config
+    eval_every: int
+    runs: list[_Run]
+
+    def is_of(self, plan: Ablation) -> bool:
+        """Return whether its runs are those of a plan, but for arms and seeds."""
+        return self.eval_every == plan.eval_every and _comparable(self.base) == _comparable(
+            plan.base
+        )
+
+
+_SETTING = TypeAdapter(_Setting)
+
+
+def merged_runs(study: Study, reports: Sequence[Path]) -> Merged:
+    """Return the finished runs of `ablation.json` files, or of their directories, that are planned.
+
+    Raises `UsageError` for a file that is no report, that has no setting of the study, or that
+    holds a run which another one holds too.
+    """
+    found: Merged = {}
+    for path in reports:
+        file = path / REPORT_FILE if path.is_dir() else path
+        settings = _settings(file)
+        matches = [(plan, one) for plan in study.settings for one in settings if one.is_of(plan)]
+        if not matches:
+            raise UsageError(
+                f"--merge {path} has no setting of this ablation: its configs, steps or "
+                "evaluations are others; give the command that made it, or leave it out"
+            )
+        for plan, setting in matches:
+            for outcome in _outcomes(plan, setting):
+                if outcome.run.place in found:
+                    raise UsageError(
+                        f"--merge {path} holds {outcome.run}, which an earlier one holds too: "
+                        "leave one of the two out"
+                    )
+                found[outcome.run.place] = outcome
+    return found
+
+
+def _settings(file: Path) -> list[_Setting]:
+    try:
+        report = parsed_json(read_regular(file, LARGEST_REPORT))
+        return [_SETTING.validate_python(one) for one in settings_of(report)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"--merge {file} is no report of an ablation ({short_reason(error)}): name the "
+            f"{REPORT_FILE} of one, or its directory"
+        ) from None
+
+
+def _outcomes(plan: Ablation, setting: _Setting) -> Iterator[Outcome]:
+    """Yield the finished ones of a setting's runs that are planned."""
+    planned = {(run.arm, run.seed): run for run in plan.runs}
+    for one in setting.runs:
+        run = planned.get((one.arm, one.seed))
+        if run is not None and one.state == FINISHED:
+            yield Outcome(run, FINISHED, "", one.wall_s, one.evaluations, one.cost)
+
+
+def _comparable(config: Config) -> dict[str, Any]:
+    """Return what of a config decides what a run learns: all but its name."""
+    values: dict[str, Any] = config.model_dump(mode="json")
+    del values["run"]["name"]
+    return values
