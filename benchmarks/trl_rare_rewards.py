@@ -58,7 +58,7 @@ def trained(config_file: Path, config: Config, folder: Path) -> Recorded:
     policy, keep = prepare_policy(config, make_task(config)), folder / "policies"
     keep.mkdir(parents=True)
     rows = config.schedule.prompts_per_step * config.schedule.group_size
-    command = [HERE / "vs_trl_peer.py", config_file, policy, folder / "run"]
+    command: list[object] = [HERE / "vs_trl_peer.py", config_file, policy, folder / "run"]
     command += ["--save-every", config.run.steps, "--rows", rows]
     return record([sys.executable, *map(str, command)], folder / "run", ENV, keep)
 
