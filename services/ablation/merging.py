@@ -1,6 +1,6 @@
-"""Finished runs that earlier reports hold, which count without their directories.
+"""Merges the finished runs of earlier `ablation.json` reports into an ablation.
 
-So seeds may be run on several machines, and settings added to an ablation whose runs are gone.
+Seeds may be run on several machines, and settings added to an ablation whose runs are gone.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
@@ -46,11 +46,12 @@ class _Setting:
     eval_every: int
     runs: list[_Run]
 
-    def is_of(self, plan: Ablation) -> bool:
-        """Return whether its runs are those of a plan, but for arms and seeds."""
-        return self.eval_every == plan.eval_every and _comparable(self.base) == _comparable(
-            plan.base
-        )
+    def differences(self, plan: Ablation) -> list[str]:
+        """Return what differs from a planned setting, but for arms, seeds and the run's name."""
+        own, planned = (one.model_dump(mode="json") for one in (self.base, plan.base))
+        del own["run"]["name"], planned["run"]["name"]
+        found = [section for section in own if own[section] != planned[section]]
+        return found + ["--eval-every"] * (self.eval_every != plan.eval_every)
 
 
 _SETTING = TypeAdapter(_Setting)
@@ -66,11 +67,13 @@ def merged_runs(study: Study, reports: Sequence[Path]) -> Merged:
     for path in reports:
         file = path / REPORT_FILE if path.is_dir() else path
         settings = _settings(file)
-        matches = [(plan, one) for plan in study.settings for one in settings if one.is_of(plan)]
+        pairs = [(plan, one, one.differences(plan)) for plan in study.settings for one in settings]
+        matches = [(plan, one) for plan, one, different in pairs if not different]
         if not matches:
+            least = min((different for *_, different in pairs), key=len, default=["no setting"])
             raise UsageError(
-                f"--merge {path} has no setting of this ablation: its configs, steps or "
-                "evaluations are others; give the command that made it, or leave it out"
+                f"--merge {path} has no setting of this ablation ({', '.join(least)} differ): give "
+                "the options that it was made with, or leave it out"
             )
         for plan, setting in matches:
             for outcome in _outcomes(plan, setting):
@@ -95,16 +98,15 @@ def _settings(file: Path) -> list[_Setting]:
 
 
 def _outcomes(plan: Ablation, setting: _Setting) -> Iterator[Outcome]:
-    """Yield the finished ones of a setting's runs that are planned."""
+    """Yield the finished ones of a setting's runs that are planned; raise `UsageError`."""
     planned = {(run.arm, run.seed): run for run in plan.runs}
     for one in setting.runs:
         run = planned.get((one.arm, one.seed))
-        if run is not None and one.state == FINISHED:
-            yield Outcome(run, FINISHED, "", one.wall_s, one.evaluations, one.cost)
-
-
-def _comparable(config: Config) -> dict[str, Any]:
-    """Return what of a config decides what a run learns: all but its name."""
-    values: dict[str, Any] = config.model_dump(mode="json")
-    del values["run"]["name"]
-    return values
+        if run is None or one.state != FINISHED:
+            continue
+        if not one.evaluations or one.evaluations[-1].step != run.config.run.steps:
+            raise UsageError(
+                f"--merge has a report that says that {run} finished, but its last evaluation is "
+                f"not after step {run.config.run.steps}: take the report from a copy"
+            )
+        yield Outcome(run, FINISHED, "", one.wall_s, one.evaluations, one.cost)

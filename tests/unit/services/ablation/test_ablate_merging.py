@@ -80,9 +80,13 @@ def test_a_run_of_this_directory_counts_before_that_of_a_report(
     assert [run["wall_s"] for run in setting["runs"]] == [9.0, 77.0]
 
 
-@pytest.mark.parametrize("other", [{"steps": 6}, {"turns": "5"}])
-def test_a_report_of_another_ablation_is_refused(elsewhere: Path, other: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="has no setting of this ablation"):
+@pytest.mark.parametrize(
+    ("other", "section"), [({"steps": 6}, "run"), ({"turns": "5"}, "environment")]
+)
+def test_a_report_of_another_ablation_is_refused(
+    elsewhere: Path, other: dict[str, Any], section: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"has no setting of this ablation \({section} differ\)"):
         merged_runs(study((0, 1), **{"turns": "4", **other}), [elsewhere])
 
 
@@ -95,6 +99,16 @@ def test_a_run_that_two_reports_hold_is_refused(elsewhere: Path) -> None:
 def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "ablation.json").write_text(text)
     with pytest.raises(UsageError, match="is no report of an ablation"):
+        merged_runs(study((0,)), [tmp_path])
+
+
+def test_a_finished_run_without_its_last_evaluation_is_refused(
+    elsewhere: Path, tmp_path: Path
+) -> None:
+    content = report(elsewhere)
+    content["settings"][0]["runs"][0]["evaluations"].pop()
+    (tmp_path / "ablation.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="its last evaluation is not after step 4"):
         merged_runs(study((0,)), [tmp_path])
 
 
