@@ -122,7 +122,7 @@ def _quickstart() -> list[Row]:
                 str(ROOT / "configs/quickstart.toml"),
             ),
             *("--output", f"{folder}/run", "--set", "run.steps=5"),
-            *("--set", "placement.trainer.gpus=1", "--set", "placement.generator.gpus=1"),
+            *("--set", "placement.trainer.gpus=0.5", "--set", "placement.generator.gpus=0.4"),
         ]
         subprocess.run(command, check=True, timeout=RUN_S)
         metrics = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -20,7 +20,10 @@ from composer_mesh.planning.model_refusals import ModelNotServed
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Tolerance of the probe's logits, in their standard deviations; 0.1 for lower precisions."""
+"""Largest allowed root mean square error of a position's logits, in their standard deviations.
+
+0.1 for lower precisions. The largest single error would grow with the vocabulary.
+"""
 
 PROBE = 8
 """Number of tokens with which a model is verified."""
@@ -95,13 +98,13 @@ class PackedForward:
             served = self._probe(tokens)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelNotServed(name, f"{type(error).__name__}: {error}") from error
-        away = float((served - wanted).abs().max() / wanted.std())
+        away = float((served - wanted).square().mean(-1).max().sqrt() / wanted.std())
         allowed = TOLERANCE.get(self._model.dtype, 0.1)
         if not away <= allowed:
             raise ModelNotServed(
                 name,
-                f"with its keys in rows its logits are {away:.2g} standard deviations from its "
-                f"own, and {allowed:g} are allowed",
+                f"with its keys in rows a position's logits are {away:.2g} standard deviations "
+                f"from its own, as a root mean square, and {allowed:g} are allowed",
             )
         self.direct = self._layers_suffice(tokens, served)
         way = "layer by layer" if self.direct else "by its own forward"

@@ -94,7 +94,8 @@ def block_mask(queries: Places, keys: Places, window: int | None) -> BlockMask:
     """Return the blocks of keys that each block of positions sees, from their extremes alone.
 
     A block may be named that turns out to be empty; the kernel masks what is not seen. Needs no
-    dense mask, whose memory would grow with L times K.
+    dense mask, whose memory would grow with L times K. The kernel is never given `FAR`: compiled
+    with dynamic sizes, it takes numbers as 32 bits.
     """
     reach = FAR if window is None else window
     query, key = _Extremes.of(queries, axis=1), _Extremes.of(keys, axis=2)
@@ -117,13 +118,17 @@ def block_mask(queries: Places, keys: Places, window: int | None) -> BlockMask:
         first, position = queries.first[row, query], queries.positions[row, query]
         other = keys.positions[row, key]
         follows = (keys.first[row, key] <= first) & (first < keys.last[row, key])
-        return follows & (other <= position) & (other > position - reach)
+        return follows & (other <= position)
+
+    def visible_in_window(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = keys.positions[row, key] > queries.positions[row, query] - reach
+        return visible(row, head, query, key) & near
 
     return BlockMask.from_kv_blocks(
         *_ordered(some & ~every),
         *_ordered(every),
         BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
+        mask_mod=visible if window is None else visible_in_window,
         seq_lengths=(queries.first.shape[1], keys.first.shape[1]),
     )
 

@@ -83,6 +83,27 @@ def test_a_model_whose_attention_is_its_own_is_refused_with_the_repair(family: s
         Engine(build(family), 3, 64)
 
 
+def test_rounding_that_a_large_vocabulary_makes_far_is_served_and_a_wrong_position_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("Qwen2", vocab_size=20_000).bfloat16()
+    probe = PackedForward._probe
+
+    def rounded(forward: PackedForward, tokens: torch.Tensor) -> torch.Tensor:
+        logits = probe(forward, tokens)
+        return logits + 0.03 * logits.std() * torch.randn(logits.shape)
+
+    def wrong(forward: PackedForward, tokens: torch.Tensor) -> torch.Tensor:
+        logits = probe(forward, tokens)
+        return torch.cat([logits[:-1], logits[:1]])
+
+    monkeypatch.setattr(PackedForward, "_probe", rounded)
+    Engine(model, 3, 64)
+    monkeypatch.setattr(PackedForward, "_probe", wrong)
+    with pytest.raises(ModelNotServed, match="a root mean square, and 0.1 are allowed"):
+        Engine(model, 3, 64)
+
+
 def test_a_model_that_looks_back_less_than_a_row_is_refused() -> None:
     model = build("Mistral", sliding_window=32)
     Engine(model, 3, 32)

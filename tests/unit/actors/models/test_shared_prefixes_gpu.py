@@ -11,6 +11,7 @@ from composer_mesh.actors.models.sharding import decoder_layers
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # those of torch's compiler would end the compilation
 ]
 WITHIN = 2e-3
 """Kernels may multiply in TF32."""

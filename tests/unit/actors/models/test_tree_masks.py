@@ -69,6 +69,21 @@ def test_a_position_sees_its_path_back_to_its_window(seed: int, window: int | No
     assert torch.equal(seen_by_kernel(blocks), wanted)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_kernel_is_given_no_number_of_more_than_32_bits(window: int | None) -> None:
+    """Compiled with dynamic sizes it takes numbers as 32 bits, and 2 ** 40 became 0."""
+    tree = PrefixTree.of(branching(random.Random(0), 2), 1, ONE_ROW)
+    (mask,) = masks_of(tree, {"sliding_attention": window}, blocks=True)
+    numbers = [one for one in closed_over(mask.mask_mod) if isinstance(one, int)]
+    assert all(abs(number) < 2**31 for number in numbers)
+    assert (window in numbers) == (window is not None)
+
+
+def closed_over(function: Any) -> list[Any]:
+    found = [cell.cell_contents for cell in function.__closure__ or ()]
+    return found + [one for inner in found if callable(inner) for one in closed_over(inner)]
+
+
 def seen_by_kernel(mask: BlockMask) -> Tensor:
     """What a kernel computes: all of full blocks, and what is visible of partial ones."""
     length = mask.seq_lengths[0]
