@@ -100,7 +100,7 @@ def test_rounding_that_a_large_vocabulary_makes_far_is_served_and_a_wrong_positi
     monkeypatch.setattr(PackedForward, "_probe", rounded)
     Engine(model, 3, 64)
     monkeypatch.setattr(PackedForward, "_probe", wrong)
-    with pytest.raises(ModelNotServed, match="a root mean square, and 0.1 are allowed"):
+    with pytest.raises(ModelNotServed, match=r"a root mean square, and 0\.1 are allowed"):
         Engine(model, 3, 64)
 
 
