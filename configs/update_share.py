@@ -14,7 +14,8 @@ class UpdateShare(Section):
     """The share of an update that a channel may take.
 
     A share is the norm of the channel's gradient over the sum of all channels' norms. Bounds
-    measure every update, which then has a backward for each channel.
+    measure every update, which then has a backward for each channel. Where a schedule lowers the
+    channel's weight, its bounds are lowered by the same factor.
     """
 
     min_update_share: LowerShare | None = None

@@ -74,6 +74,8 @@ class ChannelGradients:
         self._weights: Sequence[Any] = list(weights.values())
         self._every = config.trainer.update_share_every
         self._bounds = update_bounds(config)
+        self._peaks = {"sdpo": config.sdpo.alpha, "replay": config.replay.beta}
+        self._current_bounds: dict[str, tuple[float, float]] = {}
         self._channels = [POLICY, *(name for name in ("sdpo", "replay") if on(config, name))]
         self._apart: dict[str, Gradients] | None = None
         if self._bounds or self._every:
@@ -84,9 +86,19 @@ class ChannelGradients:
         """Whether the updates of a step (0-based) are measured: all of them if there are bounds."""
         return bool(self._bounds) or (self._every > 0 and step % self._every == 0)
 
-    def begin(self, step: int) -> None:
-        """Forget what an aborted update left; its gradients are cleared by the caller."""
+    def begin(self, step: int, channel_weights: Mapping[str, float]) -> None:
+        """Forget what an aborted update left; its gradients are cleared by the caller.
+
+        `channel_weights` are those of the step. Where a schedule has lowered one, the channel's
+        bounds are lowered by the same factor.
+        """
         self._apart = None
+        factors = {name: channel_weights[name] / self._peaks[name] for name in self._bounds}
+        self._current_bounds = {
+            name: (low * factors[name], high * factors[name] if high < FREE[1] else high)
+            for name, (low, high) in self._bounds.items()
+            if factors[name] > 0
+        }
         if self.measures(step):
             self._apart = {name: [None] * len(self._weights) for name in self._channels}
 
@@ -130,7 +142,7 @@ class ChannelGradients:
         factors = dict.fromkeys(norms, 1.0)
         finite = all(map(math.isfinite, norms.values()))
         if self._bounds and finite:
-            factors = bounded_factors(norms, self._bounds)
+            factors = bounded_factors(norms, self._current_bounds)
         parts = [(factors[name], self._apart[name]) for name in self._channels]
         self._show([_combined(place, parts) for place in range(len(self._weights))])
         self._apart = None

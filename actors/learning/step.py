@@ -235,7 +235,7 @@ class ThreeChannelStep:
         if self._sharded and self._policy.has_reference:
             one.reference = reference_rounds(batch, plans, self._sharing)
         self._update.begin()
-        self._gradients.begin(batch.step)
+        self._gradients.begin(batch.step, {"sdpo": self._sdpo.alpha, "replay": self._replay.beta})
         self._microbatches.accumulate(one)
         return one
 

@@ -64,6 +64,8 @@ def _draw_panel(axes: Axes, title: str, settings: list[Mapping[str, Any]], key: 
         axes.fill_between(at, low, high, color=COLORS[arm], alpha=0.1, linewidth=0)
         axes.plot(at, means, color=COLORS[arm], marker="o", linewidth=2, label=TITLES[arm])
     axes.set_ylim(-0.02, 1.02)
+    named = {float(one["values"][key]): str(one["values"][key]) for one in settings}
+    axes.set_xticks(sorted(named), [named[value] for value in sorted(named)])
     axes.set_xlabel(key, color=INK)
     axes.set_title(title or "held-out success after the last step", loc="left", color=INK)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -132,6 +132,21 @@ def test_bounds_hold_and_rescale_one_channel_exactly(make: Make, rng: random.Ran
     assert taught(raised, teacher, batch)["update/share_replay"] == pytest.approx(0.6, rel=1e-6)
 
 
+def test_a_bound_falls_with_the_weight_of_its_channel(make: Make, rng: random.Random) -> None:
+    falling = {"decay": "linear", "by": "success", "start": 0.2, "end": 0.6}
+    sdpo = {**ALL_ON["sdpo"], "min_update_share": 0.2, "alpha_schedule": falling}
+    replay = {**ALL_ON["replay"], "max_update_share": 0.01, "beta_schedule": falling}
+    model, step = make(2, **{**ALL_ON, "sdpo": sdpo, "replay": replay})
+    batch, teacher = batch_of(model, rng, pairs=4), make(3)[0]
+    before = taught(step, teacher, replace(batch, success=0.3))
+    assert before["update/share_sdpo"] == pytest.approx(0.2, rel=1e-6)
+    assert before["update/share_replay"] == pytest.approx(0.01, rel=1e-6)
+    after = taught(step, teacher, replace(batch, step=1, success=0.3))
+    assert after["sdpo/alpha"] == pytest.approx(0.75 * sdpo["alpha"])
+    assert after["update/share_sdpo"] == pytest.approx(0.15, rel=1e-6)
+    assert after["update/share_replay"] == pytest.approx(0.0075, rel=1e-6)
+
+
 def test_a_channel_that_is_alone_in_a_step_keeps_its_gradient(
     make: Make, rng: random.Random
 ) -> None:
