@@ -76,7 +76,7 @@ def merged_runs(study: Study, reports: Sequence[Path]) -> Merged:
                 "the options that it was made with, or leave it out"
             )
         for plan, setting in matches:
-            for outcome in _outcomes(plan, setting):
+            for outcome in _outcomes(plan, setting, path):
                 if outcome.run.place in found:
                     raise UsageError(
                         f"--merge {path} holds {outcome.run}, which an earlier one holds too: "
@@ -97,7 +97,7 @@ def _settings(file: Path) -> list[_Setting]:
         ) from None
 
 
-def _outcomes(plan: Ablation, setting: _Setting) -> Iterator[Outcome]:
+def _outcomes(plan: Ablation, setting: _Setting, report: Path) -> Iterator[Outcome]:
     """Yield the finished ones of a setting's runs that are planned; raise `UsageError`."""
     planned = {(run.arm, run.seed): run for run in plan.runs}
     for one in setting.runs:
@@ -106,7 +106,7 @@ def _outcomes(plan: Ablation, setting: _Setting) -> Iterator[Outcome]:
             continue
         if not one.evaluations or one.evaluations[-1].step != run.config.run.steps:
             raise UsageError(
-                f"--merge has a report that says that {run} finished, but its last evaluation is "
-                f"not after step {run.config.run.steps}: take the report from a copy"
+                f"--merge {report} says that {run} finished, but its last evaluation is not after "
+                f"step {run.config.run.steps}: take the report from a copy"
             )
         yield Outcome(run, FINISHED, "", one.wall_s, one.evaluations, one.cost)
