@@ -6,7 +6,8 @@ killed with it, and ends with the process that started it: the controller, or th
 host. Its arguments are the actor's name, for `ps`, a token of the run and that parent's pid. It
 applies its resource limits before anything counts cores or GPUs, and refuses connections of other
 users before it listens. All other set-up is done by the actor's `load` endpoint. With a fork server
-(`mesh.fork_server`) a fork of that does all of this.
+(`mesh.fork_server`) a fork of that does all of this, or this program in place of the fork, whose
+fourth argument is the pid of the process that asked for it.
 """
 
 from __future__ import annotations
@@ -120,5 +121,13 @@ def lead_a_group() -> None:
         os.setpgid(0, 0)
 
 
+def wait_for_end(parent: int, asked_by: int | None = None) -> None:
+    """Return once this process must end; one that a fork server forked is no child of `parent`."""
+    if asked_by is None:
+        wait_while_child_of(parent)
+    else:
+        wait_for_end_of(asked_by)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:], lambda: wait_while_child_of(int(sys.argv[3])))
+    main(sys.argv[1:], lambda: wait_for_end(*map(int, sys.argv[3:])))

@@ -171,7 +171,7 @@ def run(request: ForkRequest, streams: list[int]) -> NoReturn:
     sys.argv = ["composer_mesh.mesh.bootstrap", *request.arguments]
     setproctitle(f"composer-mesh {' '.join(request.arguments)}")
     if cuda_is_unusable():
-        start_anew(request.arguments)
+        start_anew(request)
     seed_anew()
     from composer_mesh.mesh import bootstrap
 
@@ -186,10 +186,12 @@ def cuda_is_unusable() -> bool:
     return bad is not None and bool(bad())
 
 
-def start_anew(arguments: list[str]) -> NoReturn:
+def start_anew(request: ForkRequest) -> NoReturn:
     """Replace this fork by a fresh interpreter, which can initialize CUDA."""
-    sys.stderr.write(f"composer-mesh: {arguments[0]} starts without the fork server: {BAD_FORK}\n")
+    name = request.arguments[0]
+    sys.stderr.write(f"composer-mesh: {name} starts without the fork server: {BAD_FORK}\n")
     sys.stderr.flush()
+    arguments = [*request.arguments, str(request.asked_by)]
     program = [sys.executable, "-P", "-m", "composer_mesh.mesh.bootstrap", *arguments]
     os.execv(sys.executable, program)
 

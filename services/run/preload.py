@@ -6,7 +6,7 @@ Everything here is free of Monarch, whose threads a fork would not have.
 from __future__ import annotations
 
 PRELOAD = (
-    "composer_mesh.actors.models.quiet_torchao",  # before what imports torchao
+    "composer_mesh.actors.models.torchao_before_fork",  # before transformers imports torchao
     *("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "httpx", "jaxtyping"),
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
     *("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),

@@ -14,6 +14,7 @@ import pytest
 from echo_actors import EchoActor
 
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.bootstrap import LOOK_S
 from composer_mesh.mesh.fork_server.owner import ForkServerFailed
 from composer_mesh.mesh.fork_server.protocol import FOLDER
 from composer_mesh.mesh.processes import children_of, is_alive, wait_gone
@@ -99,6 +100,21 @@ async def test_forks_end_with_their_server_and_the_next_process_gets_another(
     successor = await forking.spawn("echo-0.2", EchoActor)
     assert await successor.call("say", "hi") == "echo hi"
     assert psutil.Process(successor.pid).ppid() not in (server, os.getpid())
+
+
+async def test_a_fork_that_could_not_use_a_gpu_starts_anew_and_ends_like_others(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(FOLDER)
+    async with MeshHost(supervisor, preload=["cuda_before_fork"]) as host:
+        actor = await host.spawn("echo-0", EchoActor, policy=FaultPolicy.OWNER)
+        assert psutil.Process(actor.pid).cmdline()[:3:2] == [sys.executable, "-m"]
+        assert "CUDA was initialized before the fork" in capfd.readouterr().err
+        await asyncio.sleep(2 * LOOK_S)  # it looks for its parent as often
+        assert await actor.call("say", "hi") == "echo hi"
+        (started,) = children_of(os.getpid(), ["composer_mesh.mesh.bootstrap", "echo-0"])
+        os.kill(started, signal.SIGKILL)
+        assert await wait_gone(actor.pid, WAIT_S)
 
 
 async def test_a_server_that_cannot_import_is_an_error_that_says_so(
