@@ -30,6 +30,8 @@ LIMIT_S = "COMPOSER_MESH_LOOP_LIMIT_S"
 PERIOD_S = 0.05
 DEEPEST = 12
 """Number of innermost frames in a reported stack."""
+OTHERS_DEEPEST = 2
+"""The same for each of the other threads."""
 
 Report = Callable[[float, str], None]
 _IMPORT = "importlib._bootstrap"
@@ -73,7 +75,7 @@ class LoopWatchdog:
             )
         self._limit_s, self._report, self._period_s = limit_s, report, period_s
         self._loop = asyncio.get_running_loop()
-        self._ident = threading.get_ident()
+        self._ident, self._task = threading.get_ident(), str(threading.get_native_id())
         self._clock = time.pthread_getcpuclockid(self._ident)
         self._stopped, self._answered = threading.Event(), threading.Event()
         self._at_answer = 0.0
@@ -113,7 +115,8 @@ class LoopWatchdog:
     def _count(self) -> None:
         """Count until the loop answers; report a block above the limit, with the loop's stack."""
         silent, stack = SilentTime(self._period_s, self._computed_s()), ""
-        before, queued = time.monotonic(), queued_by_thread()
+        asked, queued = time.monotonic(), queued_by_thread()
+        before = asked
         while not self._answered.wait(self._period_s) and not self._stopped.is_set():
             if self._loop.is_closed():
                 return
@@ -121,16 +124,18 @@ class LoopWatchdog:
             frame = self._frame()
             idle = waits_for_the_machine(frame)
             excused = idle or self._another_thread_imports()
-            machine_s = now - before if excused else longest_wait(queued, queues)
+            machine_s = now - before if excused else wait_for_cores(queued, queues, self._task)
             silent.add(now - before, self._computed_s(), machine_s)
             before, queued = now, queues
             late = silent.seconds > self._limit_s / 2
             if late and not stack and frame is not None and not idle:
-                stack = "".join(traceback.format_list(traceback.extract_stack(frame)[-DEEPEST:]))
+                stack = _in_lines(frame, DEEPEST) + self._others()
         if self._answered.is_set():
             silent.end(self._at_answer)
         if silent.seconds > self._limit_s:
-            self._report(silent.seconds, stack or "not seen: the interpreter was held all the time")
+            stack = stack or "not seen: the interpreter was held all the time\n"
+            all_s = time.monotonic() - asked
+            self._report(silent.seconds, f"{stack}{all_s:.1f} s without an answer in all\n")
 
     def _computed_s(self) -> float:
         try:
@@ -145,6 +150,12 @@ class LoopWatchdog:
             _IMPORT in frame.f_code.co_filename for top in others for frame in _stack_of(top)
         )
 
+    def _others(self) -> str:
+        """Return where the other threads are, one of which may hold the GIL."""
+        own = (self._ident, threading.get_ident())
+        frames = [frame for ident, frame in sys._current_frames().items() if ident not in own]
+        return "".join(f"beside it:\n{_in_lines(frame, OTHERS_DEEPEST)}" for frame in frames)
+
     def _frame(self) -> FrameType | None:
         """Return what the loop's thread executes; waiting for events or the GIL it is `_SELECT`."""
         return sys._current_frames().get(self._ident)
@@ -155,6 +166,10 @@ def waits_for_the_machine(frame: FrameType | None) -> bool:
     if frame is None or frame.f_code is _SELECT:
         return frame is not None
     return any(caller.f_code is _START for caller in _stack_of(frame))
+
+
+def _in_lines(frame: FrameType, deepest: int) -> str:
+    return "".join(traceback.format_list(traceback.extract_stack(frame)[-deepest:]))
 
 
 def _stack_of(frame: FrameType | None) -> Iterator[FrameType]:
@@ -173,12 +188,13 @@ def queued_by_thread() -> dict[str, float]:
     return found
 
 
-def longest_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the longest time that one thread waited for a core between two samples.
+def wait_for_cores(before: Mapping[str, float], after: Mapping[str, float], loop: str) -> float:
+    """Return the seconds between two samples that the thread `loop` waited for a core.
 
-    The loop's thread may be waiting for another thread that waits for the core.
+    Either itself, or at other times for a thread that waited for one: the longest such wait.
     """
-    return max((waited - before.get(task, 0.0) for task, waited in after.items()), default=0.0)
+    waits = {task: waited - before.get(task, 0.0) for task, waited in after.items()}
+    return waits.pop(loop, 0.0) + max(waits.values(), default=0.0)
 
 
 def watch_this_loop(name: str) -> None:

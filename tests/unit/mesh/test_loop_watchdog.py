@@ -15,7 +15,7 @@ import pytest
 from composer_mesh.mesh.loop_watchdog import (
     LoopWatchdog,
     SilentTime,
-    longest_wait,
+    wait_for_cores,
     waits_for_the_machine,
 )
 
@@ -51,8 +51,11 @@ def test_what_the_thread_computed_counts_although_nobody_could_look_meanwhile() 
 
 def test_the_wait_of_any_thread_for_a_core_is_the_machines_part() -> None:
     """A thread that has just begun counts from its beginning."""
-    assert longest_wait({"1": 5.0, "2": 1.0}, {"1": 5.1, "2": 1.4, "3": 0.2}) == pytest.approx(0.4)
-    assert longest_wait({}, {}) == 0.0
+    before, after = {"1": 5.0, "2": 1.0}, {"1": 5.1, "2": 1.4, "3": 0.2}
+    assert wait_for_cores(before, after, "1") == pytest.approx(0.1 + 0.4)
+    assert wait_for_cores(before, after, "2") == pytest.approx(0.4 + 0.2)
+    assert wait_for_cores(before, after, "9") == pytest.approx(0.4)
+    assert wait_for_cores({}, {}, "1") == 0.0
 
 
 @pytest.fixture
