@@ -29,8 +29,8 @@ SETTINGS = SHORT | {
 }
 
 
-def words(folder: Path, **settings: object) -> list[str]:
-    values = SETTINGS | {"policy.cache_dir": folder / "cache", **settings}
+def words(folder: Path, cache: Path, **settings: object) -> list[str]:
+    values = SETTINGS | {"policy.cache_dir": cache, **settings}
     sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     where = ["-n", "2", "--store", f"file://{folder}/store", "--output", str(folder / "all")]
     return ["islands", str(PRESET), *sets, *where]
@@ -40,8 +40,12 @@ def weights(run: Path, step: int) -> dict[str, object]:
     return load_file(run / "checkpoints" / f"step-{step}" / "model.safetensors")
 
 
-def test_two_islands_train_to_common_weights_and_one_summary(tmp_path: Path) -> None:
-    done = composer_mesh(*words(tmp_path, **{"run.steps": 4, "islands.quantization": "int8"}))
+def test_two_islands_train_to_common_weights_and_one_summary(
+    tmp_path: Path, policy_cache: Path
+) -> None:
+    done = composer_mesh(
+        *words(tmp_path, policy_cache, **{"run.steps": 4, "islands.quantization": "int8"})
+    )
 
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "all" / "summary.json").read_text())
@@ -61,11 +65,13 @@ def _kill(run: Path) -> None:
     wait_until(lambda: not detached.lives(handle.job), "end of the controller", RUN_DEADLINE_S)
 
 
-def test_an_island_that_is_killed_is_not_waited_for_and_comes_back(tmp_path: Path) -> None:
+def test_an_island_that_is_killed_is_not_waited_for_and_comes_back(
+    tmp_path: Path, policy_cache: Path
+) -> None:
     settings = {"run.steps": 12, "trainer.lr_schedule": "constant", "islands.absent_after": 1}
     runs = [tmp_path / "all" / f"island-{rank}" for rank in (0, 1)]
     with (tmp_path / "out").open("wb") as out:
-        command = started(words(tmp_path, **settings), out, out)
+        command = started(words(tmp_path, policy_cache, **settings), out, out)
         try:
             wait_until(
                 lambda: len(read_metrics(runs[1] / "metrics.jsonl")) >= 3, "step 3", RUN_DEADLINE_S
@@ -83,7 +89,7 @@ def test_an_island_that_is_killed_is_not_waited_for_and_comes_back(tmp_path: Pat
     assert there.state == "finished"
     assert "island 1 failed" in (tmp_path / "out").read_text()
 
-    again = composer_mesh(*words(tmp_path, **settings), "--resume")
+    again = composer_mesh(*words(tmp_path, policy_cache, **settings), "--resume")
 
     assert again.returncode == 0, again.stderr
     assert "island 0: nothing to do" in again.stderr

@@ -45,15 +45,15 @@ SETTINGS = SHORT | {
 }
 
 
-def sets(folder: Path, **changes: object) -> list[str]:
-    values = SETTINGS | {"policy.cache_dir": folder / "cache", **changes}
+def sets(cache: Path, **changes: object) -> list[str]:
+    values = SETTINGS | {"policy.cache_dir": cache, **changes}
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def config_of(folder: Path, rank: int, steps: int) -> Config:
+def config_of(folder: Path, cache: Path, rank: int, steps: int) -> Config:
     own = {"islands.store": f"file://{folder}/store", "islands.rank": rank}
     changes = {"run.steps": steps, "run.name": f"island-{rank}", "islands.world_size": 2, **own}
-    return load_config(PRESET, sets(folder, **changes))
+    return load_config(PRESET, sets(cache, **changes))
 
 
 @contextmanager
@@ -73,12 +73,12 @@ def modal(folder: Path) -> Iterator[tuple[JobCloud, Pids]]:
 
 @pytest.mark.parametrize("of_cloud", [hf_jobs, modal])
 def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
-    of_cloud: OfCloud, tmp_path: Path
+    of_cloud: OfCloud, tmp_path: Path, policy_cache: Path
 ) -> None:
     place = IslandsDirectory(tmp_path / "all", f"file://{tmp_path}/store", 2)
     place.root.mkdir()
     replicas = [
-        Replica(rank, config_of(tmp_path, rank, steps), place.run(rank))
+        Replica(rank, config_of(tmp_path, policy_cache, rank, steps), place.run(rank))
         for rank, steps in enumerate((STEPS, ENDLESS))
     ]
     in_job = tmp_path / "composer-mesh-runs" / "all" / "island-1" / "metrics.jsonl"
@@ -92,7 +92,9 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
         assert [one.state for one in ends] == ["finished", "failed"]
         assert '"run_stopped"' in (place.run(1) / "events.jsonl").read_text()
         before = len(read_metrics(place.run(1) / "metrics.jsonl"))
-        rest = Replica(1, config_of(tmp_path, 1, before + 2), place.run(1), resume=True)
+        rest = Replica(
+            1, config_of(tmp_path, policy_cache, 1, before + 2), place.run(1), resume=True
+        )
         again = JobExecutor(jobs, place.root, JobOptions("mesh:1"), {})
         again.connect(open_store(place.address))
         again.launch_replicas([rest])
@@ -106,11 +108,11 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
 
 @pytest.mark.parametrize("of_cloud", [hf_jobs, modal])
 def test_an_island_that_its_job_refuses_is_told_with_the_reason(
-    of_cloud: OfCloud, tmp_path: Path
+    of_cloud: OfCloud, tmp_path: Path, policy_cache: Path
 ) -> None:
     place = IslandsDirectory(tmp_path / "all", f"file://{tmp_path}/store", 2)
     place.root.mkdir()
-    config = config_of(tmp_path, 0, STEPS)
+    config = config_of(tmp_path, policy_cache, 0, STEPS)
     data = config.data.model_copy(update={"task": "no_such_package:Task"})
     replica = Replica(0, config.model_copy(update={"data": data}), place.run(0))
     with of_cloud(tmp_path) as (jobs, _):
@@ -124,7 +126,7 @@ def test_an_island_that_its_job_refuses_is_told_with_the_reason(
 
 @pytest.mark.parametrize("on", ["hf-jobs", "modal"])
 def test_the_command_follows_jobs_over_s3_and_sums_them_up(
-    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on: str, tmp_path: Path, policy_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = s3_program()
     if program is None:
@@ -136,7 +138,7 @@ def test_the_command_follows_jobs_over_s3_and_sums_them_up(
         given |= {"MODAL_TOKEN_ID": TOKEN_ID, "MODAL_TOKEN_SECRET": TOKEN_SECRET}
         for name, value in (environment | given).items():
             monkeypatch.setenv(name, value)
-        words = [word for one in sets(tmp_path, **{"run.steps": 4}) for word in ("--set", one)]
+        words = [word for one in sets(policy_cache, **{"run.steps": 4}) for word in ("--set", one)]
         where = ["-n", "2", "--store", f"s3://{BUCKET}/run", "--output", str(tmp_path / "all")]
         job = ["--on", on, "--image", "mesh:1", "--secret", "AWS_SECRET_ACCESS_KEY"]
         done = composer_mesh("islands", str(PRESET), *words, *where, *job)

@@ -26,10 +26,12 @@ SETTINGS = SHORT | {
 TWO_RANKS = "\n[trainer]\nranks = 2\n"
 
 
-def test_an_island_of_two_ranks_and_one_of_one_end_with_the_same_weights(tmp_path: Path) -> None:
+def test_an_island_of_two_ranks_and_one_of_one_end_with_the_same_weights(
+    tmp_path: Path, policy_cache: Path
+) -> None:
     sharded = tmp_path / "sharded.toml"
     sharded.write_text(PRESET.read_text().replace("\n[trainer]\n", TWO_RANKS))
-    values = SETTINGS | {"policy.cache_dir": tmp_path / "cache", "run.steps": 4}
+    values = SETTINGS | {"policy.cache_dir": policy_cache, "run.steps": 4}
     sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     where = ["-n", "2", "--store", f"file://{tmp_path}/store", "--output", str(tmp_path / "all")]
 

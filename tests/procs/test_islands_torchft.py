@@ -212,11 +212,11 @@ def check_averages(workers: tuple[Worker, ...], how: str, fragments: int) -> int
     return sum(len(islands) == 2 for _, islands in after)
 
 
-def words(lighthouse: str, folder: Path, **settings: object) -> list[str]:
+def words(lighthouse: str, folder: Path, cache: Path, **settings: object) -> list[str]:
     values: dict[str, object] = SHORT | {
         "replay.actors": 1,
         "trainer.checkpoint_every": 1,
-        "policy.cache_dir": folder / "cache",
+        "policy.cache_dir": cache,
         "islands.steps_per_round": 2,
         "islands.quantization": "int8",
         **settings,
@@ -230,8 +230,10 @@ def metrics(folder: Path, rank: int) -> list[dict[str, Any]]:
     return read_metrics(folder / "all" / f"island-{rank}" / "metrics.jsonl")
 
 
-def test_two_runs_train_to_common_weights_by_a_lighthouse(lighthouse: str, tmp_path: Path) -> None:
-    asked = words(lighthouse, tmp_path, **{"run.steps": 4, "islands.quorum": 2})
+def test_two_runs_train_to_common_weights_by_a_lighthouse(
+    lighthouse: str, tmp_path: Path, policy_cache: Path
+) -> None:
+    asked = words(lighthouse, tmp_path, policy_cache, **{"run.steps": 4, "islands.quorum": 2})
 
     done = composer_mesh(*asked)
 
@@ -250,10 +252,10 @@ def test_two_runs_train_to_common_weights_by_a_lighthouse(lighthouse: str, tmp_p
 
 
 def test_a_run_that_is_killed_is_not_waited_for_and_resumes(
-    lighthouse: str, tmp_path: Path
+    lighthouse: str, tmp_path: Path, policy_cache: Path
 ) -> None:
     settings = {"run.steps": 10, "trainer.lr_schedule": "constant", "islands.deadline_s": 120.0}
-    asked = words(lighthouse, tmp_path, **settings)
+    asked = words(lighthouse, tmp_path, policy_cache, **settings)
     with (tmp_path / "out").open("wb") as out:
         command = started(asked, out, out)
         try:
