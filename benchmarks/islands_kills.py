@@ -18,6 +18,7 @@ from composer_mesh.mesh.object_store.opening import open_store
 
 WORKER = Path(__file__).parent / "islands_worker.py"
 HANG_S = 240.0
+STEPS_PER_ROUND = 2
 
 
 @dataclass
@@ -27,6 +28,8 @@ class KillOutcome:
     kills: int = 0
     hangs: int = 0
     rounds: int = 0
+    absences: int = 0
+    """Islands that miss a round which undisturbed ones would have, summed over these rounds."""
     lost: int = 0
     steps_missing: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -36,7 +39,12 @@ class WorkerProcess:
     """One island's process and what it has printed over all its lives."""
 
     def __init__(self, store: str, rank: int, count: int, folder: Path, steps: int) -> None:
-        config = {"steps_per_round": 2, "deadline_s": 2.0, "request_s": 5.0, "rounds_kept": 10**6}
+        config = {
+            "steps_per_round": STEPS_PER_ROUND,
+            "deadline_s": 2.0,
+            "request_s": 5.0,
+            "rounds_kept": 10**6,
+        }
         self._command = [
             *(sys.executable, str(WORKER), store, str(rank), str(count), str(folder)),
             *("--steps", str(steps), "--step-s", "0.05", "--config", json.dumps(config)),
@@ -99,6 +107,8 @@ def _judge(store: str, workers: list[WorkerProcess], outcome: KillOutcome) -> No
     found = audit(open_store(store), "fragment-0000")
     outcome.rounds, outcome.wrong = found.rounds, [*outcome.wrong, *found.wrong]
     for one in workers:
+        undisturbed = range(1, one.steps // STEPS_PER_ROUND + 1)
+        outcome.absences += sum(one.rank not in found.islands.get(n, ()) for n in undisturbed)
         lines = one.lines()
         outcome.lost += sum(int(line["figures"]["islands/lost"]) for line in lines)
         outcome.steps_missing += len(set(range(1, one.steps + 1)) - {x["step"] for x in lines})

@@ -103,7 +103,7 @@ def test_processes_killed_at_random_moments_never_average_wrongly(tmp_path: Path
 
     assert (found.wrong, found.hangs, found.steps_missing) == ([], 0, 0)
     assert found.kills == 4
-    assert found.rounds >= 20  # one more for each last contribution that came too late
+    assert 20 <= found.rounds <= 20 + found.absences  # who fell behind ends in later rounds
 
 
 def test_so_it_is_over_a_real_s3_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,4 +117,4 @@ def test_so_it_is_over_a_real_s3_server(tmp_path: Path, monkeypatch: pytest.Monk
 
     assert (found.wrong, found.hangs, found.steps_missing) == ([], 0, 0)
     assert found.kills == 4
-    assert found.rounds >= 20  # one more for each last contribution that came too late
+    assert 20 <= found.rounds <= 20 + found.absences  # who fell behind ends in later rounds

@@ -85,6 +85,7 @@ async def test_a_loop_that_waits_in_a_callback_is_reported_with_its_stack(
     seconds, stack = reports[0]
     assert seconds > 0.2
     assert "in stand_still" in stack
+    assert stack.endswith(" s without an answer in all\n")
 
 
 def stand_still(told: threading.Event) -> None:
