@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import loop_reports
+import pytest
 from echo_actors import EchoActor
 from live_run import wait_until
 
+from composer_mesh.mesh.loop_watchdog import REPORTS
 from composer_mesh.mesh.spawn import MeshHost
 
 NEWS_S = 30.0
@@ -25,3 +28,21 @@ async def test_an_actor_that_blocks_its_event_loop_is_reported_with_the_place(
     assert found["event"] == "event_loop_blocked"
     assert (found["process"], found["seconds"] > 0.5) == ("echo", True)
     assert "in sleep_on_loop" in found["stack"]
+
+
+def test_a_report_that_is_being_written_when_somebody_looks_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look may come when its file exists and is empty, or within its line."""
+    monkeypatch.setenv(REPORTS, str(tmp_path))
+    with (tmp_path / "echo-1.jsonl").open("a", encoding="utf-8") as lines:
+        for part in ("", '{"process": ', '"echo"}'):
+            lines.write(part)
+            lines.flush()
+            assert loop_reports.taken() == []
+        lines.write('\n{"process"')
+        lines.flush()
+        assert loop_reports.taken() == [{"process": "echo"}]
+        lines.write(': "echo"}\n')
+    assert loop_reports.taken() == [{"process": "echo"}]
+    assert loop_reports.taken() == []

@@ -9,13 +9,21 @@ from typing import Any
 
 from composer_mesh.mesh.loop_watchdog import REPORTS
 
+_taken_bytes: dict[Path, int] = {}
+
 
 def taken() -> list[dict[str, Any]]:
-    """The reports of all processes that this session has started; they are gone then."""
+    """Return the reports of all processes of this session that no earlier call returned.
+
+    Files stay: removed between its creation and its first line, a file would lose the report.
+    """
     found = []
     for file in sorted(Path(os.environ[REPORTS]).glob("*.jsonl")):
-        found += [json.loads(line) for line in file.read_text().splitlines()]
-        file.unlink()
+        begin = _taken_bytes.get(file, 0)
+        unread = file.read_bytes()[begin:]
+        lines = unread[: unread.rfind(b"\n") + 1]
+        found += [json.loads(line) for line in lines.splitlines()]
+        _taken_bytes[file] = begin + len(lines)
     return found
 
 
