@@ -21,6 +21,9 @@ from composer_mesh.tasks.task_loop import (
 
 SOON = 0.05
 
+STARTED_S = 1.0
+"""A limit in which a thread has certainly begun what it was given, also on a busy machine."""
+
 
 async def value(number: int) -> int:
     await asyncio.sleep(0)
@@ -54,7 +57,7 @@ async def test_a_call_that_waits_is_no_block_however_long() -> None:
 
 
 async def test_a_call_that_blocks_fails_the_others_are_lost_and_the_next_ones_run() -> None:
-    loop, released = TaskLoop(SOON), threading.Event()
+    loop, released = TaskLoop(STARTED_S), threading.Event()
 
     async def blocks() -> None:
         released.wait()
@@ -62,9 +65,9 @@ async def test_a_call_that_blocks_fails_the_others_are_lost_and_the_next_ones_ru
     async def beside() -> None:
         await asyncio.Event().wait()
 
-    innocent = asyncio.create_task(loop.run(beside(), SOON))
+    innocent = asyncio.create_task(loop.run(beside(), STARTED_S))
     await asyncio.sleep(0)
-    blocking = asyncio.create_task(loop.run(blocks(), SOON))
+    blocking = asyncio.create_task(loop.run(blocks(), STARTED_S))
     with pytest.raises(LoopBlocked, match=r"(?s)blocked its event loop.*test_task_loop\.py"):
         await blocking
     with pytest.raises(LoopLost):
@@ -106,12 +109,14 @@ async def test_too_many_blocked_loops_are_a_reason_to_end_the_process() -> None:
 
 async def test_too_many_functions_that_never_return_are_a_reason_to_end_the_process() -> None:
     loop, released = TaskLoop(), threading.Event()
-    calls = Calls(loop.in_a_thread, SOON)
+    calls = Calls(loop.in_a_thread, STARTED_S)
     failures = await asyncio.gather(
-        *(loop.run(calls("waiting", released.wait), 60.0) for _ in range(MOST_ABANDONED)),
+        *(loop.run(calls("waiting", released.wait), 60.0) for _ in range(MOST_ABANDONED - 1)),
         return_exceptions=True,
     )
-    assert {type(one) for one in failures} == {TaskTimeout, TooManyBlocked}
+    assert {type(one) for one in failures} == {TaskTimeout}
+    with pytest.raises(TooManyBlocked):
+        await loop.run(calls("waiting", released.wait), 60.0)
     with pytest.raises(TooManyBlocked, match="64 plain functions of the task did not return"):
         await loop.run(raises(), 60.0)
     assert await loop.run(value(1), 60.0) == 1  # what succeeds is not lost
@@ -128,7 +133,7 @@ async def test_functions_that_returned_late_are_not_counted() -> None:
         own.call_soon_threadsafe(own.call_later, SOON, returned.set)
 
     with pytest.raises(TaskTimeout):
-        await loop.run(Calls(loop.in_a_thread, SOON)("waiting", waits), 60.0)
+        await loop.run(Calls(loop.in_a_thread, STARTED_S)("waiting", waits), 60.0)
     assert loop.abandoned == 1
     released.set()
     await returned.wait()
