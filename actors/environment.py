@@ -96,7 +96,7 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
-        session, messages = await self._run(self._runner.begun(episode), session_id)
+        session, messages = await self._run(self._runner.begin_episode(episode), session_id)
         self._sessions[session_id] = session
         self._callers[session_id] = current_caller.get()
         self._count()
@@ -135,18 +135,18 @@ class EnvironmentActor(MeshActor):
         return len(self._sessions)
 
     async def _prepared(self, episode: Episode) -> tuple[Episode, str | None]:
-        whole = await self._runner.whole(episode)
+        whole = await self._runner.with_row(episode)
         stated = self._runner.task.verified_answer
         return whole, await self._runner.calls("verified_answer", stated, whole)
 
     async def _scored(self, episode: Episode, messages: list[Message]) -> Outcome:
-        whole = await self._runner.whole(episode)
+        whole = await self._runner.with_row(episode)
         scored = RunningEpisode(self._runner.task, whole, self._runner.calls)
         return await scored.outcome(messages)  # its session was never started
 
     async def _group_scored(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
         runner = self._runner
-        return await score_group(runner.task, await runner.whole(episode), group, runner.calls)
+        return await score_group(runner.task, await runner.with_row(episode), group, runner.calls)
 
     async def _run(self, work: Coroutine[Any, Any, T], session_id: str = "") -> T:
         try:

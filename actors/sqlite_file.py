@@ -5,7 +5,7 @@ change meanwhile. Network file systems are not supported: SQLite's log needs sha
 
 A file may have been made by a stranger. Before a row is read, its schema must be the one that this
 program creates: views, further triggers and computed columns would run their maker's SQL. What a
-reader's statements may cost is bounded by the size of the file (`Effort`).
+reader's statements may cost is bounded by the size of the file (`WorkLimit`).
 """
 
 import os
@@ -71,7 +71,7 @@ class FileKind:
     migrations: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-class Effort:
+class WorkLimit:
     """Interrupts a connection whose statements do more than any intact file of that size needs.
 
     The pages of a crafted file of some kilobytes can refer to each other so that it seems to hold
@@ -109,13 +109,13 @@ class SqliteFile:
     def __init__(self, path: Path | None, kind: FileKind, read_only: bool = False) -> None:
         self._kind, self._lock = kind, threading.RLock()
         self._name = "the memory" if path is None else str(path)
-        self._effort: Effort | None = None
+        self._effort: WorkLimit | None = None
         self._path = None if path is None else path.absolute()
         self._opened_as: tuple[int, int] | None = None
         with self._errors_named():
             self._rows = _reading(path) if read_only and path else _connected(path)
             try:
-                self._effort = None if path is None else Effort(self._rows, path)
+                self._effort = None if path is None else WorkLimit(self._rows, path)
                 if read_only:
                     self._recognise()
                 else:
@@ -290,7 +290,7 @@ def _refuse_unusual(path: Path) -> None:
         refuse_unusual(path.with_name(f"{path.name}{suffix}"))
 
 
-def _reason(error: Exception, effort: Effort | None) -> str:
+def _reason(error: Exception, effort: WorkLimit | None) -> str:
     if effort is not None and effort.exceeded:
         return "reading it takes more steps than an intact file of its size needs"
     return str(error)
@@ -315,7 +315,7 @@ def damage_of(path: Path) -> str:
     effort = None
     try:
         with closing(_reading(path)) as rows:
-            effort = Effort(rows, path)
+            effort = WorkLimit(rows, path)
             # A stranger's file may have expressions of its own, which integrity_check computes.
             rows.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(MIB, path.stat().st_size))
             rows.execute("PRAGMA ignore_check_constraints = ON")

@@ -39,7 +39,7 @@ from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.services.pool.process_placement import ProcessPlacement
-from composer_mesh.services.pool.replicas import unheard
+from composer_mesh.services.pool.replicas import discard_event
 from composer_mesh.services.training.teaching import SdpoTeachers
 
 FORWARD = 1 / 3
@@ -196,5 +196,5 @@ class SleepingTeachers(SdpoTeachers):
     """The run's teachers, replaced by sleeping ones."""
 
     def __init__(self, config: Config, host: MeshHost, shape: Shape, seconds: float) -> None:
-        where = config, host, lambda _: ProcessPlacement(), unheard
+        where = config, host, lambda _: ProcessPlacement(), discard_event
         super().__init__(*where, SleepingTeacher, (shape, seconds))

@@ -93,7 +93,7 @@ async def running(place: Path, ranks: int) -> AsyncIterator[Running]:
             opened_log(place / "log.sqlite") as commits,
             reusable_socket("127.0.0.1", 0) as listener,
         ):
-            found = await commits.run(log.remembered)
+            found = await commits.run(log.read_records)
             backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
             sizes = Sizes(config.trainer.microbatch_tokens * ranks, 128)
             tasks = ServerTasks(served, place, commits, found, *backends, facts, sizes)

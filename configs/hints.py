@@ -130,11 +130,11 @@ class HintsConfig(Section):
         return self
 
     @property
-    def asked(self) -> HintWriterConfig | None:
+    def active_writer(self) -> HintWriterConfig | None:
         """The configured hint writer; None if only templates are used."""
         return self.llm if self.writer == "llm" else None
 
     @property
     def has_builtin_writer(self) -> bool:
         """Whether the run itself serves the hint writer."""
-        return self.asked is not None and self.asked.kind == "builtin"
+        return self.active_writer is not None and self.active_writer.kind == "builtin"

@@ -66,7 +66,7 @@ class CispoLoss(RatioLoss):
     """Upper bound of the ratio, as a distance from 1."""
 
     @property
-    def doubt(self) -> str:
+    def bounds_warning(self) -> str:
         """Why the bounds look like bounds of the ratio itself, as they once were; "" if not."""
         low, high = self.clip_low, self.clip_high
         given = self.model_fields_set

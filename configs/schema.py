@@ -236,7 +236,7 @@ class Config(Section):
     @property
     def asks_for_hints(self) -> bool:
         """Whether a model writes the hints of the SDPO channel."""
-        return self.sdpo.on and self.sdpo.hints.asked is not None
+        return self.sdpo.on and self.sdpo.hints.active_writer is not None
 
     @property
     def serves_experts(self) -> bool:

@@ -99,7 +99,7 @@ class TlsFiles:
         return cls(*found) if all(found) else None
 
     @classmethod
-    def told(cls, fields: Mapping[str, str]) -> TlsFiles | None:
+    def of_status(cls, fields: Mapping[str, str]) -> TlsFiles | None:
         """Read them from a run's status; None where its server uses no TLS."""
         return cls(**fields) if fields else None
 

@@ -34,13 +34,13 @@ class HeartbeatRules:
         return f"it gave no answer within {self.hang_s:g} s"
 
 
-class LastWord:
+class LastAnswer:
     """Time of an actor's last answer, to any call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._at = clock, clock()
 
-    def heard(self) -> None:
+    def record_answer(self) -> None:
         """Record an answer now."""
         self._at = self._clock()
 
@@ -50,7 +50,7 @@ class LastWord:
 
 
 async def wait_until_silent(
-    ask: Callable[[], Coroutine[Any, Any, Any]], rules: HeartbeatRules, last: LastWord
+    ask: Callable[[], Coroutine[Any, Any, Any]], rules: HeartbeatRules, last: LastAnswer
 ) -> None:
     """Query when there was no answer for `every_s`; return once a query got none for `hang_s`.
 
@@ -62,7 +62,7 @@ async def wait_until_silent(
             continue
         if not await _answered(ask(), rules):
             return
-        last.heard()
+        last.record_answer()
 
 
 async def _answered(asking: Coroutine[Any, Any, Any], rules: HeartbeatRules) -> bool:

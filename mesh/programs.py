@@ -44,7 +44,7 @@ class ProgramFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedProgram:
     """Result of a finished program."""
 
     status: int
@@ -59,7 +59,7 @@ def run(
     deadline_s: float = RUN_S,
     check: bool = True,
     folder: Path | None = None,
-) -> Done:
+) -> FinishedProgram:
     """Run a program to its end; `text` is its input. Raises `ProgramFailed`."""
     try:
         done = subprocess.run(
@@ -79,7 +79,7 @@ def run(
         raise ProgramFailed(command, f"it did not end within {deadline_s:g} s") from None
     if check and done.returncode:
         raise ProgramFailed(command, done.stderr or done.stdout)
-    return Done(done.returncode, done.stdout, done.stderr)
+    return FinishedProgram(done.returncode, done.stdout, done.stderr)
 
 
 class AnsweringProgram:
@@ -189,10 +189,10 @@ class TiedProgram:
         assert own.stderr is not None
         return own.stdin, own.stdout, own.stderr
 
-    def finish(self, text: str) -> Done:
+    def finish(self, text: str) -> FinishedProgram:
         """Return its result for an input. Waits for its end, and that of all that it started."""
         said, errors = self._process.communicate(text.encode())
-        return Done(
+        return FinishedProgram(
             self._process.returncode,
             said.decode("utf-8", "replace"),
             errors.decode("utf-8", "replace"),
@@ -247,7 +247,9 @@ def lines(command: Sequence[str]) -> Iterator[str]:
         process.wait()
 
 
-def beside(command: Sequence[str], env: Mapping[str, str], pass_fds: Collection[int] = ()) -> int:
+def start_tied(
+    command: Sequence[str], env: Mapping[str, str], pass_fds: Collection[int] = ()
+) -> int:
     """Start a program that ends with this process and is reaped by it; return its pid.
 
     It shares the streams, and leads a process group, so that only this process receives Ctrl-C.
@@ -260,7 +262,7 @@ def beside(command: Sequence[str], env: Mapping[str, str], pass_fds: Collection[
 
 
 def reap(pid: int) -> None:
-    """Wait for the end of a program that was started by `beside`, or is about to end."""
+    """Wait for the end of a program that was started by `start_tied`, or is about to end."""
     for process in [one for one in _left if one.pid == pid]:
         process.wait()
         _left.remove(process)

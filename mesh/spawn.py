@@ -257,7 +257,7 @@ class MeshHost:
         self._closing = True
         await asyncio.gather(*(self.stop(spawned) for spawned in self.actors))
         for host in (self.here, *self.hosts.values()):
-            await self._kill(host, await host.born(self._token))
+            await self._kill(host, await host.started_processes(self._token))
         await self._killing.wait()
         await asyncio.to_thread(self.here.close)
 
@@ -269,10 +269,10 @@ class MeshHost:
         self._expect(name)
         if is_lost(host):
             return
-        await self._kill(host, await host.born(self._token, name))
+        await self._kill(host, await host.started_processes(self._token, name))
         await self._stop_procs(procs)
         await self._kill(
-            host, await host.born(self._token, name)
+            host, await host.started_processes(self._token, name)
         )  # in case it was just being started
 
     async def _stop_procs(self, procs: ProcMesh) -> None:

@@ -14,7 +14,7 @@ from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.heartbeat import LastWord
+from composer_mesh.mesh.heartbeat import LastAnswer
 from composer_mesh.mesh.hosts.host import Host
 from composer_mesh.mesh.supervision import ActorDied, call
 from composer_mesh.mesh.waiting import cancel_and_wait
@@ -38,7 +38,7 @@ class SpawnedActor:
     procs: ProcMesh = field(repr=False)
     host: Host = field(repr=False)
     death: asyncio.Future[ActorDied] | None = field(default=None, repr=False)
-    last: LastWord = field(default_factory=LastWord, repr=False)
+    last: LastAnswer = field(default_factory=LastAnswer, repr=False)
     activity: ActivityLog = field(default_factory=ActivityLog, repr=False)
 
     @property
@@ -53,7 +53,7 @@ class SpawnedActor:
         reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
         with self.activity.call(self.name, endpoint):
             answer: Any = await call(reply, deadline_s, self.name, endpoint, self.death)
-        self.last.heard()
+        self.last.record_answer()
         return answer
 
 

@@ -51,7 +51,7 @@ def _start() -> Path:
     folder = subfolder("telemetry")
     env = {**os.environ, "HYPERACTOR_PROCESS_NAME": "telemetry"}
     command = [sys.executable, "-P", "-m", STORE, str(folder), str(os.getpid())]
-    pid = programs.beside(command, env)
+    pid = programs.start_tied(command, env)
     atexit.register(_stop, pid)
     _wait_until_it_answers(folder, pid)
     _send_events_to(folder / INGEST)

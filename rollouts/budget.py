@@ -66,7 +66,7 @@ class SettledTwice(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Raise:
+class LargestExcess:
     """Largest excess of what a teacher stated over its bounds so far, by ratio and by amount."""
 
     millionths: int = MILLION
@@ -76,13 +76,13 @@ class Raise:
         """Return the amount to reserve for a request with this bound."""
         return max(-(-bound * self.millionths // MILLION), self.least)
 
-    def after(self, bound: int, charge: int) -> "Raise":
+    def after(self, bound: int, charge: int) -> "LargestExcess":
         """Return the raise after a request with this bound was stated to cost `charge`."""
         if charge <= self.amount(bound):
             return self
         if charge > bound * LARGEST_RATIO:
-            return Raise(self.millionths, charge)
-        return Raise(-(-charge * MILLION // bound), self.least)
+            return LargestExcess(self.millionths, charge)
+        return LargestExcess(-(-charge * MILLION // bound), self.least)
 
 
 @dataclass(frozen=True, slots=True)

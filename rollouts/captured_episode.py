@@ -45,7 +45,7 @@ class CaptureFormat:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StoppedText:
     """Sampled ids up to a stop string, and their text before it."""
 
     ids: list[int]
@@ -112,7 +112,7 @@ class CapturedEpisode:
         return self._tree.trajectories()
 
     def _added(
-        self, prompt: Prompt, result: GenerationResult, cut: Cut, answer: Message
+        self, prompt: Prompt, result: GenerationResult, cut: StoppedText, answer: Message
     ) -> CapturedTurn:
         kept = len(cut.ids)
         # "stop" says that the last id is the stop token, which an answer that was cut here lacks.
@@ -125,7 +125,7 @@ class CapturedEpisode:
         return captured
 
 
-def cut_at_stop(chat: ChatFormat, ids: list[int], stops: Sequence[str]) -> Cut:
+def cut_at_stop(chat: ChatFormat, ids: list[int], stops: Sequence[str]) -> StoppedText:
     """Return sampled ids up to the one that completes a stop string.
 
     They are what sampling with that stop string would have returned: later ids never influence
@@ -133,7 +133,7 @@ def cut_at_stop(chat: ChatFormat, ids: list[int], stops: Sequence[str]) -> Cut:
     """
     text = chat.raw_text(ids)
     if not any(stop in text for stop in stops):
-        return Cut(ids, text, stopped=False)
+        return StoppedText(ids, text, stopped=False)
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
@@ -142,4 +142,6 @@ def cut_at_stop(chat: ChatFormat, ids: list[int], stops: Sequence[str]) -> Cut:
         else:
             low = middle + 1
     text = chat.raw_text(ids[:low])
-    return Cut(ids[:low], text[: min(text.find(s) for s in stops if s in text)], stopped=True)
+    return StoppedText(
+        ids[:low], text[: min(text.find(s) for s in stops if s in text)], stopped=True
+    )

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from composer_mesh.rollouts.call_formats.choosing import CallStyle
 from composer_mesh.rollouts.call_formats.known import HERMES
-from composer_mesh.rollouts.call_formats.port import Schemas, Spoken
+from composer_mesh.rollouts.call_formats.port import ParsedAction, Schemas
 from composer_mesh.rollouts.chat_template import (
     MARK,
     MOST_RENDERED,
@@ -123,7 +123,7 @@ class ChatFormat:
         made = () if isinstance(calls, MalformedCall) else calls
         if self.style.format != HERMES:
             before = text_before_calls(text) if made else text
-            text = self.style.format.write(Spoken(before, made))
+            text = self.style.format.write(ParsedAction(before, made))
         return [*self.tokenizer.encode(text, add_special_tokens=False), self._end_id(made)]
 
     def action_text(self, ids: list[int]) -> str:
@@ -135,10 +135,10 @@ class ChatFormat:
         if self.style.format == HERMES:
             return text
         found = self.style.format.read(text, self._schemas)
-        if isinstance(found, Spoken) and (OPEN in found.text or CLOSE in found.text):
+        if isinstance(found, ParsedAction) and (OPEN in found.text or CLOSE in found.text):
             written = f"a call is not written with {OPEN} here"
             found = MalformedCall(text, written)
-        if isinstance(found, Spoken):
+        if isinstance(found, ParsedAction):
             found = self._without_controls(text, found)
         if isinstance(found, MalformedCall):
             return malformed_text(text, found.reason)
@@ -214,7 +214,7 @@ class ChatFormat:
 
     def _behind_end(self, after: str) -> str:
         """Return a text without the token that ends an action, where it does not begin a turn."""
-        ends = self.template.ends(self.style.format) if self.template.ends_turns else ()
+        ends = self.template.end_tokens(self.style.format) if self.template.ends_turns else ()
         return next((after.removeprefix(end) for end in ends if after.startswith(end)), after)
 
     def _opening(self, messages: list[Message]) -> list[Message]:
@@ -232,9 +232,9 @@ class ChatFormat:
         if not answered or not self.tools or not self.style.by_template:
             return ()
         found = self.style.format.read(self.raw_text(list(action)), self._schemas)
-        return found.calls if isinstance(found, Spoken) else ()
+        return found.calls if isinstance(found, ParsedAction) else ()
 
-    def _without_controls(self, text: str, spoken: Spoken) -> Spoken | MalformedCall:
+    def _without_controls(self, text: str, spoken: ParsedAction) -> ParsedAction | MalformedCall:
         """Refuse names that hold control tokens: templates write them behind the action."""
         for call in spoken.calls:
             if self.control_token(call.name) or self.control_token(call.id):

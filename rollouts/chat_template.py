@@ -108,20 +108,20 @@ class ChatTemplate:
         """
         said = [ASKED, {"role": "assistant", "content": ACTION}]
         after = self._render(said, False, []).rpartition(ACTION)[2]
-        return after.startswith(self.ends(self.text_style.format))
+        return after.startswith(self.end_tokens(self.text_style.format))
 
-    def ends(self, calls: CallFormat) -> tuple[str, ...]:
+    def end_tokens(self, calls: CallFormat) -> tuple[str, ...]:
         """Return the tokens with which the template may end an action."""
-        return (*self.stops, *calls.ends)
+        return (*self.stops, *calls.end_tokens)
 
     @cached_property
     def _styles(self) -> list[CallStyle]:
-        return styles(self._render, self.ends)
+        return styles(self._render, self.end_tokens)
 
     def _after(self, messages: Sequence[Message], generate: bool) -> str:
         text = self.text([ASKED, {"role": "assistant", "content": ACTION}, *messages], generate)
         _, found, after = text.rpartition(ACTION)
-        if not found or not after.startswith(self.ends(self.text_style.format)):
+        if not found or not after.startswith(self.end_tokens(self.text_style.format)):
             raise ChatTemplateError(
                 f"the chat template does not end an assistant turn with {' or '.join(self.stops)}"
                 ": use a template that does, or set the tokenizer's eos_token to its end marker"
@@ -143,7 +143,8 @@ class ChatTemplate:
             # A template that takes one call a message writes its results behind that one.
             text = self.text([ASKED, calling(marked[0]), *rest], generate)
         _, found, after = text.rpartition(ACTION)
-        ends = [at for end in self.ends(self.call_style.format) if (at := after.find(end)) >= 0]
+        tokens = self.end_tokens(self.call_style.format)
+        ends = [at for token in tokens if (at := after.find(token)) >= 0]
         if not found or not ends:
             raise ChatTemplateError(
                 f"the chat template does not end a tool call with {' or '.join(self.stops)}: use a "

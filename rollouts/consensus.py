@@ -29,8 +29,8 @@ from composer_mesh.rollouts.pairs import (
     TeacherAnswer,
     TeacherFailure,
     TeacherReply,
-    Voice,
-    VoiceKind,
+    TeacherVote,
+    VoteKind,
 )
 from composer_mesh.rollouts.tool_calls import assistant_message
 
@@ -76,7 +76,7 @@ class _Ballot:
     replies: list[TeacherReply]
     answer: TeacherAnswer | None
     vote: ActionKey | None
-    kind: VoiceKind
+    kind: VoteKind
 
 
 def decide(student: StudentState, replies: Sequence[TeacherReply], threshold: int) -> Decision:
@@ -129,14 +129,14 @@ def _ballot(teacher: str, replies: list[TeacherReply]) -> _Ballot:
     if len(votes) == 1:
         vote, quoted = voting[0]
         return _Ballot(teacher, replies, quoted, vote, vote.kind)
-    kind: VoiceKind = "undecided" if votes else "malformed" if answers else "failed"
+    kind: VoteKind = "undecided" if votes else "malformed" if answers else "failed"
     return _Ballot(teacher, replies, answers[0] if answers else None, None, kind)
 
 
-def _voice(ballot: _Ballot, own: ActionKey, majority: ActionKey | None) -> Voice:
+def _voice(ballot: _Ballot, own: ActionKey, majority: ActionKey | None) -> TeacherVote:
     answer, vote = ballot.answer, ballot.vote
     failures = [reply.kind for reply in ballot.replies if isinstance(reply, TeacherFailure)]
-    return Voice(
+    return TeacherVote(
         teacher=ballot.teacher,
         kind=ballot.kind,
         action=_cut(vote.value) if vote is not None else "",

@@ -51,7 +51,7 @@ class Source:
 class EpisodeOrder(Protocol):
     """Chooses the episode of each training group."""
 
-    def know(self, group_id: int, episode: int, /) -> None:
+    def restore(self, group_id: int, episode: int, /) -> None:
         """Record the choice that an earlier process of the run has made for a group."""
 
     def choose(self, group_id: int, version: int, /) -> int:
@@ -73,7 +73,7 @@ class InOrder:
     def __init__(self, first: int = 0, every: int = 1) -> None:
         self._first, self._every = first, every
 
-    def know(self, _group_id: int, _episode: int, /) -> None: ...
+    def restore(self, _group_id: int, _episode: int, /) -> None: ...
 
     def choose(self, group_id: int, _version: int, /) -> int:
         return self._first + self._every * group_id
@@ -111,7 +111,7 @@ class Curriculum:
         self._choices: dict[int, int] = {}
         self._waiting: deque[tuple[int, Sequence[GroupResult]]] = deque()
 
-    def know(self, group_id: int, episode: int, /) -> None:
+    def restore(self, group_id: int, episode: int, /) -> None:
         self._choices[group_id] = episode
         task, own = self._episodes.locate(episode)
         self._parts[task].take(own, group_id)
@@ -127,7 +127,7 @@ class Curriculum:
             if by_chance >= self._config.explore:
                 own = part.in_band(group_id)
             own = part.next_new if own is None else own
-            self.know(group_id, self._episodes.index_of(part.source.task, own))
+            self.restore(group_id, self._episodes.index_of(part.source.task, own))
         return self._choices[group_id]
 
     def results(self, groups: Iterable[tuple[int, Sequence[Trace]]], /) -> tuple[GroupResult, ...]:
@@ -139,7 +139,7 @@ class Curriculum:
     def settle(self, step: int, results: Sequence[GroupResult], /) -> None:
         for one in results:
             if one.group_id not in self._choices:
-                self.know(one.group_id, one.episode)
+                self.restore(one.group_id, one.episode)
         self._waiting.append((step, results))
 
     def figures(self, results: Sequence[GroupResult], /) -> dict[str, float]:

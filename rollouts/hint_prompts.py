@@ -77,7 +77,7 @@ def hint_request(
     )
 
 
-def tidied(text: str) -> str:
+def one_line_hint(text: str) -> str:
     """Reduce a writer's text to one line without its own "Hint:"; "" if it is a tool call."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if line.startswith(OPEN):
@@ -85,7 +85,7 @@ def tidied(text: str) -> str:
     return line.removeprefix(PREFIX.strip()).strip()[:LONGEST_HINT]
 
 
-def reworded(messages: Sequence[Message]) -> str:
+def builtin_wording(messages: Sequence[Message]) -> str:
     """Return the built-in writer's hint: the plain hint prefixed with the kind of error.
 
     Raises ValueError if the messages were not built by `hint_request`.

@@ -122,7 +122,7 @@ class HintSources:
         written = self.written.get((trace.trace_id, site.turn))
         if written is not None:
             yield Hint(site.turn, "error", PREFIX + written.text, written.wording, site)
-        wording: Wording = "template" if self.config.asked is None else "fallback"
+        wording: Wording = "template" if self.config.active_writer is None else "fallback"
         text = render_hint(site, templates=self.templates)
         yield Hint(site.turn, "error", text, wording, site)
 

@@ -61,12 +61,12 @@ def holds_answer(text: str, answer: str) -> bool:
 
 
 @lru_cache(4096)
-def _wanted(answer: str) -> "Wanted":
-    return Wanted(answer)
+def _wanted(answer: str) -> "VerifiedAnswer":
+    return VerifiedAnswer(answer)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class VerifiedAnswer:
     """A verified answer, and how it may be written."""
 
     answer: str

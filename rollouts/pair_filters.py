@@ -97,7 +97,7 @@ def _is_mark(char: str) -> bool:
     return unicodedata.category(char)[0] == "M" or char in "\u200c\u200d"
 
 
-def spoken(text: str) -> str:
+def action_content(text: str) -> str:
     """Return an action's content: of a tool call the name and values, without JSON punctuation."""
     action = parse_action(text)
     if not isinstance(action, ToolCall):
@@ -139,7 +139,7 @@ def _names(configs: Sequence[FilterConfig]) -> list[str]:
 
 
 def _call_ratio(text: str) -> float:
-    return special_ratio(spoken(text))
+    return special_ratio(action_content(text))
 
 
 def _between(

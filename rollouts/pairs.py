@@ -89,11 +89,11 @@ class TeacherFailure:
 
 TeacherReply = TeacherAnswer | TeacherFailure
 
-VoiceKind = Literal["call", "number", "words", "malformed", "undecided", "failed"]
+VoteKind = Literal["call", "number", "words", "malformed", "undecided", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class TeacherVote:
     """The vote of one teacher on a state, compared with the majority and the student.
 
     `kind` and `action` are the class of its action, truncated if long; "undecided" means that the
@@ -103,7 +103,7 @@ class Voice:
     """
 
     teacher: str
-    kind: VoiceKind
+    kind: VoteKind
     action: str = ""
     with_majority: bool = False
     with_student: bool = False
@@ -119,7 +119,7 @@ class Provenance:
     """Votes of all queried teachers, by name, and the agreement threshold."""
 
     threshold: int = 0
-    voices: tuple[Voice, ...] = ()
+    voices: tuple[TeacherVote, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from composer_mesh.rollouts.actions import ActionKey, canonical_action
 from composer_mesh.rollouts.pairs import FrozenState, StudentState
 from composer_mesh.rollouts.state_value import (
     Novelty,
-    Signs,
+    StateSignals,
     action_disagreement,
     entropy_sign,
     error_sign,
@@ -157,7 +157,7 @@ def _values(candidates: Sequence[_Candidate], gate: GateConfig, novelty: Novelty
     for candidate in candidates:
         trace, turn = candidate.trace, candidate.turn
         otherwise = action_disagreement(candidate.action, acted[trace.group_id, candidate.context])
-        signs = Signs(
+        signs = StateSignals(
             error=error_sign(trace, turn),
             entropy=entropy_sign(trace.turns[turn].logprobs, gate.entropy_scale),
             disagreement=(otherwise + spread[trace.group_id]) / 2,

@@ -27,7 +27,7 @@ LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class StateSignals:
     """Signals of one state; the names are those of the weights in `GateConfig`."""
 
     error: float
@@ -36,7 +36,7 @@ class Signs:
     novelty: float
 
 
-def state_value(signs: Signs, gate: GateConfig) -> float:
+def state_value(signs: StateSignals, gate: GateConfig) -> float:
     """Return the mean of the signals by the gate's weights, from 0 to 1."""
     weighted = (
         (gate.error, signs.error),
@@ -107,11 +107,11 @@ class Novelty:
     def counts(self) -> dict[str, int]:
         return dict(self._counts)
 
-    def asked(self, states: Iterable[StudentState]) -> None:
+    def count_queries(self, states: Iterable[StudentState]) -> None:
         """Count states that are sent to teachers."""
         self._counts.update(state.situation for state in states)
 
-    def know(self, situations: Iterable[str]) -> None:
+    def restore(self, situations: Iterable[str]) -> None:
         """Count states that an earlier process of the run has sent to teachers."""
         self._counts.update(situations)
 

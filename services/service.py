@@ -22,12 +22,12 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
-from composer_mesh.services.pool.dispatch import Anywhere, CallRules, Only
+from composer_mesh.services.pool.dispatch import AnyReplica, CallRules, OneReplica
 from composer_mesh.services.pool.endpoints import Endpoints, default_name
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
-from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec, unheard
+from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec, discard_event
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
 from composer_mesh.services.pool.sessions import Session
@@ -53,7 +53,7 @@ class Service(Endpoints):
         self._rules = rules
         self._members = Membership(spec, router)
         self._dispatch = self._members.dispatch
-        self._anywhere = Anywhere(router, self._members.last_death)
+        self._anywhere = AnyReplica(router, self._members.last_death)
         self._session_names: set[str] = set()
         self._session_numbers = count()
 
@@ -64,12 +64,12 @@ class Service(Endpoints):
 
     def members(self) -> list[Replica]:
         """Return the replicas that have a process or will have one, by slot, leaving ones last."""
-        return self._members.everyone
+        return self._members.all_replicas
 
     @property
     def hopeful(self) -> bool:
         """Whether a call can expect a replica, now or once one has started."""
-        return self._members.router.hopeful
+        return self._members.router.may_find_target
 
     def last_death(self) -> NoReplicaLeft:
         """Return the error with the reason why no replica is left."""
@@ -119,7 +119,7 @@ class Service(Endpoints):
         self.check(endpoint)
         if not 0 <= index < len(self):
             raise IndexError(f"replica {index} of {self.name}, which has 0 to {len(self) - 1}")
-        only = Only(self.replicas[index])
+        only = OneReplica(self.replicas[index])
         return await self._dispatch.call(Call(endpoint, args, kwargs), self._rules, only)
 
     async def fanout(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -200,7 +200,7 @@ class Service(Endpoints):
 
     def status(self) -> list[dict[str, Any]]:
         """Return one line of status per replica, from local state only. Never blocks."""
-        return [replica.about() for replica in self._members.everyone]
+        return [replica.about() for replica in self._members.all_replicas]
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stop every replica. Waits until their processes are gone.
@@ -238,7 +238,7 @@ async def spawn(
     policy: FaultPolicy | None = None,
     env: Env | None = None,
     restart: RestartRules | None = None,
-    record: Recorder = unheard,
+    record: Recorder = discard_event,
     numbered: bool = True,
     placement: PlacementOf | None = None,
     **kwargs: Any,

@@ -161,7 +161,7 @@ class Sandbox(Protocol):
 class DescribedSandbox(Protocol):
     """A sandbox that says what it keeps in; `check` prints it."""
 
-    def described(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """Yield lines."""
 
 

@@ -28,7 +28,7 @@ class TaskRunner:
         """Run a coroutine on the task's loop. Waits for it; raises as `TaskLoop.run`."""
         return await self._loop.run(work, self._limit_s)
 
-    async def whole(self, episode: Episode) -> Episode:
+    async def with_row(self, episode: Episode) -> Episode:
         """Return an episode with its row; call it on the task's loop."""
         if episode.payload:
             return episode
@@ -36,9 +36,9 @@ class TaskRunner:
         whole: Episode = await self.calls(what, self.task.episode, episode.split, episode.index)
         return whole
 
-    async def begun(self, episode: Episode) -> tuple[RunningEpisode, list[Message]]:
+    async def begin_episode(self, episode: Episode) -> tuple[RunningEpisode, list[Message]]:
         """Begin an episode; return it with its first messages. Call it on the task's loop."""
-        session = RunningEpisode(self.task, await self.whole(episode), self.calls)
+        session = RunningEpisode(self.task, await self.with_row(episode), self.calls)
         try:
             return session, await session.begin()
         except BaseException as failed:

@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class SetAside:
+class QuarantinedCheckpoint:
     """A quarantined checkpoint, its new path, and its damage."""
 
     checkpoint: Checkpoint
@@ -123,17 +123,21 @@ def newest(root: Path) -> Checkpoint | None:
     return found
 
 
-def newest_whole(root: Path) -> tuple[Checkpoint | None, list[SetAside]]:
+def newest_whole(root: Path) -> tuple[Checkpoint | None, list[QuarantinedCheckpoint]]:
     """Return a run's newest intact checkpoint, and the quarantined ones.
 
     Damaged checkpoints that are newer are moved to the run's quarantine. Raises as `newest` does.
     """
-    aside: list[SetAside] = []
+    aside: list[QuarantinedCheckpoint] = []
     while (found := newest(root)) is not None:
         wrong = damage(found.folder)
         if not wrong:
             break
-        aside.append(SetAside(found, quarantine(root, found.folder, f"step-{found.step}"), wrong))
+        aside.append(
+            QuarantinedCheckpoint(
+                found, quarantine(root, found.folder, f"step-{found.step}"), wrong
+            )
+        )
     return found, aside
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composer_mesh.actors.checkpoints.folder import UnreadableCheckpoint
 from composer_mesh.actors.models.lora import OtherAdapters
-from composer_mesh.actors.models.optimizer_state import OtherWeights
+from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.configs.regular_files import read_regular
 
 SHARDS = "state"
@@ -116,7 +116,7 @@ def reading(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except (UnreadableCheckpoint, OtherWeights, OtherAdapters):
+    except (UnreadableCheckpoint, StateOfOtherWeights, OtherAdapters):
         raise
     except UNREADABLE as error:
         raise UnreadableCheckpoint(str(folder), cause_of(error)) from error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_mesh.actors.checkpoints.folder import UnreadableCheckpoint
 from composer_mesh.actors.checkpoints.manifest import Written, written
-from composer_mesh.actors.models.optimizer_state import OtherWeights
+from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.configs.regular_files import open_regular
 
 AVERAGE_FILE = "teacher/average.safetensors"
@@ -54,5 +54,5 @@ class WholeTensors:
         for name, tensor in tensors.items():
             found = self.tensors[name]
             if found.shape != tensor.shape:
-                raise OtherWeights(name, f"of shape {tuple(found.shape)} in the checkpoint")
+                raise StateOfOtherWeights(name, f"of shape {tuple(found.shape)} in the checkpoint")
             tensor.copy_(found)

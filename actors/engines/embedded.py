@@ -23,8 +23,8 @@ from composer_mesh.actors.engines.long_prompts import LongPrompt, PromptLimits
 from composer_mesh.actors.engines.open_requests import OpenRequests
 from composer_mesh.actors.engines.port import (
     Admitted,
-    Done,
     PromptTokens,
+    ResultCallback,
     Weights,
     refuse_too_long,
     refuse_unknown_experts,
@@ -96,7 +96,7 @@ class Engine:
         return self._held.tokens
 
     def submit(
-        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+        self, request: GenerationRequest, done: ResultCallback, admitted: Admitted | None = None
     ) -> None:
         """Queue a request; `admitted`, then `done` are called from within later steps."""
         refuse_too_long(request, self._length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from composer_mesh.actors.engines.embedded_attention import Run
-from composer_mesh.actors.engines.port import Admitted, Done
+from composer_mesh.actors.engines.port import Admitted, ResultCallback
 from composer_mesh.actors.engines.radix_tree import Ids
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
@@ -17,7 +17,7 @@ class RunningRequest:
     """A request and what it has sampled; `cached` tokens of its prompt were not computed for it."""
 
     request: GenerationRequest
-    done: Done
+    done: ResultCallback
     admitted: Admitted | None
     draws: list[float]
     prompt: Ids

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
-Done = Callable[[GenerationResult], None]
+ResultCallback = Callable[[GenerationResult], None]
 Admitted = Callable[[], object]
 
 
@@ -102,7 +102,7 @@ class Engine(Protocol):
         """Number of requests that are admitted; the other outstanding ones wait."""
 
     def submit(
-        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+        self, request: GenerationRequest, done: ResultCallback, admitted: Admitted | None = None
     ) -> None:
         """Queue a request; `admitted`, then `done` are called from within later steps.
 

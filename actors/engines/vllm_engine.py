@@ -13,8 +13,8 @@ from typing import Any
 from composer_mesh.actors.engines.open_requests import OpenRequests
 from composer_mesh.actors.engines.port import (
     Admitted,
-    Done,
     PromptTokens,
+    ResultCallback,
     Weights,
     refuse_too_long,
     refuse_unknown_experts,
@@ -49,7 +49,7 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Asked:
     request: GenerationRequest
-    done: Done
+    done: ResultCallback
     admitted: Admitted | None
     aborted: bool = False
     own_name: str = ""
@@ -101,7 +101,7 @@ class VllmEngine:
         return len(self._running)
 
     def submit(
-        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+        self, request: GenerationRequest, done: ResultCallback, admitted: Admitted | None = None
     ) -> None:
         """Queue a request; `admitted`, then `done` are called from within later steps."""
         refuse_too_long(request, self._limits.length)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from composer_mesh.rollouts.hint_prompts import HINT_WRITER, reworded
+from composer_mesh.rollouts.hint_prompts import HINT_WRITER, builtin_wording
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message
 
@@ -70,7 +70,7 @@ class ExpertPanel:
     def action(self, name: str, messages: list[Message]) -> str:
         """Return the expert's action text; raises the task's error for unreadable messages."""
         if self._writes_hints and name == HINT_WRITER:
-            return reworded(messages)
+            return builtin_wording(messages)
         expert = self._expert(name)
         rng = random.Random(f"{self._seed}:{name}:{fingerprint(messages)}")
         if rng.random() < expert.error_rate:

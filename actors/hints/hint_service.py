@@ -19,7 +19,7 @@ from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderEr
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, tidied
+from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, one_line_hint
 from composer_mesh.rollouts.money import dollars, nano
 
 NO_TEXT = "its answer holds no plain text"
@@ -94,7 +94,7 @@ class HintService:
             refused = isinstance(error, ProviderBudgetError)
             reason = f"{error.text}: {REPAIR}" if refused else f"{error.kind.value}: {error.text}"
             return replace(self._without(reason), sent=meter.sent, usd=dollars(error.charged))
-        text = tidied(answer.action_text)
+        text = one_line_hint(answer.action_text)
         try:  # also without text, or each run would pay for the same answer again
             await asyncio.to_thread(self.cache.put, key, text)
         except StoreError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.models.optimizer_state import Kept
+from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import broadcast_into, is_dtensor, local, rows_of
 from composer_mesh.configs.schema import Config
@@ -57,7 +57,7 @@ class LearnerIsland:
             self._island.join()
         self._scatter()
 
-    def restore(self, step: int, kept: Kept) -> None:
+    def restore(self, step: int, kept: StoredOptimizerState) -> None:
         """Go on after the checkpoint of a step, with what it has `kept`."""
         self._gather()
         if self._island is not None:

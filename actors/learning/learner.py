@@ -177,7 +177,8 @@ class Learner:
     def restore(self, checkpoint: Path) -> None:
         """Restore the state of a checkpoint of the same run, written by any number of ranks.
 
-        Raises `UnreadableCheckpoint`, and `OtherWeights` or `OtherAdapters` for another policy's.
+        Raises `UnreadableCheckpoint`, and for another policy's checkpoint `StateOfOtherWeights` or
+        `OtherAdapters`.
         """
         found = CheckpointReader(checkpoint)
         adapters = self._backend.adapters(self.model)

@@ -28,7 +28,7 @@ from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.backend import Optimizers
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.optimizer_state import Kept
+from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
 from composer_mesh.configs.schema import Config
@@ -115,7 +115,7 @@ class ThreeChannelStep:
         """Return this rank's part of the optimizer state; shares its memory."""
         return self._update.optimizer_state()
 
-    def restore(self, figures: dict[str, Any], optimizer_state: Kept) -> None:
+    def restore(self, figures: dict[str, Any], optimizer_state: StoredOptimizerState) -> None:
         """Restore a checkpoint's state, written by any number of ranks."""
         self._update.restore(figures["trained"], optimizer_state)
         self._sdpo.taid.load_state_dict(figures["taid"])

@@ -15,7 +15,7 @@ from composer_mesh.actors.learning.schedules import learning_rate
 from composer_mesh.actors.models.backend import Optimizers, optimizers_of
 from composer_mesh.actors.models.optimizer_offload import CPU, OffloadedOptimizers
 from composer_mesh.actors.models.optimizer_state import (
-    Kept,
+    StoredOptimizerState,
     check_weights,
     optimizer_state_of,
     restore_optimizer_state,
@@ -94,8 +94,8 @@ class WeightUpdate:
         """Return this rank's part of the optimizer state; shares its memory."""
         return optimizer_state_of(self._weights, self._optimizers)
 
-    def restore(self, trained: list[str], optimizer_state: Kept) -> None:
-        """Restore the optimizer state of weights with these names; raises `OtherWeights`."""
+    def restore(self, trained: list[str], optimizer_state: StoredOptimizerState) -> None:
+        """Restore the optimizer state of weights with these names; raises `StateOfOtherWeights`."""
         check_weights(self._weights, trained)
         device = None if self._offloaded is None else CPU
         restore_optimizer_state(self._weights, self._optimizers, optimizer_state, device)

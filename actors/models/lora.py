@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.actors.models.language_model import text_decoder_of
-from composer_mesh.actors.models.optimizer_state import Kept
+from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.rows import is_dtensor
 from composer_mesh.configs.trainer import LoraConfig
 from composer_mesh.planning.model_refusals import LoraMissing, NoSuchLayers
@@ -125,7 +125,7 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def restore_adapters(own: Mapping[str, Tensor], kept: Kept) -> None:
+def restore_adapters(own: Mapping[str, Tensor], kept: StoredOptimizerState) -> None:
     """Load stored adapter weights into a model's own, in place; names and shapes must be equal."""
     shapes, others = {n: tuple(w.shape) for n, w in own.items()}, kept.shapes()
     if shapes != others:

@@ -15,7 +15,7 @@ OF_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """Entries with the shape of their weight; others have the shape that was stored."""
 
 
-class Kept(Protocol):
+class StoredOptimizerState(Protocol):
     """Stored optimizer state: the shapes of complete tensors, and a method to read into tensors."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -36,7 +36,7 @@ class StoredForm(Protocol):
         ...
 
 
-class OtherWeights(ValueError):
+class StateOfOtherWeights(ValueError):
     """Stored state belongs to other weights than those that are trained."""
 
     def __init__(self, name: str, where: str) -> None:
@@ -84,17 +84,17 @@ def optimizer_state_of(
 
 
 def check_weights(weights: Iterable[str], others: Iterable[str]) -> None:
-    """Raise `OtherWeights` where the names in a checkpoint, `others`, differ."""
+    """Raise `StateOfOtherWeights` where the names in a checkpoint, `others`, differ."""
     own, theirs = set(weights), set(others)
     for name in sorted(own ^ theirs):
-        raise OtherWeights(name, "in the checkpoint" if name in theirs else "in the model")
+        raise StateOfOtherWeights(name, "in the checkpoint" if name in theirs else "in the model")
 
 
 @torch.no_grad()
 def restore_optimizer_state(
     weights: Mapping[str, nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
-    kept: Kept,
+    kept: StoredOptimizerState,
     device: torch.device | None = None,
 ) -> None:
     """Restore the optimizers' state of their weights; each rank reads its rows.
@@ -113,7 +113,7 @@ def restore_optimizer_state(
             continue
         name, _, key = place.rpartition("/")
         if name not in weights:
-            raise OtherWeights(name, "in the checkpoint")
+            raise StateOfOtherWeights(name, "in the checkpoint")
         weight = weights[name]
         optimizer = holders[id(weight)]
         if isinstance(optimizer, StoredForm):

@@ -71,7 +71,7 @@ def _answered(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "check" in request or "teacher_of" in request:
-        found = described(folder, len(tokenizer))
+        found = describe_model(folder, len(tokenizer))
     if "error" in found:
         return found
     if "teacher_of" in request:
@@ -91,7 +91,7 @@ def _answered(
         return {"error": f"cannot be rendered ({_line(error)})"}
 
 
-def described(folder: Path, ids: int) -> dict[str, Any]:
+def describe_model(folder: Path, ids: int) -> dict[str, Any]:
     """Return what is known of the folder's model, built without its weights, or its error."""
     from composer_mesh.actors.models.model_facts import facts_of
 

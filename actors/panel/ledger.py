@@ -18,7 +18,7 @@ from composer_mesh.rollouts.budget import (
     Account,
     BudgetReport,
     BudgetRules,
-    Raise,
+    LargestExcess,
     Reservation,
     SettledTwice,
     Taken,
@@ -206,12 +206,14 @@ class Ledger:
             raise SettledTwice(reservation)
         return run, teacher, day, bound, amount
 
-    def _raise_of(self, rows: sqlite3.Connection, teacher: str, run: str | None = None) -> Raise:
+    def _raise_of(
+        self, rows: sqlite3.Connection, teacher: str, run: str | None = None
+    ) -> LargestExcess:
         found = rows.execute(
             "SELECT millionths, least FROM raises WHERE run = ? AND teacher = ?",
             (run or self.run, teacher),
         ).fetchone()
-        return Raise(*found) if found else Raise()
+        return LargestExcess(*found) if found else LargestExcess()
 
     def _keep_raise(
         self, rows: sqlite3.Connection, run: str, teacher: str, bound: int, charge: int

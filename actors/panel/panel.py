@@ -194,7 +194,7 @@ class TeacherPanel:
                 reply = replace(reply, latency_s=self._clock() - began)
         except ProviderError as error:
             usd, took = dollars(error.charged), self._clock() - began
-            text = error.worded(self._settings.role, self._settings.section)
+            text = error.for_role(self._settings.role, self._settings.section)
             reply = TeacherFailure(teacher.name, error.kind, text, took, usd)
         except StoreError as error:  # else each query would pay again
             took = self._clock() - began

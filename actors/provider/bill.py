@@ -15,7 +15,7 @@ from composer_mesh.actors.provider.meter import Meter
 T = TypeVar("T")
 
 
-class Bookkeeping:
+class BackgroundWrites:
     """Background writes that complete even if their caller is cancelled; on one event loop."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Bill:
     """
 
     def __init__(
-        self, meter: Meter | None, teacher: str, bound: int | None, books: Bookkeeping
+        self, meter: Meter | None, teacher: str, bound: int | None, books: BackgroundWrites
     ) -> None:
         self._meter, self._teacher, self._books = meter, teacher, books
         self.charged, self.known = 0, True

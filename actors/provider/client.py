@@ -24,7 +24,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from composer_mesh.actors.provider.bill import Bill, Bookkeeping
+from composer_mesh.actors.provider.bill import BackgroundWrites, Bill
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
@@ -36,7 +36,7 @@ from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
 from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
 from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.actors.provider.money import bound, listed_prices, routing_of
-from composer_mesh.actors.provider.reply import Lost, read_completion, read_reply
+from composer_mesh.actors.provider.reply import NoResponse, read_completion, read_reply
 from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
@@ -79,7 +79,7 @@ class ProviderClient:
         self._limiters: dict[str, RequestLimiter] = {}
         self._warned: set[Path] = set()
         self._overcharged: dict[str, str] = {}
-        self._books = Bookkeeping()
+        self._books = BackgroundWrites()
         self._transport = HttpTransport(timeouts, transport)
 
     async def __aenter__(self) -> Self:
@@ -213,7 +213,7 @@ class ProviderClient:
         async with limiter.turn(deadline):
             outgoing = Outgoing(teacher, "models", read_key(teacher, self._environ))
             reply = await self._transport.send(outgoing, deadline.left_s)
-            if isinstance(reply, Lost):
+            if isinstance(reply, NoResponse):
                 raise reply.error
             return read_completion(teacher.name, reply, reply.body())
 

@@ -51,9 +51,9 @@ class ProviderError(Exception):
         self.charged = 0
 
     def __str__(self) -> str:
-        return self.worded("teacher", "replay")
+        return self.for_role("teacher", "replay")
 
-    def worded(self, role: str, section: str) -> str:
+    def for_role(self, role: str, section: str) -> str:
         """Return the error of a model with a role, which is configured in a section."""
         repair = self.repair.replace("replay.", f"{section}.").replace("teacher", role)
         return f"{role} {self.teacher!r}: {self.text}: {repair}"

@@ -24,7 +24,7 @@ from composer_mesh.actors.provider.errors import (
 )
 from composer_mesh.actors.provider.http_body import ACCEPTED, RefusedReply, bounded_body
 from composer_mesh.actors.provider.keys import Secret
-from composer_mesh.actors.provider.reply import Lost, Reply
+from composer_mesh.actors.provider.reply import NoResponse, Reply
 
 KEPT_S = 30.0
 """Seconds an idle connection is kept for the next request."""
@@ -88,16 +88,18 @@ class HttpTransport:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def send(self, outgoing: Outgoing, within_s: float) -> Reply | Lost:
+    async def send(self, outgoing: Outgoing, within_s: float) -> Reply | NoResponse:
         """Return the complete response, or how the request was lost.
 
         Waits at most `within_s`. A cancelled request is closed.
         """
         teacher, secret = outgoing.teacher, outgoing.secret
         if self._client.is_closed:
-            return Lost(ProviderServerError(teacher.name, "the client is closed"), sent=False)
+            return NoResponse(ProviderServerError(teacher.name, "the client is closed"), sent=False)
         if within_s <= 0:
-            return Lost(ProviderTimeout(teacher.name, "no time was left to send it"), sent=False)
+            return NoResponse(
+                ProviderTimeout(teacher.name, "no time was left to send it"), sent=False
+            )
         try:
             async with asyncio.timeout(within_s):
                 response, raw = await self._exchange(outgoing)
@@ -116,7 +118,7 @@ class HttpTransport:
         ) as response:
             return response, await bounded_body(response)
 
-    def _lost(self, teacher: str, fault: Exception) -> Lost:
+    def _lost(self, teacher: str, fault: Exception) -> NoResponse:
         """Return the error of a lost request, without its text, which may hold headers."""
         error: ProviderError
         sent, name = True, type(fault).__name__
@@ -133,7 +135,7 @@ class HttpTransport:
                 error, sent = ProviderServerError(teacher, f"no connection ({name})"), False
             case _:
                 error = ProviderServerError(teacher, f"the connection broke ({name})")
-        return Lost(error, sent)
+        return NoResponse(error, sent)
 
 
 async def _forget_location(response: httpx.Response) -> None:

@@ -57,7 +57,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class NoResponse:
     """No complete response; `sent` unless the provider certainly never saw the request."""
 
     error: ProviderError
@@ -78,9 +78,9 @@ class Reading:
         return self.outcome
 
 
-def read_reply(teacher: TeacherEndpoint, reply: Reply | Lost, call_id: str) -> Reading:
+def read_reply(teacher: TeacherEndpoint, reply: Reply | NoResponse, call_id: str) -> Reading:
     """Return the teacher's action in a response, or the error, with the cost."""
-    if isinstance(reply, Lost):
+    if isinstance(reply, NoResponse):
         return Reading(reply.error, None if reply.sent else 0)
     body = reply.body()
     charge = told_charge(body, highest_prices(teacher))

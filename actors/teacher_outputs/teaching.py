@@ -15,7 +15,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.optimizer_state import Kept, check_weights
+from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.rows import distinct, local
 from composer_mesh.actors.models.sharding import own_weights, release
 from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
@@ -96,10 +96,10 @@ class TeacherModel:
         return distinct(own_weights(self._live)) if self._config.teacher == "ema" else {}
 
     @torch.no_grad()
-    def restore(self, version: int, average: Kept) -> None:
+    def restore(self, version: int, average: StoredOptimizerState) -> None:
         """Restore the moving average of a version.
 
-        Raises `OtherWeights` if the stored average is another model's.
+        Raises `StateOfOtherWeights` if the stored average is another model's.
         """
         own = self.average()
         check_weights(own, average.shapes() if own else own)

@@ -31,7 +31,7 @@ from composer_mesh.services.run.assembly import FAILED
 from composer_mesh.services.run.episode_order import make_episode_order
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
-from composer_mesh.services.run.resume_loader import Past
+from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.groups import Groups
 from composer_mesh.services.schedule.stopping import STOPPED
 from composer_mesh.services.service import Service
@@ -88,7 +88,7 @@ class AsyncRun(PartialRun):
 
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
         self._collect_as_before()
-        past = Past(poisoned=await in_thread(self.store.reading.poisoned))
+        past = ResumeContents(poisoned=await in_thread(self.store.reading.poisoned))
         rollouts = RunParts(self.config, self.store, mesh, task, chat, self.event).rollouts(past)
         order = await in_thread(make_episode_order, self.config, task, past)
         groups = Groups(self.config, task, rollouts, self.store, None, None, {}, order=order)

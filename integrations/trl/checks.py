@@ -38,7 +38,7 @@ def check_channels(sdpo: SdpoConfig, replay: PairLoss, pairs: PairSource | None)
             f"sdpo.teacher is {sdpo.teacher!r}, but inside of TRL it can be 'live' or 'frozen': "
             "set one of them, or train with composer-mesh"
         )
-    if sdpo.on and sdpo.hints.asked is not None:
+    if sdpo.on and sdpo.hints.active_writer is not None:
         raise ValueError(
             "sdpo.hints asks a model to write hints, which needs the actors of composer-mesh: "
             "leave the writer out, so that hints come from templates"

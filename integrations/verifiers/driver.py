@@ -103,12 +103,12 @@ class Driver:
         (slot,) = self.env.slots(task)
         sessions: list[str] = []
 
-        def minted(trace: Any) -> None:
+        def append_trace(trace: Any) -> None:
             sessions.append(trace.id)
             self._forwarder.open(trace.id, order["base_url"], order["api_key"])
 
         try:
-            episode = await self.env.run_slot(slot, self._context(), on_trace=minted)
+            episode = await self.env.run_slot(slot, self._context(), on_trace=append_trace)
         finally:
             for session in sessions:
                 self._forwarder.close(session)

@@ -130,7 +130,7 @@ def start(
         arguments = [*map(str, passed), str(path.parent), str(os.getpid()), *modules]
         read = {name: value for name, value in extra.items() if is_read_on_import(name)}
         command = [sys.executable, "-P", "-m", program, *arguments]
-        pid = programs.beside(command, {**os.environ, **read}, pass_fds=passed)
+        pid = programs.start_tied(command, {**os.environ, **read}, pass_fds=passed)
     os.close(says)
     return pid, said
 

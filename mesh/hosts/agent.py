@@ -20,7 +20,7 @@ from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.fork_server.owner import ForkServers
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses, how_it_ended
-from composer_mesh.mesh.hosts.lease import Beats, Lease
+from composer_mesh.mesh.hosts.lease import Lease, LeaseRenewal
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.hosts.versions import versions
 from composer_mesh.mesh.machine import this_machine
@@ -31,7 +31,7 @@ LONGEST_LINE = 200
 
 
 @dataclass(frozen=True)
-class HostAbout:
+class HostDescription:
     """Description of a host; `server` is the process that starts the others there."""
 
     machine: HostResources
@@ -50,7 +50,7 @@ class HostAgent(MeshActor):
         open_log("host_agent")  # Monarch's own bootstrap has imported it
         folder = Path(os.environ[FOLDER])
         self._lease, self._exit_statuses = Lease(folder), ExitStatuses(folder)
-        self._beats, self._fork_servers = Beats(self._lease), ForkServers()
+        self._beats, self._fork_servers = LeaseRenewal(self._lease), ForkServers()
 
     @concurrent_endpoint
     async def beat(self, number: int, heard: int) -> None:
@@ -60,7 +60,7 @@ class HostAgent(MeshActor):
         """
         if processes.stands_still(os.getppid()):
             raise RuntimeError(f"process {os.getppid()}, which serves this host, is stopped")
-        self._beats.came(number, heard)
+        self._beats.renew(number, heard)
 
     @concurrent_endpoint
     async def give_back(self) -> None:
@@ -68,11 +68,11 @@ class HostAgent(MeshActor):
         self._lease.end()
 
     @concurrent_endpoint
-    async def about(self) -> HostAbout:
+    async def about(self) -> HostDescription:
         """Return the description of this host."""
         machine = await asyncio.to_thread(this_machine)
         found = await asyncio.to_thread(versions)
-        return HostAbout(machine, socket.gethostname(), sys.executable, os.getppid(), found)
+        return HostDescription(machine, socket.gethostname(), sys.executable, os.getppid(), found)
 
     @concurrent_endpoint
     async def ended(self, pid: int, wait_s: float) -> str | None:
@@ -94,7 +94,7 @@ class HostAgent(MeshActor):
             processes.kill_group(pid)
 
     @concurrent_endpoint
-    async def born(self, marks: Sequence[str]) -> list[int]:
+    async def started_processes(self, marks: Sequence[str]) -> list[int]:
         """Return live processes started by this worker with all these command-line arguments."""
         return processes.children_of(os.getppid(), marks)
 

@@ -48,7 +48,7 @@ class Host(Protocol):
         """Kill processes that no longer respond, and the process groups that they lead."""
         ...
 
-    async def born(self, *marks: str) -> list[int]:
+    async def started_processes(self, *marks: str) -> list[int]:
         """Return processes that were started there with these command-line arguments."""
         ...
 

@@ -55,7 +55,7 @@ class Lease:
             return ""
 
 
-class Beats:
+class LeaseRenewal:
     """Renews a lease by the controller's beats.
 
     A beat counts from its arrival, but only once the controller reports that it received the
@@ -67,7 +67,7 @@ class Beats:
         self._lease = lease
         self._came: dict[int, float] = {}
 
-    def came(self, number: int, heard: int) -> None:
+    def renew(self, number: int, heard: int) -> None:
         """Handle a beat; `heard` is the last one that the controller got an answer to, or 0."""
         now = self._lease.clock()
         self._came[number] = now

@@ -68,5 +68,5 @@ class LocalHost:
         """End the fork servers."""
         self._fork_servers.close()
 
-    async def born(self, *marks: str) -> list[int]:
+    async def started_processes(self, *marks: str) -> list[int]:
         return processes.children_of(os.getpid(), marks)

@@ -22,7 +22,7 @@ from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, without_noise
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
-from composer_mesh.mesh.hosts.agent import HostAbout, HostAgent
+from composer_mesh.mesh.hosts.agent import HostAgent, HostDescription
 from composer_mesh.mesh.hosts.host import is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import CHILD
 from composer_mesh.mesh.hosts.versions import differences, versions
@@ -63,7 +63,7 @@ class RemoteHost:
     def __init__(self, name: str, address: str, lease_s: float) -> None:
         self.name, self.address = name, address
         self.lost: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()
-        self.about: HostAbout | None = None
+        self.about: HostDescription | None = None
         self._lease_s = lease_s
         self._mesh: HostMesh | None = None
         self._procs: ProcMesh | None = None
@@ -77,7 +77,7 @@ class RemoteHost:
         return self._mesh
 
     @property
-    def known(self) -> HostAbout:
+    def known(self) -> HostDescription:
         """The host's description from the time it was attached."""
         if self.about is None:
             raise HostLost(self.name, "it is not attached")
@@ -186,9 +186,9 @@ class RemoteHost:
             except MeshError:
                 await asyncio.sleep(AGAIN_S)
 
-    async def born(self, *marks: str) -> list[int]:
+    async def started_processes(self, *marks: str) -> list[int]:
         try:
-            found: list[int] = await self._ask("born", list(marks))
+            found: list[int] = await self._ask("started_processes", list(marks))
         except MeshError:
             return []
         return found

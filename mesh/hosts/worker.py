@@ -102,7 +102,7 @@ class _Worker:
             signal.signal(number, lambda number, _: self._told.append(number))
         adopt_orphans()
         program = [sys.executable, "-P", "-m", "composer_mesh.mesh.hosts.serve", address]
-        serving = programs.beside(program, env)
+        serving = programs.start_tied(program, env)
         try:
             return self._look_after(serving, name, address)
         finally:

@@ -29,12 +29,12 @@ from composer_mesh.mesh.islands.torchft_manager import IslandManager
 from composer_mesh.mesh.islands.torchft_rules import (
     NOTHING,
     Header,
-    Healed,
     NoAverage,
     OtherLayout,
-    OtherWeights,
+    RecoveredWithoutAverage,
+    StartedFromOtherWeights,
     check_same_mean,
-    givers,
+    contributors,
 )
 
 BEHIND = -1
@@ -161,7 +161,7 @@ class TorchftAllReduce:
                 return self._attempt(offer, left)
             except NoAverage as error:
                 late = self._clock.now() - began >= self._deadline_s
-                if late or isinstance(error, Healed):
+                if late or isinstance(error, RecoveredWithoutAverage):
                     raise RoundLost(self.round + 1, str(error)) from error
                 self.traffic.retries += 1
             self._clock.sleep(pause)
@@ -216,7 +216,9 @@ class TorchftAllReduce:
         except (RuntimeError, TimeoutError) as error:
             self._leave()
             failure = NoAverage(f"round {self.round + 1} was not committed: {error}")
-        raise Healed(f"it came back with those of round {self.round}") if healed else failure
+        if healed:
+            raise RecoveredWithoutAverage(f"it came back with those of round {self.round}")
+        raise failure
 
     def _failure(self, manager: Any) -> NoAverage:
         """Return why a round was not committed; raises where no later one could be either."""
@@ -224,7 +226,7 @@ class TorchftAllReduce:
         error = None if failed is None else failed.original_exception
         if isinstance(error, OtherLayout):
             raise error
-        if isinstance(error, OtherWeights):
+        if isinstance(error, StartedFromOtherWeights):
             self._tell_round(BEHIND)
         if isinstance(error, NoAverage):
             return error
@@ -250,7 +252,7 @@ class TorchftAllReduce:
         gives = part and offer.payload is not None
         own = Header(self.rank, part, gives, offer.base, self._layout)
         headers = [Header.unpacked(one) for one in self._gathered(own.packed())]
-        places = givers(own, headers, self._quorum, self.world_size)
+        places = contributors(own, headers, self._quorum, self.world_size)
         if self.quantization == "none":
             mean = self._summed(offer, gives, len(headers)) / np.float32(len(places))
         else:

@@ -28,11 +28,11 @@ class NoAverage(Exception):
     """A round whose average may not be used, and why."""
 
 
-class OtherWeights(NoAverage):
+class StartedFromOtherWeights(NoAverage):
     """This island started from other common weights than the first one, so it has to heal."""
 
 
-class Healed(NoAverage):
+class RecoveredWithoutAverage(NoAverage):
     """This island got the common weights but no average: what it offered starts from others."""
 
 
@@ -61,7 +61,9 @@ class Header:
         return cls(rank, bool(takes_part), bool(gives), base, layout)
 
 
-def givers(own: Header, all_headers: Sequence[Header], quorum: int, world_size: int) -> list[int]:
+def contributors(
+    own: Header, all_headers: Sequence[Header], quorum: int, world_size: int
+) -> list[int]:
     """Return the places of the headers whose contributions are averaged.
 
     Raises `NoAverage` where they may not be, and `OtherLayout` where the islands differ.
@@ -79,7 +81,9 @@ def givers(own: Header, all_headers: Sequence[Header], quorum: int, world_size: 
     if any(one.base != first.base for one in part):
         others = sorted(one.rank for one in part if one.base != first.base)
         why = f"islands {others} have other common weights than island {first.rank}, and heal"
-        raise OtherWeights(why) if own.takes_part and own.base != first.base else NoAverage(why)
+        if own.takes_part and own.base != first.base:
+            raise StartedFromOtherWeights(why)
+        raise NoAverage(why)
     found = [place for place, one in enumerate(all_headers) if one.takes_part and one.gives]
     if len(found) < quorum:
         raise NoAverage(f"{len(found)} islands have contributed but the quorum is {quorum}")

@@ -225,7 +225,7 @@ class Boxes:
         passed = [one for one in self._descriptors.values() if one is not None]
         command = [sys.executable, "-I", "-S", "-c", KEEPER]
         try:
-            return programs.beside(
+            return programs.start_tied(
                 [*command, str(programs.PACKAGES), json.dumps(settings)],
                 {"PATH": os.defpath},
                 [*passed, its_own.fileno()],

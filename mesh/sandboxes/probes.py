@@ -92,7 +92,7 @@ class ProbedBoxes(Boxes):
 
     findings: Sequence[Finding] = ()
 
-    def described(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """Yield lines: what boxes are, and what each probe found."""
         groups = self.groups_told if self.groups else f"none ({self.groups_told})"
         yield f"sandbox: {self.launcher}; a box runs as {self.runs_as}; cgroups: {groups}"

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.known import HERMES, KNOWN
-from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas, Spoken
+from composer_mesh.rollouts.call_formats.port import CallFormat, ParsedAction, Schemas
 from composer_mesh.rollouts.tool_calls import ToolCall
 from composer_mesh.rollouts.traces import Message
 
@@ -79,18 +79,18 @@ def calling(*calls: ToolCall) -> Message:
     }
 
 
-def styles(render: Render, ends: Callable[[CallFormat], Sequence[str]]) -> list[CallStyle]:
+def styles(render: Render, end_tokens: Callable[[CallFormat], Sequence[str]]) -> list[CallStyle]:
     """Return the styles that read the call that a template writes, the best one first.
 
     The best one also writes it as the template does. A template that writes no call leaves the
-    format open: all of them are returned, Hermes first. `ends` are the tokens that end an action.
+    format open: all of them are returned, Hermes first. `end_tokens` are those that end an action.
     """
     found, unread = list[tuple[int, CallStyle]](), False
     for text_arguments in (True, False):  # a text is passed on as it was sent
         for without in (False, True):
             style = CallStyle(HERMES, text_arguments, without)
             if (written := _written(render, style)) is not None:
-                found += _reading(written, style, ends)
+                found += _reading(written, style, end_tokens)
                 unread |= EXAMPLE.name in written
     if not found and not unread:
         return [CallStyle(one, by_template=False) for one in KNOWN]
@@ -117,15 +117,15 @@ def _written(render: Render, style: CallStyle) -> str | None:
 
 
 def _reading(
-    written: str, style: CallStyle, ends: Callable[[CallFormat], Sequence[str]]
+    written: str, style: CallStyle, end_tokens: Callable[[CallFormat], Sequence[str]]
 ) -> list[tuple[int, CallStyle]]:
     found = []
     for one in KNOWN:
-        stops = [at for end in ends(one) if (at := written.find(end)) >= 0]
+        stops = [at for end in end_tokens(one) if (at := written.find(end)) >= 0]
         text = written[: min(stops)] if stops else ""
         spoken = one.read(text, _SCHEMAS)
-        if isinstance(spoken, Spoken) and spoken.calls == (EXAMPLE,):
-            again = one.write(Spoken(spoken.text, spoken.calls))
+        if isinstance(spoken, ParsedAction) and spoken.calls == (EXAMPLE,):
+            again = one.write(ParsedAction(spoken.text, spoken.calls))
             rank = 2 * (again == text) + (again.strip() == text.strip())
             style = CallStyle(one, style.arguments_as_text, style.without_content)
             found.append((rank, style))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
+    ParsedAction,
     Schemas,
-    Spoken,
     Unreadable,
     as_json,
     blocks,
@@ -31,17 +31,17 @@ class GemmaCalls:
     closing: str
     quote: str
     channel: tuple[str, str] = ("", "")
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         thinking, rest = self._thinking(text)
         try:
             before, insides = blocks(rest, self.opening, self.closing)
-            return Spoken(thinking + before, tuple(self._call(inside) for inside in insides))
+            return ParsedAction(thinking + before, tuple(self._call(inside) for inside in insides))
         except Unreadable as error:
             return MalformedCall(text, str(error))
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         text = spoken.text
         opening, closing = self.channel
         if opening and text.startswith("<think>"):

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 from composer_mesh.rollouts.call_formats.port import (
+    ParsedAction,
     Schemas,
-    Spoken,
     Unreadable,
     as_json,
     json_object,
@@ -27,15 +27,15 @@ class HarmonyCalls:
     `final` is the answer. An action makes one call, which ends it."""
 
     name: str = "harmony"
-    ends: tuple[str, ...] = (END,)
+    end_tokens: tuple[str, ...] = (END,)
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         try:
             return _read(text)
         except Unreadable as error:
             return MalformedCall(text, str(error))
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         text, thinking = spoken.text, ""
         if text.startswith("<think>"):
             thinking, _, text = text.removeprefix("<think>").partition("</think>")
@@ -51,7 +51,7 @@ def _call_text(call: ToolCall) -> str:
     return f" to=functions.{call.name}{CHANNEL}commentary json{MESSAGE}{given}"
 
 
-def _read(text: str) -> Spoken | MalformedCall:
+def _read(text: str) -> ParsedAction | MalformedCall:
     thinking, said, calls = "", "", list[ToolCall]()
     for at, part in enumerate(text.split(END)):
         head, opened, body = part.partition(MESSAGE)
@@ -71,7 +71,7 @@ def _read(text: str) -> Spoken | MalformedCall:
     if len(calls) > 1:
         raise Unreadable("write exactly one tool call")
     thought = f"<think>{thinking}</think>" if thinking else ""
-    return Spoken(thought + said, tuple(calls))
+    return ParsedAction(thought + said, tuple(calls))
 
 
 def _call(recipient: str, body: str) -> ToolCall:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
+    ParsedAction,
     Schemas,
-    Spoken,
     Unreadable,
     apart_from_thinking,
     as_json,
@@ -31,15 +31,15 @@ class HermesCalls:
     """
 
     name: str = "hermes"
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         found = parse_calls(text)
         if isinstance(found, MalformedCall):
             return found
-        return Spoken(text_before_calls(text) if found else text, found)
+        return ParsedAction(text_before_calls(text) if found else text, found)
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         return spoken.text + "\n".join(call_text(c.name, c.arguments) for c in spoken.calls)
 
 
@@ -53,9 +53,9 @@ class ListedJson:
     named: str = "name"
     given: str = "arguments"
     with_ids: bool = False
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         thinking, rest = apart_from_thinking(text, self.opening)
         try:
             if self.closing:
@@ -67,9 +67,9 @@ class ListedJson:
             calls = [self._call(one) for inside in insides for one in _listed(inside)]
         except Unreadable as error:
             return MalformedCall(text, str(error))
-        return Spoken(thinking + before, tuple(calls))
+        return ParsedAction(thinking + before, tuple(calls))
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
             return spoken.text
         listed = []
@@ -98,24 +98,24 @@ class LlamaJson:
     """`{"name": …, "parameters": {…}}` as the whole answer, several with `; ` between: Llama 3."""
 
     name: str = "llama_json"
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         begun = text.lstrip().startswith(("{", PYTHON_TAG))
         thinking, answer = ("", text) if begun else apart_from_thinking(text, PYTHON_TAG)
         before, token, code = answer.partition(PYTHON_TAG)
         body = (code if token else answer).strip()
         if not token and not body.startswith("{"):
-            return Spoken(text)
+            return ParsedAction(text)
         try:
             calls = _objects(body)
         except Unreadable as error:
             # An answer may be JSON; a call cannot be taken for one.
             said_call = token or '"name"' in body.partition("}")[0]
-            return MalformedCall(text, str(error)) if said_call else Spoken(text)
-        return Spoken(thinking + before if token else thinking, tuple(calls))
+            return MalformedCall(text, str(error)) if said_call else ParsedAction(text)
+        return ParsedAction(thinking + before if token else thinking, tuple(calls))
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         calls = [
             f'{{"name": {as_json(c.name)}, "parameters": {as_json(c.arguments)}}}'
             for c in spoken.calls

@@ -16,7 +16,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class ParsedAction:
     """An action: its text before the calls, thinking included, and its calls in order."""
 
     text: str
@@ -32,15 +32,15 @@ class CallFormat(Protocol):
         ...
 
     @property
-    def ends(self) -> tuple[str, ...]:
+    def end_tokens(self) -> tuple[str, ...]:
         """Tokens with which templates end an action that are not sampled as its last one."""
         ...
 
-    def read(self, text: str, schemas: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
         """Return what an action says; `schemas` type the arguments of formats without types."""
         ...
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         """Return the action's text, as chat templates write it; the inverse of `read`."""
         ...
 

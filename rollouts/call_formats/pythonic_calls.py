@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
+    ParsedAction,
     Schemas,
-    Spoken,
     Unreadable,
     apart_from_thinking,
     as_json,
@@ -43,9 +43,9 @@ class PythonicCalls:
     quote: str = '"'
     json_values: bool = False
     """Templates write mappings and lists as JSON."""
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         openings = [self.opening] if self.opening else []
         begun = not openings and _BEGINS.match(text)
         thinking, rest = ("", text) if begun else apart_from_thinking(text, *openings)
@@ -57,13 +57,13 @@ class PythonicCalls:
             elif _BEGINS.match(rest):
                 before, insides = "", [rest]
             else:
-                return Spoken(text)
+                return ParsedAction(text)
             calls = [call for inside in insides for call in _calls(inside.strip())]
         except Unreadable as error:
             return MalformedCall(text, str(error))
-        return Spoken(thinking + before, tuple(calls))
+        return ParsedAction(thinking + before, tuple(calls))
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
             return spoken.text
         listed = ", ".join(self._text(call) for call in spoken.calls)

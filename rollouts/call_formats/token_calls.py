@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from composer_mesh.rollouts.call_formats.port import (
+    ParsedAction,
     Schemas,
-    Spoken,
     Unreadable,
     apart_from_thinking,
     as_json,
@@ -31,9 +31,9 @@ class TokenFramed:
     between: str = ""
     numbered: bool = False
     """Names are written as ids: `functions.NAME:NUMBER`."""
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         thinking, rest = apart_from_thinking(text, self.section[0], self.call[0])
         try:
             before, sections = blocks(rest, *self.section)
@@ -44,9 +44,9 @@ class TokenFramed:
             calls = [one for section in sections for one in self._calls(section)]
         except Unreadable as error:
             return MalformedCall(text, str(error))
-        return Spoken(thinking + before, tuple(calls))
+        return ParsedAction(thinking + before, tuple(calls))
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
             return spoken.text
         texts = [self._text(call, at) for at, call in enumerate(spoken.calls)]
@@ -89,19 +89,19 @@ class MistralArgs:
     """`[TOOL_CALLS]NAME[ARGS]{…}` for each call: Mistral's tokenizers from v11 on."""
 
     name: str = "mistral_args"
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, _: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         thinking, rest = apart_from_thinking(text, TOOL_CALLS)
         before, *bodies = rest.split(TOOL_CALLS)
         try:
             if ARGS in before:
                 raise Unreadable(f"a call is not opened by {TOOL_CALLS}")
-            return Spoken(thinking + before, tuple(self._call(body) for body in bodies))
+            return ParsedAction(thinking + before, tuple(self._call(body) for body in bodies))
         except Unreadable as error:
             return MalformedCall(text, str(error))
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         calls = [f"{TOOL_CALLS}{c.name}{ARGS}{as_json(c.arguments)}" for c in spoken.calls]
         return spoken.text + "".join(calls)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
+    ParsedAction,
     Schemas,
-    Spoken,
     Unreadable,
     apart_from_thinking,
     as_json,
@@ -24,12 +24,12 @@ class QwenXml:
     """`<function=NAME>` with `<parameter=KEY>` in it: Qwen3-Coder, Qwen3.5, Nemotron 3."""
 
     name: str = "qwen_xml"
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, schemas: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
         return _read(text, schemas, _qwen_call)
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         return spoken.text + "\n".join(_qwen_text(call) for call in spoken.calls)
 
 
@@ -39,12 +39,12 @@ class GlmXml:
 
     name: str = "glm"
     between: str = "\n"
-    ends: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
 
-    def read(self, text: str, schemas: Schemas, /) -> Spoken | MalformedCall:
+    def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
         return _read(text, schemas, _glm_call)
 
-    def write(self, spoken: Spoken) -> str:
+    def write(self, spoken: ParsedAction) -> str:
         return spoken.text + "\n".join(self._text(call) for call in spoken.calls)
 
     def _text(self, call: ToolCall) -> str:
@@ -55,11 +55,11 @@ class GlmXml:
         return f"{OPEN}{self.between.join([call.name, *arguments])}{self.between}{CLOSE}"
 
 
-def _read(text: str, schemas: Schemas, call: Any) -> Spoken | MalformedCall:
+def _read(text: str, schemas: Schemas, call: Any) -> ParsedAction | MalformedCall:
     thinking, rest = apart_from_thinking(text, OPEN)
     try:
         before, insides = blocks(rest, OPEN, CLOSE)
-        return Spoken(thinking + before, tuple(call(inside, schemas) for inside in insides))
+        return ParsedAction(thinking + before, tuple(call(inside, schemas) for inside in insides))
     except Unreadable as error:
         return MalformedCall(text, str(error))
 

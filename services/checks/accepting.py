@@ -49,8 +49,8 @@ def accept(config: Config) -> ProcessPlacements:
 
     Warns on stderr of numbers that look as if they were written for an earlier version.
     """
-    if isinstance(config.loss, CispoLoss) and config.loss.doubt:
-        sys.stderr.write(f"composer-mesh: warning: {config.loss.doubt}\n")
+    if isinstance(config.loss, CispoLoss) and config.loss.bounds_warning:
+        sys.stderr.write(f"composer-mesh: warning: {config.loss.bounds_warning}\n")
     if config.run.import_paths:
         add_import_paths(config.run.import_paths)
     task = make_task(config)

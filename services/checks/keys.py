@@ -27,7 +27,7 @@ def check_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
     """Raise `MissingKey` for the first endpoint of the run without its key."""
     for teacher in config.replay.teachers if config.replay.on else ():
         _check(teacher, f"teacher {teacher.name!r}", environ)
-    writer = config.sdpo.hints.asked if config.asks_for_hints else None
+    writer = config.sdpo.hints.active_writer if config.asks_for_hints else None
     if writer is not None:
         _check(writer, "the hint writer", environ)
     check_judge_keys(config, environ)
@@ -74,7 +74,7 @@ def key_variables(config: Config, kind: str) -> list[str]:
         asked += config.replay.teachers
     if kind == "judge":
         asked += config.judges.models
-    writer = config.sdpo.hints.asked if config.asks_for_hints else None
+    writer = config.sdpo.hints.active_writer if config.asks_for_hints else None
     if kind == "hint_writer" and writer is not None:
         asked.append(writer)
     return [one.key_variable for one in asked if one.key_variable is not None]

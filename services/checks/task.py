@@ -67,7 +67,7 @@ def told_of(config: Config, task: Task) -> Iterator[str]:
         yield f"MCP server {server.name!r}: {len(tools)} tools: {', '.join(tools)}"
     for sandbox in {id(one): one for part in task.parts if (one := part.sandbox)}.values():
         if isinstance(sandbox, DescribedSandbox):
-            yield from sandbox.described()
+            yield from sandbox.describe()
     dry = dry_run(config, task)
     success = "a success" if dry.success else "no success"
     yield (

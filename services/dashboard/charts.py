@@ -53,7 +53,7 @@ class Chart:
             'aria-hidden="true">',
             *self._numbers(place),
             f'</svg><svg class="plot" width="100%" height="{HEIGHT}" role="img" '
-            f'aria-label="{escape(self.spoken())}">',
+            f'aria-label="{escape(self.text_alternative())}">',
             *self._grid(place),
             f'<svg y="{TOP}" width="100%" height="{height}" viewBox="0 0 {INNER} {INNER}" '
             'preserveAspectRatio="none">',
@@ -84,7 +84,7 @@ class Chart:
         known = [one for one in self.curves if one.ys]
         return figure(known[0].ys[-1]) + self.unit if len(known) == 1 else ""
 
-    def spoken(self) -> str:
+    def text_alternative(self) -> str:
         """Return the chart in words."""
         told = [
             f"{one.label}: from {figure(one.ys[0])} to {figure(one.ys[-1])}"

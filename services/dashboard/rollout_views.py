@@ -26,7 +26,7 @@ from composer_mesh.services.traces.command import config_of, find
 from composer_mesh.services.traces.list_page import question
 from composer_mesh.services.traces.listing import Listed
 from composer_mesh.services.traces.rollout import Rollout
-from composer_mesh.services.traces.rollout_page import UNLIKELY, became
+from composer_mesh.services.traces.rollout_page import UNLIKELY, outcome_text
 from composer_mesh.services.traces.turns import Acted, acted
 from composer_mesh.services.traces.whole import own_tokenizer, whole_rollout
 
@@ -160,7 +160,7 @@ def _turn(rollout: Rollout, turn: Acted) -> dict[str, Any]:
         "cut": said.stop_reason == "length",
         "sites": [site for site in rollout.trace.error_sites if site.turn == turn.number],
         "hints": [hint for hint in rollout.hints if hint.turn == turn.number],
-        "pairs": [{"pair": one.pair, "became": became(one)} for one in pairs],
+        "pairs": [{"pair": one.pair, "became": outcome_text(one)} for one in pairs],
     }
 
 

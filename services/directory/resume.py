@@ -96,7 +96,7 @@ def _refusal(output: Path, unsafe: Sequence[Change]) -> str:
     )
 
 
-def whence(output: Path, steps: int) -> str:
+def describe_resume(output: Path, steps: int) -> str:
     """Describe how far a stopped run came, and which steps a resume would train again."""
     done = len(read_metrics(output / METRICS_FILE))
     newest = max((one.step for one in checkpoints_of(output) if one.step <= done), default=0)

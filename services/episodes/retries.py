@@ -67,9 +67,9 @@ class Retries:
         self._counts: Counter[str] = Counter()
         self._shortage = Shortage()
         self._last = "none"
-        self._deadly = 0
+        self._lost_processes = 0
 
-    def know(self, poisoned: Iterable[Mapping[str, Any]], sizes: list[int], wanted: int) -> None:
+    def restore(self, poisoned: Iterable[Mapping[str, Any]], sizes: list[int], wanted: int) -> None:
         """Restore an earlier process's quarantined episodes and its last step's group sizes."""
         episodes = [one["episode"] for one in poisoned]
         self._set_aside |= {(episode["split"], episode["index"]) for episode in episodes}
@@ -97,7 +97,7 @@ class Retries:
     @property
     def lost_key(self) -> str:
         """The current key of lost-process failures."""
-        return f"{LOST} {self._deadly}"
+        return f"{LOST} {self._lost_processes}"
 
     def figures(self) -> dict[str, int]:
         """Return the counts of retries, given-up samples and quarantines since the last call."""
@@ -121,39 +121,41 @@ class Retries:
             what = f"none of {asked} held-out episodes could be run after step {step}"
             raise RolloutsFail(what, self._last)
 
-    def failed(self, trial: "EpisodeTrial", setback: "Setback") -> None:
+    def failed(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:
         """Handle a failed attempt: quarantine the episode, give up the sample, or retry it."""
-        self._last = told(setback.error)
+        self._last = one_line(attempt.error)
         if self.is_set_aside(trial.episode):
             return
-        most = max(self.attempts, self._poison_after) if setback.deadly else self._poison_after
-        if setback.times >= most:
-            self._set_aside_for_good(trial, setback)
-        elif setback.failures >= self.attempts:
+        most = (
+            max(self.attempts, self._poison_after) if attempt.lost_a_process else self._poison_after
+        )
+        if attempt.times >= most:
+            self._set_aside_for_good(trial, attempt)
+        elif attempt.failures >= self.attempts:
             self._counts["given_up"] += 1
-            self._tell("rollout_given_up", setback, f", after {setback.failures} failures")
+            self._tell("rollout_given_up", attempt, f", after {attempt.failures} failures")
         else:
             self._counts["retried"] += 1
-            self._tell("rollout_retried", setback)
+            self._tell("rollout_retried", attempt)
 
-    def _set_aside_for_good(self, trial: "EpisodeTrial", setback: "Setback") -> None:
+    def _set_aside_for_good(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:
         self._set_aside.add((trial.episode.split, trial.episode.index))
-        self._deadly += setback.deadly
+        self._lost_processes += attempt.lost_a_process
         self._counts["poisoned"] += 1
-        error = setback.error
+        error = attempt.error
         story = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
         cause, attempts = classify(error).value, trial.attempts
         self._keep(PoisonedInput(trial.episode, cause, error_key(error), story, attempts))
-        self._tell("input_poisoned", setback, f", set aside after {attempts} failures")
+        self._tell("input_poisoned", attempt, f", set aside after {attempts} failures")
 
-    def _tell(self, kind: str, setback: "Setback", what: str = "") -> None:
-        error, cause = setback.error, told(setback.error)
-        fields = {"rollout": setback.name, "cause": cause, "class": classify(error).value}
-        self._events(kind, actor_of(error), f"{setback.name}{what}: {cause}", **fields)
+    def _tell(self, kind: str, attempt: "FailedAttempt", what: str = "") -> None:
+        error, cause = attempt.error, one_line(attempt.error)
+        fields = {"rollout": attempt.name, "cause": cause, "class": classify(error).value}
+        self._events(kind, actor_of(error), f"{attempt.name}{what}: {cause}", **fields)
 
 
 @dataclass(frozen=True)
-class Setback:
+class FailedAttempt:
     """One failed attempt at a sample, which has had `failures` failures so far.
 
     `times` counts failures of this kind: of the sample where a process was lost by it, none where a
@@ -167,7 +169,7 @@ class Setback:
     failures: int
 
     @property
-    def deadly(self) -> bool:
+    def lost_a_process(self) -> bool:
         """Whether a process was lost in the attempt."""
         return is_loss(self.key)
 
@@ -201,19 +203,19 @@ class EpisodeTrial:
                 raise  # nothing is left to retry with
             except Exception as error:  # noqa: BLE001  supervision boundary
                 key = self._retries.key_of(error, session)
-                self._retries.failed(self, self._setback(name, error, key, began, own))
+                self._retries.failed(self, self._failed_attempt(name, error, key, began, own))
         return None
 
-    def _setback(
+    def _failed_attempt(
         self, name: str, error: Exception, key: str | None, began: int, own: Counter[str]
-    ) -> Setback:
+    ) -> FailedAttempt:
         """Count a sample's failure, with its `own` earlier ones and with its episode's."""
         if key is not None:
             own[key] += 1
         outside = classify(error) is FailureClass.PROVIDER  # no episode is the cause of that
         shared = self._trial.failed(began, None if outside or is_loss(key) else key)
         times = own[key] if key is not None and is_loss(key) else shared
-        return Setback(name, error, key, times, self._failures(own))
+        return FailedAttempt(name, error, key, times, self._failures(own))
 
     def _failures(self, own: Counter[str]) -> int:
         """Count a sample's failures, without those that were attributed to another episode."""
@@ -247,7 +249,7 @@ def key_of(error: Exception, session: str) -> str | None:
     return error_key(error).replace(session, "…")
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return an error in one line, for an event."""
     if isinstance(error, SessionLost):
         return f"{error.replica} died: {error.reason}"  # the loss is already handled

@@ -53,7 +53,7 @@ class EndpointEvaluation(InProcessEvaluation):
         except (ProviderAuthError, ProviderPaymentError, ProviderBudgetError):
             raise
         except ProviderError as error:
-            self.failures.append(worded(self._endpoint, error))
+            self.failures.append(endpoint_failure(self._endpoint, error))
         return None
 
     async def _policy(self, _episode: Episode, name: str) -> Policy:
@@ -68,7 +68,7 @@ class EndpointEvaluation(InProcessEvaluation):
         return ask
 
 
-def worded(endpoint: TeacherEndpoint, error: ProviderError) -> str:
+def endpoint_failure(endpoint: TeacherEndpoint, error: ProviderError) -> str:
     """Return what an endpoint failed with, and what to look at in this command."""
     if isinstance(error, ProviderBudgetError):
         return f"{error.text}: raise --max-usd, and go on with --resume"

@@ -16,7 +16,7 @@ from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.partial_runs.command import PartialRun
 from composer_mesh.services.run.mesh import Half, RunMesh
 from composer_mesh.services.run.parts import RunParts
-from composer_mesh.services.run.resume_loader import Past
+from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.groups import Sampled, gather_or_cancel
 from composer_mesh.services.steps.ports import Store
 from composer_mesh.tasks.task import Task
@@ -32,7 +32,7 @@ class EvaluationRun(PartialRun):
 
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
         parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
-        rollouts = parts.rollouts(Past())
+        rollouts = parts.rollouts(ResumeContents())
         self.view.phase("evaluating")
         sampling = Sampling.evaluation(self.config)
         try:

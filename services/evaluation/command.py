@@ -27,7 +27,7 @@ from composer_mesh.rollouts.group_rewards import SMALLEST_GROUP
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, worded
+from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, endpoint_failure
 from composer_mesh.services.evaluation.by_script import Script, ScriptedEvaluation
 from composer_mesh.services.evaluation.figures import figures_by_task
 from composer_mesh.services.evaluation.in_process import InProcessEvaluation
@@ -109,7 +109,7 @@ def evaluate_endpoint(
             try:
                 await evaluation.run(left)
             except ProviderError as error:
-                evaluation.failures.append(worded(endpoint, error))
+                evaluation.failures.append(endpoint_failure(endpoint, error))
                 return _told(evaluation, FAILED)
             except (JudgesSpent, LoopBlocked) as error:
                 evaluation.failures.append(str(error))
@@ -171,7 +171,7 @@ def _judged(
                 task.use_judges(judges)
             yield store
     except ProviderError as error:
-        raise EvalRefused(error.worded("judge", "judges")) from None
+        raise EvalRefused(error.for_role("judge", "judges")) from None
 
 
 def _told(evaluation: InProcessEvaluation, code: int) -> int:

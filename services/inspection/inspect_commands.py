@@ -56,7 +56,7 @@ def stacks_command(run: Path | None, native: bool = False, as_json: bool = False
 async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
     """Return the stacks of the controller and of each actor. Waits for all of them."""
     url = _admin_of(status)
-    mesh = await asyncio.to_thread(read_mesh, url, TlsFiles.told(status.admin_tls))
+    mesh = await asyncio.to_thread(read_mesh, url, TlsFiles.of_status(status.admin_tls))
     targets: list[tuple[str, int | None, str]] = []
     for host, proc in ((one, proc) for one in mesh.hosts for proc in one.procs):
         if proc.name == CONTROLLER_PROC and is_controllers(host, status):
@@ -64,7 +64,7 @@ async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
         elif (owner := owner_of(proc, status)) is not None:
             targets.append((owner.name, owner.pid, proc.reference))
     answers = await read_stacks(
-        url, [reference for *_, reference in targets], TlsFiles.told(status.admin_tls)
+        url, [reference for *_, reference in targets], TlsFiles.of_status(status.admin_tls)
     )
     return [
         read_pyspy(name, pid, answer, native)
@@ -107,7 +107,7 @@ def tui_command(run: Path | None) -> int:
     url = _admin_of(status)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RunUnavailable("the interface needs a terminal: use composer-mesh tree instead")
-    open_tui(url, TlsFiles.told(status.admin_tls))
+    open_tui(url, TlsFiles.of_status(status.admin_tls))
     return 0
 
 

@@ -72,7 +72,7 @@ class ActorRow(Protocol):
 
 
 @dataclass
-class Shown:
+class PageData:
     """Everything that the page shows."""
 
     name: str
@@ -125,7 +125,7 @@ def _figure(step: Mapping[str, Any], key: str, form: str) -> str:
     return format(round(value) if form.endswith("d") else float(value), form)
 
 
-def page_of(shown: Shown, width: int) -> RenderableType:
+def page_of(shown: PageData, width: int) -> RenderableType:
     inner = width - 4  # the panel's frame and padding
     if width >= WIDE:
         half = inner // 2 - 1
@@ -145,7 +145,7 @@ def page_of(shown: Shown, width: int) -> RenderableType:
     )
 
 
-def _progress(shown: Shown) -> Table:
+def _progress(shown: PageData) -> Table:
     done = int(shown.last.get("step", 0))
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
     row.add_column(no_wrap=True, overflow="ellipsis", max_width=32)
@@ -160,7 +160,7 @@ def _progress(shown: Shown) -> Table:
     return row
 
 
-def _metrics(shown: Shown, width: int) -> Table:
+def _metrics(shown: PageData, width: int) -> Table:
     """Build the label and value rows of the last step; `width` bounds the curve."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="cyan", no_wrap=True)
@@ -232,7 +232,7 @@ def _times(step: Mapping[str, Any]) -> str:
     )
 
 
-def _actors(shown: Shown) -> RenderableType:
+def _actors(shown: PageData) -> RenderableType:
     if not shown.actors:
         return Text()
     table = Table(box=SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False)
@@ -250,7 +250,7 @@ def _actors(shown: Shown) -> RenderableType:
     return table
 
 
-def _events(shown: Shown) -> list[Text]:
+def _events(shown: PageData) -> list[Text]:
     return [
         Text.assemble((f"{at:7.1f} s  ", "dim"), text, no_wrap=True, overflow="ellipsis")
         for at, text in shown.events

@@ -68,7 +68,7 @@ class Viewer:
         status = status_of(self.run)
         return merge(self.run.name, status, _mesh(status), self._usage(status))
 
-    def lately(self) -> list[dict[str, Any]]:
+    def recent_events(self) -> list[dict[str, Any]]:
         """Return the last events about deaths and recoveries, newest last."""
         for line in self._lines.new():
             event = event_of(line)
@@ -88,7 +88,7 @@ class Viewer:
 def _mesh(status: RunStatus) -> MeshTree | None:
     try:
         return (
-            read_mesh(status.admin_url, TlsFiles.told(status.admin_tls))
+            read_mesh(status.admin_url, TlsFiles.of_status(status.admin_tls))
             if status.admin_url and status.here
             else None
         )
@@ -101,13 +101,13 @@ def _print(viewer: Viewer, about: dict[str, Any], console: Console, as_json: boo
         sys.stdout.write(json.dumps(about) + "\n")
         sys.stdout.flush()
     else:
-        console.print(MeshPage(about, viewer.lately()))
+        console.print(MeshPage(about, viewer.recent_events()))
 
 
 def _watch(viewer: Viewer, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live:
         for about in _views(viewer):
-            live.update(MeshPage(about, viewer.lately()), refresh=True)
+            live.update(MeshPage(about, viewer.recent_events()), refresh=True)
 
 
 def _views(viewer: Viewer) -> Iterator[dict[str, Any]]:

@@ -64,7 +64,7 @@ class MeshPage:
     """A run and its mesh, rendered for the width of the console."""
 
     about: Mapping[str, Any]
-    lately: Sequence[Mapping[str, Any]] = ()
+    recent_events: Sequence[Mapping[str, Any]] = ()
     """Events of the run, newest last."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -87,9 +87,9 @@ class MeshPage:
                 yield _line(f"host {name}", "bold")
             if processes:
                 yield _table(processes, width, longest)
-        if self.lately:
+        if self.recent_events:
             yield _line("lately", "bold")
-        for event in self.lately:
+        for event in self.recent_events:
             yield _event_line(event, width)
 
     def _header(self) -> Text:

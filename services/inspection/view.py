@@ -20,7 +20,13 @@ from rich.live import Live
 from rich.text import Text
 
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.inspection.page import ActorRow, Shown, page_of, plain_line, plain_text
+from composer_mesh.services.inspection.page import (
+    ActorRow,
+    PageData,
+    page_of,
+    plain_line,
+    plain_text,
+)
 
 REFRESH_S = 0.25
 LONGEST_HINT = 5000
@@ -59,7 +65,7 @@ class RunView:
     ) -> None:
         self.failure = ""
         self._console = console or RunConsole()
-        self._shown = Shown(
+        self._shown = PageData(
             plain_text(name), steps, plain_text(transport), time.monotonic(), ceiling_usd
         )
         self._lock = threading.Lock()

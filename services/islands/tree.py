@@ -74,4 +74,4 @@ def _print(console: Console, viewers: dict[int, Viewer], told: list[dict[str, An
         words = f"island {one['rank']}: {one['state']}, step {one['step']}, round {one['round']}"
         console.print(words, highlight=False)
         if "mesh" in one:
-            console.print(MeshPage(one["mesh"], viewers[one["rank"]].lately()))
+            console.print(MeshPage(one["mesh"], viewers[one["rank"]].recent_events()))

@@ -17,7 +17,7 @@ from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.services.directory.claim import holder
 from composer_mesh.services.directory.control import ask
 from composer_mesh.services.directory.live import RunUnavailable
-from composer_mesh.services.directory.resume import whence
+from composer_mesh.services.directory.resume import describe_resume
 from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.launch.handle import (
     THERE,
@@ -109,7 +109,7 @@ def _tell(run: Path) -> int:
     if status.state == "finished":
         sys.stdout.write("it had come to its end\n")
         return 0
-    sys.stdout.write(f"{whence(run, status.steps)}\ngo on with: {resume_command(run)}\n")
+    sys.stdout.write(f"{describe_resume(run, status.steps)}\ngo on with: {resume_command(run)}\n")
     return 0
 
 

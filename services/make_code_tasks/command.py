@@ -124,7 +124,7 @@ def _boxes(options: MakeOptions, say: Say) -> Iterator[Sandbox]:
         folders=list(options.folders),
         bytecode=True,
     )
-    say(next(sandbox.described()))
+    say(next(sandbox.describe()))
     try:
         yield sandbox
     finally:

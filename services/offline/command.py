@@ -176,7 +176,7 @@ class _Ending:
     @property
     def early(self) -> bool:
         """Whether a signal ended it."""
-        return self._stopping.asked or self._stopping.stopped
+        return self._stopping.requested or self._stopping.stopped
 
     async def of(self, work: Coroutine[Any, Any, bool]) -> None:
         """Wait for the job; raise its exception."""
@@ -192,7 +192,7 @@ class _Ending:
             job.result()
 
     async def _stop_asking(self) -> None:
-        await self._stopping.until_asked()
+        await self._stopping.until_requested()
         self._teacher_client.stop()
         self._view.say(
             "stopping: waiting for the answers under way, which are paid; again: drop them"

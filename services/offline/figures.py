@@ -12,7 +12,7 @@ from composer_mesh.rollouts.pairs import (
     TeacherAnswer,
     TeacherFailure,
     TeacherReply,
-    Voice,
+    TeacherVote,
 )
 from composer_mesh.services.offline.teacher_client import is_short
 
@@ -49,7 +49,7 @@ class TeacherFigures:
     latencies: list[float] = field(default_factory=list)
     example: str = ""
 
-    def add_voice(self, voice: Voice, majority: bool) -> None:
+    def add_voice(self, voice: TeacherVote, majority: bool) -> None:
         """Count an actual vote's side; `majority` says whether there was a majority."""
         self.asked += 1
         self.malformed += voice.kind == "malformed"

@@ -28,7 +28,7 @@ BY_A_PERSON = (FailureKind.AUTH, FailureKind.PAYMENT)
 """Failures that only a person can fix."""
 
 
-class Asked(Protocol):
+class QueriedPanel(Protocol):
     """The queried object, a `TeacherPanel` outside tests."""
 
     async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]: ...
@@ -41,7 +41,7 @@ class Stopped(Exception):
 class TeacherClient:
     """A `Teachers` port for one event loop. `rest_s` is the duration of a teacher's suspension."""
 
-    def __init__(self, panel: Asked, concurrency: int, rest_s: float) -> None:
+    def __init__(self, panel: QueriedPanel, concurrency: int, rest_s: float) -> None:
         self._panel, self._slots = panel, asyncio.Semaphore(concurrency)
         self._rests = _Rests(rest_s)
         self._stopping = asyncio.Event()

@@ -37,7 +37,7 @@ from composer_mesh.services.replay.parts import make_late_rewards
 from composer_mesh.services.run.assembly import FAILED, Run
 from composer_mesh.services.run.mesh import Half, RunMesh
 from composer_mesh.services.run.parts import RunParts
-from composer_mesh.services.run.resume_loader import Past
+from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.schedule.stopping import until_interrupted
@@ -112,7 +112,7 @@ class SamplingRun(PartialRun):
 
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
         parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
-        rollouts = parts.rollouts(Past())
+        rollouts = parts.rollouts(ResumeContents())
         self.rollouts = RolloutsOnly(self.config, task, rollouts, self.store, self._tell)
         self.view.phase("sampling")
         await self.rollouts.run()

@@ -125,7 +125,8 @@ class StoredSteps:
 
     def _group(self, step: int, group_id: int) -> Group:
         try:
-            traces, worded = self._reader.traces(group_id), self._reader.worded(group_id)
+            traces = self._reader.traces(group_id)
+            worded = self._reader.hint_writer_output(group_id)
         except DamagedRecord as damaged:
             raise StoredStepLost(step + 1, str(damaged)) from None
         self._check_ids(traces)

@@ -20,7 +20,7 @@ from composer_mesh.rollouts.traces import Split
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.checks.timed_episode import TimedEpisode
-from composer_mesh.services.play.policies import Person, PlayRefused, Policy, Script
+from composer_mesh.services.play.policies import HumanPolicy, PlayRefused, Policy, Script
 from composer_mesh.services.play.printing import (
     error_lines,
     message_lines,
@@ -61,7 +61,7 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
                 task.use_judges(judges)
             play(config, task, options, _policy(task, options.scripted), _print)
     except ProviderError as error:
-        raise PlayRefused(error.worded("judge", "judges")) from None
+        raise PlayRefused(error.for_role("judge", "judges")) from None
     return 0
 
 
@@ -102,7 +102,9 @@ def play(
 
 def _policy(task: Task, scripted: str) -> Policy:
     if not scripted:
-        return Person(_read, lambda one: _print(message_lines(one.messages)), lambda t: _print([t]))
+        return HumanPolicy(
+            _read, lambda one: _print(message_lines(one.messages)), lambda t: _print([t])
+        )
     if scripted != "expert":
         return Script(Path(scripted))
     if not task.has_expert:

@@ -47,7 +47,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Person:
+class HumanPolicy:
     """Lines that a person types; `read` returns an empty text at the end of the input."""
 
     read: Callable[[str], str]

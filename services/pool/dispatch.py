@@ -63,7 +63,7 @@ class Route(Protocol):
         ...
 
 
-class Anywhere:
+class AnyReplica:
     """A route to any replica."""
 
     movable = True
@@ -72,7 +72,7 @@ class Anywhere:
         self._router, self._last_death = router, last_death
 
     def pin(self) -> Replica | None:
-        if not self._router.hopeful:
+        if not self._router.may_find_target:
             raise self._last_death()
         return None
 
@@ -84,7 +84,7 @@ class Anywhere:
 
 
 @dataclass(frozen=True)
-class Only:
+class OneReplica:
     """A route to one particular replica."""
 
     replica: Replica
@@ -165,7 +165,7 @@ class Dispatch:
     def close(self) -> None:
         """Refuse every call from now on, including those that wait."""
         self.closed = True
-        self._wake(self._router.everybody())
+        self._wake(self._router.remove_all())
 
     async def _turn(self, ticket: Ticket[Replica], route: Route) -> Replica:
         """Wait until a replica takes the call; it is then counted there."""

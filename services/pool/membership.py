@@ -53,7 +53,7 @@ class Membership:
         self._closing: asyncio.Task[None] | None = None
 
     @property
-    def everyone(self) -> list[Replica]:
+    def all_replicas(self) -> list[Replica]:
         """Every replica that has, or will have, a process."""
         return [*self.members, *self.coming, *self.leaving]
 
@@ -89,7 +89,7 @@ class Membership:
             if self._healer is not None and known:
                 found = await self._without_failed(call, found)
             answers = _answers(found)
-            if not answers and (self._healer is None or not self.router.hopeful):
+            if not answers and (self._healer is None or not self.router.may_find_target):
                 raise self.last_death()
             self.remember(call)
         return answers
@@ -164,7 +164,7 @@ class Membership:
     def _newcomers(self, count: int) -> list[Replica]:
         first = len(self.coming)
         for _ in range(count):
-            taken = {one.slot for one in self.everyone}
+            taken = {one.slot for one in self.all_replicas}
             self.coming.append(self._names.next(taken))
         return self.coming[first:]
 
@@ -209,7 +209,7 @@ class Membership:
 
     async def _catch_up(self, replica: Replica, deadline_s: float) -> None:
         """Bring a replica to the state of the others, by the service's own way if it has one."""
-        calls = self._setups.untold(replica)
+        calls = self._setups.unsent_calls(replica)
         if self._spec.catch_up is None:
             await self._tell(replica, calls, deadline_s)
         else:
@@ -311,9 +311,9 @@ class Membership:
         await cancel_and_wait([*self._drains.values(), *filter(None, [self._growth])])
         if self._healer is not None:
             await self._healer.close()
-        await asyncio.gather(*(one.drained(drain_s, sessions=False) for one in self.everyone))
+        await asyncio.gather(*(one.drained(drain_s, sessions=False) for one in self.all_replicas))
         stops: list[Coroutine[Any, Any, None]] = [
-            self._stop(one, "the service was closed") for one in self.everyone
+            self._stop(one, "the service was closed") for one in self.all_replicas
         ]
         await asyncio.gather(*stops, *self._burials)
 

@@ -121,7 +121,7 @@ class Replica(RoutingTarget):
         }
 
 
-def unheard(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+def discard_event(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
     """A recorder that discards everything."""
 
 
@@ -156,7 +156,7 @@ class ReplicaSpec:
     policy: FaultPolicy = FaultPolicy.OWNER
     deadline_s: float = 120.0
     restart: RestartRules | None = None
-    record: Recorder = unheard
+    record: Recorder = discard_event
     numbered: bool = True
     placement: PlacementOf | None = None
     stable_names: bool = False
@@ -165,7 +165,7 @@ class ReplicaSpec:
     @property
     def task_failed(self) -> Failed:
         """What happens with an exception of a service's background task."""
-        return told_to_loop if self.record is unheard else recorded_by(self.record)
+        return told_to_loop if self.record is discard_event else recorded_by(self.record)
 
     async def start(self, replica: Replica) -> None:
         """Start a replica's process at its current placement. Waits until its actor answers.

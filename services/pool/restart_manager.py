@@ -25,7 +25,7 @@ Come = Callable[[Replica], Awaitable[Replica]]
 GiveUp = Callable[[ActorDied], None]
 
 
-class GivenUp(Exception):
+class RestartsGivenUp(Exception):
     """No further replacement is started: the last failure, and why."""
 
     def __init__(self, error: Exception, why: str) -> None:
@@ -37,7 +37,7 @@ class GivenUp(Exception):
 async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Awaitable[T]]) -> T:
     """Start a replacement, with the waits and retries that the budget allows.
 
-    Raises GivenUp once no restart is left, or when two fail by the same bug.
+    Raises `RestartsGivenUp` once no restart is left, or when two fail by the same bug.
     """
     loop, error = asyncio.get_running_loop(), died
     while (wait_s := budget.take(loop.time())) is not None:
@@ -46,12 +46,12 @@ async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Aw
             started = await start()
         except Exception as failed:
             error = failed
-            if budget.hopeless(failed):
-                raise GivenUp(failed, "it failed in the same way twice") from failed
+            if budget.repeats_its_error(failed):
+                raise RestartsGivenUp(failed, "it failed in the same way twice") from failed
         else:
             budget.served()
             return started
-    raise GivenUp(error, budget.spent())
+    raise RestartsGivenUp(error, budget.spent())
 
 
 class RestartManager:
@@ -103,7 +103,7 @@ class RestartManager:
         await asyncio.wait([burial])  # its port, files and memory are free again
         try:
             replica = await restart(self._budget(dead.slot), died, partial(self._come, dead))
-        except GivenUp as end:
+        except RestartsGivenUp as end:
             self._tell_end(dead, end)
         else:
             self._tell_restart(dead, replica, now() - began)
@@ -125,7 +125,7 @@ class RestartManager:
             replaces=dead.name,
         )
 
-    def _tell_end(self, dead: Replica, end: GivenUp) -> None:
+    def _tell_end(self, dead: Replica, end: RestartsGivenUp) -> None:
         del self._under_way[dead]
         self._give_up(ActorDied(dead.name, str(end)))
         about = {"generation": dead.generation, **end.fields}

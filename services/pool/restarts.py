@@ -70,7 +70,7 @@ class RestartBudget:
         self._begun.append(now)
         return self._rng.uniform(0.0, longest)
 
-    def hopeless(self, error: BaseException) -> bool:
+    def repeats_its_error(self, error: BaseException) -> bool:
         """Whether a start failed by the same deterministic error as the start before it."""
         key, before = error_key(error), self._last_error
         self._last_error = key

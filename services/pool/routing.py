@@ -92,7 +92,7 @@ class Router(Generic[S]):
         return self.waiting >= self.queue
 
     @property
-    def hopeful(self) -> bool:
+    def may_find_target(self) -> bool:
         """Whether a call without a pin can expect a target."""
         return self.coming > 0 or any(target.open for target in self.targets)
 
@@ -142,10 +142,12 @@ class Router(Generic[S]):
 
     def orphans(self) -> list[Ticket[S]]:
         """Remove and return the tickets that no target can serve any more."""
-        pins = [pin for pin in self._lines if not (self.hopeful if pin is None else pin.serving)]
+        pins = [
+            pin for pin in self._lines if not (self.may_find_target if pin is None else pin.serving)
+        ]
         return [ticket for pin in pins for ticket in self._lines.pop(pin)]
 
-    def everybody(self) -> list[Ticket[S]]:
+    def remove_all(self) -> list[Ticket[S]]:
         """Remove and return all queued tickets."""
         lines, self._lines = self._lines, {}
         return [ticket for line in lines.values() for ticket in line]

@@ -104,7 +104,7 @@ class Session(Endpoints):
     def _found(self) -> Replica | None:
         """Return a replica for the session; None while all are being replaced."""
         home = self._replicas.router.for_session()
-        if home is None and not self._replicas.router.hopeful:
+        if home is None and not self._replicas.router.may_find_target:
             raise self._replicas.last_death()
         return home
 

@@ -42,7 +42,7 @@ class Setups:
         first = takewhile(lambda call: call.endpoint == LOAD, self._calls.values())
         return [call for call in first if replica.told.get(LOAD) is not call]
 
-    def untold(self, replica: Replica) -> list[Call]:
+    def unsent_calls(self, replica: Replica) -> list[Call]:
         """Return the calls that a replica has not received yet."""
         return [
             call for call in self._calls.values() if replica.told.get(call.endpoint) is not call

@@ -105,7 +105,7 @@ class PairStream:
         for group in asked:
             if group.group_id != self._next:
                 break
-            self._replay.know(group.situations)
+            self._replay.restore(group.situations)
             self._refining.remember(group.candidates)
             self._next = self._refined = group.group_id + 1
             self._count(group.replay_outcome)

@@ -43,12 +43,12 @@ class Replay:
         rng = random.Random(f"{self._seed}:replay:{group_id}")
         share = self._share(group_id)
         selection = select_states(group, share, rng, self._config.gate, self._novelty)
-        self._novelty.asked(selection.states)
+        self._novelty.count_queries(selection.states)
         return selection
 
-    def know(self, situations: Iterable[str]) -> None:
+    def restore(self, situations: Iterable[str]) -> None:
         """Register states that an earlier process of the run queried, for the novelty count."""
-        self._novelty.know(situations)
+        self._novelty.restore(situations)
 
     async def ask_about(self, selection: Selection) -> ReplayOutcome:
         """Return the decisions about some states. Waits for the teachers, at most their timeout."""

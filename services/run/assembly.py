@@ -41,7 +41,7 @@ from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.resume import whence
+from composer_mesh.services.directory.resume import describe_resume
 from composer_mesh.services.inspection.actor_names import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
@@ -51,7 +51,7 @@ from composer_mesh.services.run.island_member import with_member
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.preload import PRELOAD
-from composer_mesh.services.run.resume_loader import Past, load_resume_state
+from composer_mesh.services.run.resume_loader import ResumeContents, load_resume_state
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView
 from composer_mesh.services.run.unexpected_errors import unexpected
 from composer_mesh.services.run.watch import RunWatch
@@ -114,7 +114,7 @@ def train_command(
     if code == FAILED:
         sys.stderr.write(f"composer-mesh: {run.failure}\n")
     elif code:
-        Console().print(Text(whence(output, config.run.steps)), soft_wrap=True)
+        Console().print(Text(describe_resume(output, config.run.steps)), soft_wrap=True)
     return code
 
 
@@ -133,7 +133,7 @@ class Run:
     _keys: Keys = field(default_factory=Keys, repr=False)
     _mesh: RunMesh | None = None
     _trainer: FaultTolerantTrainer | None = None
-    _past: Past = field(default_factory=Past)
+    _past: ResumeContents = field(default_factory=ResumeContents)
     _watch: RunWatch = field(init=False)
     _trackers: RunTrackers = field(init=False)
 
@@ -211,7 +211,7 @@ class Run:
 
     def _left(self, state: str) -> str:
         """Describe where a stopped run would resume."""
-        return whence(self.store.root, self.config.run.steps) if state == "stopped" else ""
+        return describe_resume(self.store.root, self.config.run.steps) if state == "stopped" else ""
 
     async def _live_with_hosts(self, supervisor: Supervisor) -> None:
         """Run on the hosts of the run, and release them however it ends."""
@@ -328,7 +328,7 @@ class Run:
             trainer, TrackedView(self.view, self._trackers), past, heldout
         )
         controller.stopping = self.stopping
-        self._past = Past(evaluations=past.evaluations)  # it may hold many rollouts
+        self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
         await trainer.during(self._train(trainer, controller))
 
     async def _train(self, trainer: FaultTolerantTrainer, controller: Controller) -> None:

@@ -2,12 +2,12 @@
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, InOrder, Source
-from composer_mesh.services.run.resume_loader import Past
+from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.tasks.errors import TaskError, code_error
 from composer_mesh.tasks.task import Task
 
 
-def make_episode_order(config: Config, task: Task, past: Past) -> EpisodeOrder:
+def make_episode_order(config: Config, task: Task, past: ResumeContents) -> EpisodeOrder:
     """Return the order of a new or resumed run; an error of the task's own code names its line."""
     islands = config.islands
     share = (islands.rank, islands.world_size) if islands.on else (0, 1)
@@ -23,7 +23,7 @@ def make_episode_order(config: Config, task: Task, past: Past) -> EpisodeOrder:
         order.settle(step, results)
     for group_id, stored in past.waiting.items():
         if stored.traces:
-            order.know(group_id, stored.traces[0].index)
+            order.restore(group_id, stored.traces[0].index)
     return order
 
 

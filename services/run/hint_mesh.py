@@ -31,7 +31,7 @@ class MeshHintWriter:
 
     async def load(self, expert_url: str, run: Path) -> None:
         """Open its cache and connections; raises if the key, address or file is unusable."""
-        asked = self.config.sdpo.hints.asked
+        asked = self.config.sdpo.hints.active_writer
         assert asked is not None
         cache = asked.cache or run / CACHE_FILE
         writer = writer_endpoint(self.config, expert_url)
@@ -39,7 +39,7 @@ class MeshHintWriter:
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         """Return one reply per request. Waits at most the writer's own timeout."""
-        asked = self.config.sdpo.hints.asked
+        asked = self.config.sdpo.hints.active_writer
         assert asked is not None
         # The writer enforces its own timeout; the deadline covers a process that does not answer.
         deadline_s = self.config.run.deadline_s + asked.timeout_s
@@ -50,7 +50,7 @@ class MeshHintWriter:
 
 def writer_endpoint(config: Config, expert_url: str) -> TeacherEndpoint:
     """Return the endpoint of the configured writer."""
-    asked = config.sdpo.hints.asked
+    asked = config.sdpo.hints.active_writer
     assert asked is not None
     if asked.kind == "builtin":
         return TeacherEndpoint("hint writer", expert_url, HINT_WRITER, TOKEN_ENV)

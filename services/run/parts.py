@@ -20,7 +20,7 @@ from composer_mesh.services.replay.parts import make_late_rewards, make_pair_str
 from composer_mesh.services.run.episode_order import make_episode_order
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.resume_loader import (
-    Past,
+    ResumeContents,
     restore_teacher_queries,
     resume_state_of,
     trained_steps,
@@ -73,7 +73,7 @@ class RunParts:
         self,
         trainer: FaultTolerantTrainer,
         watch: Watcher,
-        past: Past,
+        past: ResumeContents,
         heldout: Sequence[int],
     ) -> Controller:
         """Build the controller of a new or resumed run. Waits until the resumed steps are rebuilt.
@@ -126,13 +126,13 @@ class RunParts:
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
         return StepBuilder(Batcher(self.config, self.task, self.chat, advantages), late)
 
-    def rollouts(self, past: Past) -> Rollouts:
+    def rollouts(self, past: ResumeContents) -> Rollouts:
         """Return the rollout sampler with the failures of earlier processes of the run."""
         mesh = self.mesh
         pools = RolloutPools(mesh.rollouts, mesh.generators, mesh.environments)
         closed = self.config.schedule.max_lag == 0
         retries = Retries(self.config.supervision, self.store.add_poisoned, self.event)
-        retries.know(past.poisoned, past.sizes, self.config.schedule.group_size)
+        retries.restore(past.poisoned, past.sizes, self.config.schedule.group_size)
         activity = mesh.host.activity
         workers = RolloutWorkers(pools, self.event, lockstep=closed, activity=activity)
         return Rollouts(workers, retries)

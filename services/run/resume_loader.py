@@ -45,7 +45,7 @@ STALE = "it was sampled by a version that does not count any more"
 
 
 @dataclass(frozen=True)
-class Past:
+class ResumeContents:
     """The intact contents of a run directory that a resumed run needs.
 
     `again` are the finished steps since the checkpoint, in order, `known` earlier ones that late
@@ -90,7 +90,7 @@ class _Lost(Exception):
         self.step, self.group_id, self.why = step, group_id, why
 
 
-async def load_resume_state(store: RunStore, config: Config, record: Recorder) -> Past:
+async def load_resume_state(store: RunStore, config: Config, record: Recorder) -> ResumeContents:
     """Load a claimed run directory; quarantine and `record` what is damaged.
 
     Reads every byte of the newest checkpoint, and all needed groups, in a thread: attached hosts
@@ -109,7 +109,7 @@ async def load_resume_state(store: RunStore, config: Config, record: Recorder) -
                 await _go_back(store, lost.step, lost.why, record)
 
 
-def resume_state_of(past: Past, step_builder: StepBuilder) -> ResumeState:
+def resume_state_of(past: ResumeContents, step_builder: StepBuilder) -> ResumeState:
     """Return the controller's resume state; registers its steps with the step builder."""
     for manifest in past.known:
         step_builder.remember(manifest, past.groups_of(manifest))
@@ -150,16 +150,21 @@ def trained_steps(
         ) from None
     known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
     pairs = _pairs(reader) if config.replay.on else {}
-    past = Past(again=again, known=known, groups=groups, pairs=pairs)
+    past = ResumeContents(again=again, known=known, groups=groups, pairs=pairs)
     return resume_state_of(past, step_builder).past
 
 
-def restore_teacher_queries(past: Past, stream: PairStream, reader: RunReader, first: int) -> None:
+def restore_teacher_queries(
+    past: ResumeContents, stream: PairStream, reader: RunReader, first: int
+) -> None:
     """Restore a stream's query records, and query unqueried groups before `first`.
 
     Groups before `past.next_group` count as well; those that a step has dropped are not queried.
     """
-    asked = (query_record_from_json(row.group_id, row.body, past.pairs) for row in reader.asked())
+    asked = (
+        query_record_from_json(row.group_id, row.body, past.pairs)
+        for row in reader.teacher_queries()
+    )
     dropped = {row.group_id for row in reader.groups(GroupState.FINISHED)}
     for group_id in range(stream.restore(asked, past.taken), max(first, past.next_group)):
         if group_id not in dropped and (traces := _traces(reader, group_id)):
@@ -177,7 +182,7 @@ async def _go_back(store: RunStore, step: int, why: str, record: Recorder) -> No
         await store.quarantine(group_id, STALE)
 
 
-def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> Past:
+def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> ResumeContents:
     rows, first = list(reader.steps()), checkpoint.step if checkpoint else 0
     done = [row for row in rows if row.metrics is not None]
     _check_order(rows, len(done), first)
@@ -189,7 +194,7 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> P
     known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
     last = _manifest(rows[-1]) if rows else None
     next_group = last.next_group if last else 0
-    return Past(
+    return ResumeContents(
         checkpoint,
         len(done),
         again,
@@ -255,7 +260,7 @@ def _waiting(reader: RunReader, row: GroupRow) -> StoredGroup:
 
 
 def _stored(reader: RunReader, group_id: int) -> StoredGroup:
-    worded = reader.worded(group_id)
+    worded = reader.hint_writer_output(group_id)
     traces = reader.traces(group_id)
     return StoredGroup(traces, None if worded is None else worded_from_json(worded))
 
@@ -282,7 +287,11 @@ def _pairs(reader: RunReader) -> dict[str, PreferencePair]:
 
 
 def _words_spent(reader: RunReader, stored: Iterable[int]) -> tuple[int, float]:
-    found = [worded_from_json(body) for body in map(reader.worded, stored) if body is not None]
+    found = [
+        worded_from_json(body)
+        for body in map(reader.hint_writer_output, stored)
+        if body is not None
+    ]
     return sum(one.requests for one in found), sum(one.usd for one in found)
 
 

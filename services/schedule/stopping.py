@@ -57,7 +57,7 @@ class Stopping:
         self._left: list[asyncio.Future[Any]] = []
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self._asked.is_set()
 
     def cancels(self, work: asyncio.Future[Any]) -> None:
@@ -85,13 +85,13 @@ class Stopping:
         """Mark the work as over: later stop requests have no effect."""
         self._over = True
 
-    async def until_asked(self) -> None:
+    async def until_requested(self) -> None:
         """Wait until a stop is requested."""
         await self._asked.wait()
 
     def check(self) -> None:
         """Raise `StopAsked` if a stop was requested."""
-        if self.asked:
+        if self.requested:
             raise StopAsked
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
@@ -100,14 +100,14 @@ class Stopping:
         Abandoned work keeps running until `close`: rollouts that are sampled together must not lose
         one of them, or the others would differ in their last digits from a run without the stop.
         """
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.until_asked())
+        task, requested = asyncio.ensure_future(work), asyncio.ensure_future(self.until_requested())
         try:
-            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, requested], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise StopAsked
             return task.result()
         finally:
-            asked.cancel()
+            requested.cancel()
             if not task.done():
                 self._left.append(task)
 

@@ -133,7 +133,7 @@ async def _serve_on(
             tokens_at_once=trainer.microbatch_tokens * trainer.ranks,
             samples_at_once=2 * generator.max_concurrent * generator.replicas,
         )
-        found = await commits.run(log.remembered)
+        found = await commits.run(log.read_records)
         folder = parts.output.absolute()
         tasks = ServerTasks(parts.served, folder, commits, found, *backends, parts.facts, sizes)
         left = await tasks.recover()

@@ -35,9 +35,9 @@ class Housekeeping:
         """Tidy up from time to time, forever."""
         while True:
             await asyncio.sleep(EVERY_S)
-            await self.tidy()
+            await self.drop_expired()
 
-    async def tidy(self) -> None:
+    async def drop_expired(self) -> None:
         """Drop what is over."""
         before = time.time() - self._limits.result_s
         most = int(self._limits.max_results_gb * 1e9)

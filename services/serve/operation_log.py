@@ -129,7 +129,7 @@ def finish(rows: sqlite3.Connection, finished: Iterable[Finished]) -> None:
 
 
 @dataclass(frozen=True)
-class Looked:
+class LoggedAnswer:
     """An operation's client, and its answer: none if it has none yet, or if it was dropped."""
 
     client: str
@@ -137,7 +137,7 @@ class Looked:
     dropped: bool = False
 
 
-def result_of(rows: sqlite3.Connection, request_id: str) -> Looked | None:
+def result_of(rows: sqlite3.Connection, request_id: str) -> LoggedAnswer | None:
     """Look an operation's answer up; None for an unknown one."""
     found = rows.execute(
         "SELECT client, status, media, result FROM operations WHERE request_id = ?", (request_id,)
@@ -146,8 +146,8 @@ def result_of(rows: sqlite3.Connection, request_id: str) -> Looked | None:
         return None
     client, status, media, content = found
     if status in (QUEUED, EXPIRED):
-        return Looked(client, None, status == EXPIRED)
-    return Looked(client, Result(bytes(content), MEDIA[media], status == FAILED))
+        return LoggedAnswer(client, None, status == EXPIRED)
+    return LoggedAnswer(client, Result(bytes(content), MEDIA[media], status == FAILED))
 
 
 def expire(rows: sqlite3.Connection, before: float, most_bytes: int) -> int:
@@ -269,7 +269,7 @@ def delete_samplers(rows: sqlite3.Connection, names: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Remembered:
+class LoggedRecords:
     """All records of a log."""
 
     sessions: Mapping[str, Session]
@@ -278,7 +278,7 @@ class Remembered:
     samplers: Mapping[str, Sampler]
 
 
-def remembered(rows: sqlite3.Connection) -> Remembered:
+def read_records(rows: sqlite3.Connection) -> LoggedRecords:
     """Read all records."""
 
     def each(table: str) -> list[dict[str, Any]]:
@@ -292,7 +292,7 @@ def remembered(rows: sqlite3.Connection) -> Remembered:
     models = [Model(**with_spec(v) | {"unloaded": bool(v["unloaded"])}) for v in each("models")]
     samplers = [Sampler(**v | {"inflight": bool(v["inflight"])}) for v in each("samplers")]
     saved = [Saved(**with_spec(v)) for v in each("saved")]
-    return Remembered(
+    return LoggedRecords(
         {one.id: one for one in (Session(**v) for v in each("sessions"))},
         {one.id: one for one in models},
         {one.path: one for one in saved},

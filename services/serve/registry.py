@@ -28,7 +28,7 @@ class Registry:
     def __init__(
         self,
         commits: GroupCommit,
-        found: log.Remembered,
+        found: log.LoggedRecords,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._commits, self._clock = commits, clock

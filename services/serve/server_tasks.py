@@ -37,7 +37,7 @@ class ServerTasks:
         served: Served,
         folder: Path,
         commits: GroupCommit,
-        found: log.Remembered,
+        found: log.LoggedRecords,
         trainer: TrainBackend,
         samplers: SampleBackend,
         facts: SamplingFacts,

@@ -22,7 +22,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import PlacementOf
-from composer_mesh.services.pool.restart_manager import GivenUp, restart
+from composer_mesh.services.pool.restart_manager import RestartsGivenUp, restart
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 from composer_mesh.services.serve.backend import BackendLost
 from composer_mesh.services.training.rank_processes import RankProcesses
@@ -140,7 +140,7 @@ class ServedRanks:
         former = self._processes.names()
         try:
             await restart(self._budget, cause, self._start_again)
-        except GivenUp as end:
+        except RestartsGivenUp as end:
             self._record("actor_given_up", former[0], str(end), **end.fields)
             raise NoReplicaLeft(former[0], str(end)) from None
         self.restarts += 1

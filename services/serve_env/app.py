@@ -260,7 +260,7 @@ async def _http_error(_: Request, error: Exception) -> Response:
 async def _counted(work: Awaitable[Any]) -> Any:
     try:
         return await work
-    except task_api.Uncounted:
+    except task_api.UnnumberedEpisodes:
         raise HTTPException(501, "the episodes are generated: any index can be reset") from None
     except task_api.NoSuchTask as error:
         raise HTTPException(400, str(error)) from None

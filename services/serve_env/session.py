@@ -130,7 +130,7 @@ class EnvSession:
         self._episode_id = asked.episode_id or uuid.uuid4().hex
         self._turn, self._is_done, self._fault = 0, False, ""
         self._episode = chosen
-        self._running, messages = await self._run(self._runner.begun(chosen))
+        self._running, messages = await self._run(self._runner.begin_episode(chosen))
         return observation(messages, {**self._metadata(), ACCEPTED_ACTIONS: [MESSAGE, FINISH]})
 
     async def step(self, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ MOST_TASKS = 10_000
 """Tasks of one answer."""
 
 
-class Uncounted(Exception):
+class UnnumberedEpisodes(Exception):
     """The episodes of a split are generated, so they have no number."""
 
 
@@ -49,20 +49,20 @@ class RangeQuery(SplitQuery):
 
 
 async def num_tasks(runner: TaskRunner, split: Split) -> int:
-    """Return how many episodes a split has; raise Uncounted where they are generated."""
+    """Return how many episodes a split has; raise `UnnumberedEpisodes` where they are generated."""
     counts = [await _rows(runner, one, split) for one in runner.task.parts]
     if len(counts) > 1:
-        raise Uncounted
+        raise UnnumberedEpisodes
     return counts[0]
 
 
 async def task_range(runner: TaskRunner, query: RangeQuery) -> list[dict[str, Any]]:
-    """Return tasks; raise Uncounted where the end is open and the episodes are generated."""
+    """Return tasks; raise `UnnumberedEpisodes` for an open end of generated episodes."""
     start = query.start or 0
     try:
         most = await num_tasks(runner, query.split)
         stop = most if query.stop is None else min(query.stop, most)
-    except Uncounted:
+    except UnnumberedEpisodes:
         if query.stop is None:
             raise
         stop = query.stop
@@ -75,7 +75,7 @@ async def one_task(runner: TaskRunner, query: TaskQuery) -> dict[str, Any]:
     """Return a task; raise NoSuchTask beyond the last one."""
     try:
         most = await num_tasks(runner, query.split)
-    except Uncounted:
+    except UnnumberedEpisodes:
         return task_of(query.split, query.index)
     if query.index >= most:
         raise NoSuchTask(f"index {query.index} of {most} tasks: ask for one from 0")
@@ -91,5 +91,5 @@ async def _rows(runner: TaskRunner, task: Task, split: Split) -> int:
     what = f"rows of task {task.name!r}"
     rows = await runner.run(runner.calls(what, task.rows, split))
     if rows is None:
-        raise Uncounted
+        raise UnnumberedEpisodes
     return len(rows)

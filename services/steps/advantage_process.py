@@ -22,7 +22,7 @@ LOAD_S = 300.0
 """Longest wait for the import of the function's module, torch included."""
 
 
-class Asked(Protocol):
+class AdvantageRequests(Protocol):
     """Answers the requests that `advantage_program` describes."""
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]: ...

@@ -30,7 +30,7 @@ from composer_mesh.losses.advantages import (
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.rollouts.batches import Advantage
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.steps.advantage_process import AdvantageProcess, Asked
+from composer_mesh.services.steps.advantage_process import AdvantageProcess, AdvantageRequests
 from composer_mesh.services.steps.turn_advantages import OfTurns, advantages_of_turns, by_turn
 
 Groups = Sequence[Sequence[Trace]]
@@ -48,7 +48,7 @@ OfRollouts = (
 def make_advantages(
     config: configs.AdvantageConfig,
     limit_s: float = SupervisionConfig().custom_function_s,
-    start: Callable[[str, float], Asked] = AdvantageProcess,
+    start: Callable[[str, float], AdvantageRequests] = AdvantageProcess,
 ) -> Advantages:
     """Return the configured advantage function.
 
@@ -100,7 +100,7 @@ def _own(trace: Trace) -> Advantage:
 class CustomAdvantages:
     """A user's advantage function, called elsewhere."""
 
-    def __init__(self, config: configs.CustomAdvantage, function: Asked) -> None:
+    def __init__(self, config: configs.CustomAdvantage, function: AdvantageRequests) -> None:
         """Import the function; raises `CustomFunctionError` if it cannot be called."""
         self._function = function
         self._answer({"import_path": config.import_path, "kwargs": config.kwargs})

@@ -18,7 +18,7 @@ from composer_mesh.rollouts.batches import hint_sources
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.error_sites import ordered_sites
 from composer_mesh.rollouts.hint_counts import HintCounts
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, hint_request, tidied
+from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, hint_request, one_line_hint
 from composer_mesh.rollouts.hint_sources import Place, Written
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
 from composer_mesh.rollouts.traces import Trace
@@ -132,6 +132,6 @@ def templates_of(task: Task) -> HintTemplates:
 
 
 def _worded(place: Place, reply: HintReply) -> WordedHints:
-    text = tidied(reply.text)
+    text = one_line_hint(reply.text)
     written = {place: Written(text, reply.origin)} if text and reply.origin != "none" else {}
     return WordedHints(written, int(reply.sent), reply.usd)

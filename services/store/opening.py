@@ -23,7 +23,7 @@ NO_ROW = "run.sqlite has no finished group for it"
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class QuarantinedItem:
     """A quarantined file or row, the reason, its new path and its group, where they apply."""
 
     where: str
@@ -32,11 +32,11 @@ class Moved:
     group: int | None = None
 
 
-def repair_on_open(root: Path, records: RunRecords, reading: RunReader) -> list[Moved]:
+def repair_on_open(root: Path, records: RunRecords, reading: RunReader) -> list[QuarantinedItem]:
     """Repair a run directory; return what was quarantined."""
     for draft in root.glob(f"{FOLDER}/*/.*"):
         draft.unlink()
-    moved = [Moved(str(row), WHY) for row in set_rows_aside(root, records.file)]
+    moved = [QuarantinedItem(str(row), WHY) for row in set_rows_aside(root, records.file)]
     moved += [move_file(root, path, NO_ROW) for path in orphans(root, reading)]
     for row in reading.groups(GroupState.FINISHED):
         try:
@@ -49,10 +49,10 @@ def repair_on_open(root: Path, records: RunRecords, reading: RunReader) -> list[
     return moved
 
 
-def move_file(root: Path, path: Path, why: str) -> Moved:
+def move_file(root: Path, path: Path, why: str) -> QuarantinedItem:
     """Move a group's file to quarantine."""
     place = quarantine(root, path) if path.exists() else None
-    return Moved(str(path.relative_to(root)), why, place, group_of(path))
+    return QuarantinedItem(str(path.relative_to(root)), why, place, group_of(path))
 
 
 def orphans(root: Path, reading: RunReader) -> Iterator[Path]:

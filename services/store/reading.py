@@ -122,12 +122,12 @@ class RunReader:
             found |= {row[0] for row in rows}
         return found
 
-    def worded(self, group_id: int) -> bytes | None:
+    def hint_writer_output(self, group_id: int) -> bytes | None:
         """Return the hint writer's output for a group, or None if it was not queried."""
         found = self._found("groups", "group_id = ?", (group_id,), "group_id")
         return found[0][8] if found else None
 
-    def asked(self) -> Iterator[TeacherQueryRow]:
+    def teacher_queries(self) -> Iterator[TeacherQueryRow]:
         """Yield the groups with teacher queries, in id order."""
         for group_id, body in self._paged("asked"):
             ids = self._all(
@@ -137,7 +137,7 @@ class RunReader:
             )
             yield teacher_query_row((group_id, body), tuple(row[0] for row in ids))
 
-    def asked_of(self, group_id: int) -> bytes | None:
+    def teacher_query_of(self, group_id: int) -> bytes | None:
         """Return the outcome of a group's teacher queries as JSON, or None without any."""
         found = self._found("asked", "group_id = ?", (group_id,), "group_id")
         return found[0][1] if found else None

@@ -33,7 +33,7 @@ from composer_mesh.services.directory.report import (
 from composer_mesh.services.store.divergence_files import write_divergences
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
-from composer_mesh.services.store.opening import Moved, move_file, repair_on_open
+from composer_mesh.services.store.opening import QuarantinedItem, move_file, repair_on_open
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.schema import KIND
@@ -236,7 +236,7 @@ class RunStore:
         self._lines.be(EVALUATIONS_FILE, [_json(dataclasses.asdict(one)) for one in kept])
         self._lines.be(POISONED_FILE, [_json(one) for one in self.reading.poisoned()])
 
-    def _note_moved(self, moved: Moved) -> None:
+    def _note_moved(self, moved: QuarantinedItem) -> None:
         kept = f"; kept as {moved.place.relative_to(self.root)}" if moved.place else ""
         fields: dict[str, Any] = {"where": moved.where, "cause": moved.why}
         if moved.group is not None:

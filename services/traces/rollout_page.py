@@ -11,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from composer_mesh.rollouts.pairs import Voice
+from composer_mesh.rollouts.pairs import TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.columns import MARKS, trained, versions
 from composer_mesh.services.traces.rollout import Paired, Rollout
 from composer_mesh.services.traces.text import (
     GUTTER,
-    Quoted,
+    QuotedText,
     action_line,
     call_text,
     calls_of,
@@ -94,20 +94,20 @@ class RolloutPage:
         else:
             yield self._quoted("policy", turn.message)
         for site in sites:
-            yield Quoted("error", _site(site), "red")
+            yield QuotedText("error", _site(site), "red")
         for hint in (hint for hint in rollout.hints if hint.turn == turn.number):
             how = f"{hint.source}, {hint.wording}" if hint.wording else hint.source
-            yield Quoted("hint", self._text(hint.text), "magenta", how)
+            yield QuotedText("hint", self._text(hint.text), "magenta", how)
         for paired in (one for one in rollout.pairs if one.pair.turn == turn.number):
             yield _pair(paired)
         for message in turn.answers:
             yield self._quoted(role_of(message), message)
 
-    def _quoted(self, label: str, message: Message) -> Quoted:
+    def _quoted(self, label: str, message: Message) -> QuotedText:
         parts = [self._text(said)] if (said := content_of(message)) else []
         parts += [call_text(name, given, self._most) for name, given in calls_of(message)]
         text = Text("\n").join(parts or [Text("(empty)", style="dim")])
-        return Quoted(label, text, ROLES.get(label, "default"))
+        return QuotedText(label, text, ROLES.get(label, "default"))
 
     def _text(self, text: str) -> Text:
         return Text("\n".join(plain_lines(text, self._most)))
@@ -131,7 +131,7 @@ class RolloutPage:
         return None if self.full else MOST_LINES
 
 
-def became(paired: Paired) -> str:
+def outcome_text(paired: Paired) -> str:
     """Format the outcome of a pair."""
     return paired.state if paired.step is None else f"{paired.state} in step {paired.step}"
 
@@ -175,7 +175,7 @@ def role_of(message: Message) -> str:
     return {"assistant": "model", "developer": "system"}.get(role, role[:GUTTER])
 
 
-def _pair(paired: Paired) -> Quoted:
+def _pair(paired: Paired) -> QuotedText:
     """Render the teachers' preferred action, then each teacher's vote."""
     pair = paired.pair
     text = Text(action_line(pair.chosen_text, LONGEST), style="bold")
@@ -183,9 +183,9 @@ def _pair(paired: Paired) -> Quoted:
         text.append("\n").append(_voice(voice))
     remark = (
         f"{len(pair.teachers)} of {pair.votes} votes, {pair.asked} asked · "
-        f"${pair.usd:.4f}{'' if pair.usd_known else ' at least'} · {became(paired)}"
+        f"${pair.usd:.4f}{'' if pair.usd_known else ' at least'} · {outcome_text(paired)}"
     )
-    return Quoted("teachers", text, "blue", remark)
+    return QuotedText("teachers", text, "blue", remark)
 
 
 def _site(site: ErrorSite) -> Text:
@@ -196,7 +196,7 @@ def _site(site: ErrorSite) -> Text:
     return text
 
 
-def _voice(voice: Voice) -> Text:
+def _voice(voice: TeacherVote) -> Text:
     side = "with the majority" if voice.with_majority else "against it"
     if voice.failure is not None or voice.kind == "failed":
         side = f"failed: {voice.failure or 'unknown'}"

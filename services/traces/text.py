@@ -47,7 +47,7 @@ def one_line(text: str, limit: int) -> str:
 
 
 @dataclass(frozen=True)
-class Quoted:
+class QuotedText:
     """Untrusted text behind a bar, so that its lines cannot imitate the page's own.
 
     `label` names the speaker. A `remark` of the page's own is printed above the text, next to the

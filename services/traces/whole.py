@@ -71,7 +71,7 @@ def own_tokenizer(run: Path, policy: Path | None) -> Path | None:
 
 def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:
     """Return the hint writer's texts for a group."""
-    body = reader.worded(group_id)
+    body = reader.hint_writer_output(group_id)
     try:
         return {} if body is None else worded_from_json(body).written
     except ValueError as error:
@@ -88,7 +88,7 @@ def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
 
 def _asked(reader: RunReader, group_id: int) -> dict[str, Any]:
     """Return the stored outcome of a group's teacher queries, empty if there were none."""
-    body = reader.asked_of(group_id) or b"{}"
+    body = reader.teacher_query_of(group_id) or b"{}"
     return object_row("asked", (group_id, body))
 
 

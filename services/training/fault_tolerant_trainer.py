@@ -270,13 +270,13 @@ class FaultTolerantTrainer:
     def _tell(self, cause: Exception, resumed_from: int, differs: Differences) -> None:
         where = f"step {resumed_from}'s checkpoint" if resumed_from else "the start"
         detail = (
-            f"{told(cause)}; began again from {where}, {differs}, goes on at version "
+            f"{one_line(cause)}; began again from {where}, {differs}, goes on at version "
             f"{self._version}"
         )
         self._record("trainer_restarted", self._ranks.names()[0], detail)
 
 
-def told(cause: Exception) -> str:
+def one_line(cause: Exception) -> str:
     """Return a cause as one line for an event; a death names its actor, so it needs no type."""
     return " ".join(str(cause).split()) if isinstance(cause, ActorDied) else cause_of(cause)
 

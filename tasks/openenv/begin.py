@@ -23,7 +23,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 Ask = Callable[[Connection], Awaitable[T]]
 
 
-async def begun(
+async def open_and_ask(
     options: OpenEnvOptions, headers: dict[str, str], limit_s: float, ask: Ask[T]
 ) -> tuple[Connection, T]:
     """Return a new connection and the result of its first questions.

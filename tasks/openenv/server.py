@@ -18,7 +18,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.openenv.begin import begun, full
+from composer_mesh.tasks.openenv.begin import full, open_and_ask
 from composer_mesh.tasks.openenv.connection import Connection, reason_of
 from composer_mesh.tasks.openenv.errors import (
     ConnectionLost,
@@ -160,7 +160,9 @@ class Server:
             return frame
 
         async def all_of_it() -> Any:
-            connection, frame = await begun(self._options, self._headers, self._limit_s, asked)
+            connection, frame = await open_and_ask(
+                self._options, self._headers, self._limit_s, asked
+            )
             await connection.close()
             return frame
 

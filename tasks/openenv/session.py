@@ -69,10 +69,10 @@ class OpenEnvSession(Session):
 
     async def start(self) -> None:
         """Connect and reset. Waits while the server is full or away, within the task's limits."""
-        from composer_mesh.tasks.openenv.begin import begun
+        from composer_mesh.tasks.openenv.begin import open_and_ask
 
         limits, task = self.task.limits, self.task
-        self._connection, self._first = await begun(
+        self._connection, self._first = await open_and_ask(
             task.options, task.headers, limits.connect_s, self._reset
         )
 

@@ -53,7 +53,7 @@ class TaskRows(Sequence[Row]):
             raise IndexError(f"task {index} of {len(self)}")
         return {"split": self.split, "index": self._place(index % len(self))}
 
-    def told(self) -> str:
+    def describe_count(self) -> str:
         """Return how many there are, in words."""
         return "uncounted" if self.tasks == UNCOUNTED else f"{len(self):,}"
 

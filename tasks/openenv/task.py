@@ -200,8 +200,8 @@ class OpenEnvTask(Task):
         train, heldout = self._rows["train"], self._rows["heldout"]
         every = f", each {train.every}-th task" if train.every else ""
         return (
-            f"{train.told()} training tasks of split {train.split!r}, {heldout.told()} held-out "
-            f"ones of {heldout.split!r}{every}"
+            f"{train.describe_count()} training tasks of split {train.split!r}, "
+            f"{heldout.describe_count()} held-out ones of {heldout.split!r}{every}"
         )
 
 

@@ -31,7 +31,7 @@ class NamedTool(ToolSpec):
         return {"name": self.name, "arguments": dict(arguments)}
 
 
-def described(tools: Iterable[ToolSpec]) -> str:
+def describe_tools(tools: Iterable[ToolSpec]) -> str:
     """Return what a prompt says of tools that only this episode has, and how they are called."""
     lines = "\n".join(json.dumps(one.schema["function"]) for one in tools)
     return (

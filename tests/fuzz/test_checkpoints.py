@@ -32,10 +32,10 @@ from composer_mesh.actors.checkpoints.teacher_average import (
     write_average,
 )
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
-from composer_mesh.actors.models.optimizer_state import OtherWeights, check_weights
+from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights, check_weights
 from composer_mesh.actors.models.ranks import CPU, Ranks
 
-REFUSED = (UnreadableCheckpoint, EarlierCheckpoint, OtherWeights)
+REFUSED = (UnreadableCheckpoint, EarlierCheckpoint, StateOfOtherWeights)
 WEIGHT = {"a": torch.arange(12.0).view(4, 3), "b": torch.ones(5), "none": torch.zeros(0, 2)}
 
 

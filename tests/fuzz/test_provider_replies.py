@@ -32,10 +32,10 @@ from composer_mesh.actors.provider.errors import ProviderError, ProviderMalforme
 from composer_mesh.actors.provider.http_body import RefusedReply, bounded_body
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import routing_of
-from composer_mesh.actors.provider.reply import Lost, Reply, read_reply
+from composer_mesh.actors.provider.reply import NoResponse, Reply, read_reply
 from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.hint_prompts import tidied
+from composer_mesh.rollouts.hint_prompts import one_line_hint
 from composer_mesh.rollouts.money import LARGEST_CHARGE, Prices, ceiling
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer
 
@@ -104,11 +104,11 @@ class Asking:
     async def read(self, seed: int) -> None:
         """Read a reply as the client does, without its connections, limits and retries."""
         sent = HostileReplies(seed, "read").completion()
-        reply: Reply | Lost
+        reply: Reply | NoResponse
         try:
             raw = await bounded_body(sent)
         except (RefusedReply, httpx.ReadError) as error:
-            reply = Lost(ProviderMalformed("t", str(error)), sent=True)
+            reply = NoResponse(ProviderMalformed("t", str(error)), sent=True)
         else:
             headers = {name.lower(): text for name, text in sent.headers.items()}
             reply = Reply(sent.status_code, headers, raw, "asked-0", Secret(KEY))
@@ -151,7 +151,7 @@ def check_failure(error: ProviderError) -> None:
 def check_answer(answer: TeacherAnswer) -> None:
     """Do what a run, a replay and a hint writer do with an answer."""
     assert canonical_action(answer.action_text).kind in ("call", "number", "words", "malformed")
-    assert tidied(answer.action_text).isprintable()
+    assert one_line_hint(answer.action_text).isprintable()
     assert ANSWERS.validate_json(ANSWERS.dump_json(answer)) == answer
 
 

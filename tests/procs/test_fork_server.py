@@ -129,7 +129,7 @@ async def test_a_server_that_cannot_import_is_an_error_that_says_so(
 
 async def test_a_killed_owner_leaves_neither_server_nor_forks(tmp_path: Path) -> None:
     told = tmp_path / "pids"
-    owner = programs.beside(
+    owner = programs.start_tied(
         [sys.executable, "-c", OWNER, str(told)],
         {name: value for name, value in os.environ.items() if name != FOLDER},
     )

@@ -101,7 +101,7 @@ async def test_no_start_of_a_sandbox_finds_a_leak_in_our_boxes(boxes: Boxes) -> 
 def test_a_sandbox_is_opened_with_what_it_holds(boxes: Boxes) -> None:
     sandbox = open_sandbox(boxes=1, packages=())
     try:
-        lines = list(sandbox.described())
+        lines = list(sandbox.describe())
     finally:
         asyncio.run(sandbox.close())
     assert "bubblewrap" in lines[0]

@@ -41,7 +41,7 @@ from composer_mesh.services.launch.ports import (
 )
 
 Table = dict[str, Any]
-Run = Callable[..., programs.Done]
+Run = Callable[..., programs.FinishedProgram]
 Lines = Callable[[Sequence[str]], Iterator[str]]
 
 OBJECTS, AUTHORITY = "kubernetes.yaml", "authority.yaml"

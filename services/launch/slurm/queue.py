@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer_mesh.mesh.programs import Done, ProgramFailed, run
+from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed, run
 from composer_mesh.services.launch.ports import LaunchFailed, State
 
 WAITING = frozenset(
@@ -134,7 +134,7 @@ def _signal(command: Sequence[str]) -> None:
         raise LaunchFailed(f"{' '.join(command)} failed: {said.stderr.strip()}")
 
 
-def _run(command: Sequence[str]) -> Done:
+def _run(command: Sequence[str]) -> FinishedProgram:
     """Run a Slurm program; a timeout counts as an empty answer."""
     try:
         return run(command, deadline_s=ASK_S, check=False)
@@ -143,7 +143,7 @@ def _run(command: Sequence[str]) -> Done:
             raise LaunchFailed(
                 f"{command[0]} is not installed here: launch from a login node of the cluster"
             ) from None
-        return Done(1, "", failed.said)
+        return FinishedProgram(1, "", failed.said)
 
 
 def _first_line(text: str) -> str:

@@ -24,7 +24,7 @@ from composer_mesh.tasks.packages.bfcl.calls import (
 )
 from composer_mesh.tasks.packages.bfcl.functions import function_tool
 from composer_mesh.tasks.packages.bfcl.source import CATEGORIES, PackageSource, Source
-from composer_mesh.tasks.packages.named_tool import described
+from composer_mesh.tasks.packages.named_tool import describe_tools
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session
@@ -62,7 +62,7 @@ class BfclSession(Session):
         return {name: one for name, one in self._all_tools.items() if name not in hidden}
 
     def opening(self) -> str:
-        tools = described(self.own_tools.values())
+        tools = describe_tools(self.own_tools.values())
         return f"{RULES}\n\n{tools}\n\n{self._question()}"
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -109,7 +109,7 @@ class BfclSession(Session):
         said = [str(one["content"]) for one in self._entry["question"][self._turn]]
         revealed = self._entry.get("missed_function", {}).get(str(self._turn), [])
         if revealed:
-            tools = described(self._all_tools[name] for name in revealed)
+            tools = describe_tools(self._all_tools[name] for name in revealed)
             said.insert(0, f"There are more functions now. Use them for what is left.\n{tools}")
         return "\n\n".join(said)
 

@@ -17,7 +17,7 @@ from composer_mesh.mesh.machine import this_host
 from composer_mesh.services.ablation.plan import Ablation, PlannedRun, refuse_other_runs
 from composer_mesh.services.ablation.report import ablation_report, write_report
 from composer_mesh.services.cli import REFUSALS, main
-from composer_mesh.services.directory.resume import refuse_unfit, whence
+from composer_mesh.services.directory.resume import describe_resume, refuse_unfit
 from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status
 
 NOWHERE = "http://127.0.0.1:9"
@@ -69,7 +69,7 @@ def command(name: str, run: Path) -> int:
 
 def resumed(config: Config, run: Path) -> int:
     """Read a run as `train --resume` does before it starts anything, and when it stops."""
-    return _refused(lambda: (refuse_unfit(run, config), whence(run, config.run.steps)))
+    return _refused(lambda: (refuse_unfit(run, config), describe_resume(run, config.run.steps)))
 
 
 def compared(config: Config, run: Path) -> int:

@@ -38,4 +38,4 @@ def test_numbers_that_look_old_are_accepted_with_a_warning_that_names_the_new_on
     ],
 )
 def test_distances_that_are_in_use_are_not_doubted(bounds: dict[str, float]) -> None:
-    assert CispoLoss(type="cispo", **bounds).doubt == ""
+    assert CispoLoss(type="cispo", **bounds).bounds_warning == ""

@@ -14,7 +14,7 @@ import pytest
 from family_runs import EXACT, difference_from_own_logits, difference_in_training
 from model_families import FAMILIES, family_folder
 
-from composer_mesh.actors.models.template_program import described
+from composer_mesh.actors.models.template_program import describe_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_trains
 from composer_mesh.planning.model_folder import check_model_folder
@@ -38,7 +38,7 @@ def row(build_config: Any, tokenizer: Any, tmp_path: Path) -> Any:
     def made(family: str) -> str:
         folder = family_folder(family, tokenizer, tmp_path / family)
         check_model_folder(folder)
-        told = described(folder, len(tokenizer))
+        told = describe_model(folder, len(tokenizer))
         if "error" in told:
             return f"| {family} | | refused: {told['error']} | | |\n"
         facts = ModelFacts.of(told["facts"])

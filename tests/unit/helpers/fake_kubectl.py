@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from composer_mesh.mesh.programs import Done, ProgramFailed
+from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed
 from composer_mesh.services.launch.ports import Handle
 
 Table = dict[str, Any]
@@ -53,13 +53,15 @@ class FakeKubectl:
         self.logs: dict[str, list[str]] = {}
         self.fails: set[str] = set()
 
-    def run(self, command: Sequence[str], *, check: bool = True, deadline_s: float = 60.0) -> Done:
+    def run(
+        self, command: Sequence[str], *, check: bool = True, deadline_s: float = 60.0
+    ) -> FinishedProgram:
         self.commands.append(list(command))
         if command[1:3] == ["config", "current-context"]:
-            return Done(0 if self.context else 1, f"{self.context}\n", "")
+            return FinishedProgram(0 if self.context else 1, f"{self.context}\n", "")
         if self.fails & set(command):
             raise ProgramFailed(command, "the server does not answer")
-        return Done(0, self._answer(list(command)), "")
+        return FinishedProgram(0, self._answer(list(command)), "")
 
     def lines(self, command: Sequence[str]) -> Iterator[str]:
         self.commands.append(list(command))

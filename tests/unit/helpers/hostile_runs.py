@@ -9,7 +9,7 @@ from pathlib import Path
 from inspected_runs import a_pair, a_trace
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.pairs import Provenance, Voice
+from composer_mesh.rollouts.pairs import Provenance, TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 from composer_mesh.services.replay.teacher_query_record import (
     TeacherQueryRecord,
@@ -68,7 +68,7 @@ async def write_hostile_run(root: Path, config: Config, long_line: int = LONG_LI
     group = hostile_group(long_line)
     pairs = []
     for trace, text in zip(group, HOSTILE.values(), strict=False):
-        voice = Voice(text, "call", text, with_majority=True, model=text)
+        voice = TeacherVote(text, "call", text, with_majority=True, model=text)
         provenance = Provenance(1, (voice,))
         changes = {"chosen_text": text, "rejected_text": text, "teachers": [text]}
         pairs.append(a_pair(trace, **changes, provenance=provenance))

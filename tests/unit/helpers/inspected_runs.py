@@ -10,7 +10,7 @@ from typing import Any
 from offline_runs import play
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.pairs import PreferencePair, Provenance, Voice
+from composer_mesh.rollouts.pairs import PreferencePair, Provenance, TeacherVote
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 from composer_mesh.services.replay.teacher_query_record import (
@@ -84,9 +84,9 @@ def a_pair(trace: Trace, turn: int = 0, **changes: Any) -> PreferencePair:
     """What two of three teachers prefer to a rollout's action."""
     chosen, rejected = call_text("lookup", {"key": "lamp"}), "I can not answer."
     voices = (
-        Voice("near", "call", 'lookup {"key":"lamp"}', with_majority=True, usd=0.001),
-        Voice("far", "call", 'lookup {"key":"lamp"}', with_majority=True, cached=True),
-        Voice("odd", "words", "no idea", with_student=True),
+        TeacherVote("near", "call", 'lookup {"key":"lamp"}', with_majority=True, usd=0.001),
+        TeacherVote("far", "call", 'lookup {"key":"lamp"}', with_majority=True, cached=True),
+        TeacherVote("odd", "words", "no idea", with_student=True),
     )
     pair = PreferencePair(
         pair_id=f"{trace.trace_id}/{turn}",

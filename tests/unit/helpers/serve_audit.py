@@ -35,7 +35,7 @@ def audit(
     trainer = make_trainer(config, policy, ranks or Ranks())
     limits = DataLimits(trainer.vocabulary, config.policy.max_context, 1024, 100)
     rows = sqlite3.connect(output / "operations.sqlite")
-    found, kinds = log.remembered(rows), {}
+    found, kinds = log.read_records(rows), {}
     for name, path in saved.items():
         trainer.open(name, found.models[name].spec, None)
         changes = log.changes_after(rows, name, 0)

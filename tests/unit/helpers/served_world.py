@@ -213,7 +213,7 @@ async def served(
     )
     trainer, samplers = trainer or BookkeepingTrainer(), EchoSamplers()
     with opened_log(folder / "log.sqlite") as commits:
-        found = await commits.run(log.remembered)
+        found = await commits.run(log.read_records)
         sizes = Sizes(1000, 4)
         tasks = ServerTasks(base, folder, commits, found, trainer, samplers, facts, sizes)
         await tasks.recover()

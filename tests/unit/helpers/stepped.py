@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.engines.open_requests import OpenRequests
-from composer_mesh.actors.engines.port import Admitted, Done, PromptTokens, Weights
+from composer_mesh.actors.engines.port import Admitted, PromptTokens, ResultCallback, Weights
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 NEVER: list[int] = []
@@ -44,7 +44,7 @@ class Plain:
 @dataclass(eq=False)
 class _Asked:
     request: GenerationRequest
-    done: Done
+    done: ResultCallback
     admitted: Admitted | None
     versions: list[int] = field(default_factory=list)
     aborted: bool = False
@@ -77,7 +77,7 @@ class SteppedEngine:
         return len(self._running)
 
     def submit(
-        self, request: GenerationRequest, done: Done, admitted: Admitted | None = None
+        self, request: GenerationRequest, done: ResultCallback, admitted: Admitted | None = None
     ) -> None:
         if not request.max_new_tokens:
             raise ValueError("nothing is asked")

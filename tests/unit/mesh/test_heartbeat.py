@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from fake_host import until
 
-from composer_mesh.mesh.heartbeat import HeartbeatRules, LastWord, wait_until_silent
+from composer_mesh.mesh.heartbeat import HeartbeatRules, LastAnswer, wait_until_silent
 
 RULES = HeartbeatRules(every_s=0.001, hang_s=0.01)
 
@@ -28,7 +28,7 @@ class Asked:
             raise self.error
 
 
-class HeardAtEveryLook(LastWord):
+class HeardAtEveryLook(LastAnswer):
     """An actor that somebody else is talking to all the time."""
 
     looks = 0
@@ -41,7 +41,7 @@ class HeardAtEveryLook(LastWord):
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])
 async def test_an_actor_is_silent_at_its_first_unanswered_question(error: Exception | None) -> None:
     actor = Asked(answers=3, error=error)
-    await asyncio.wait_for(wait_until_silent(actor.describe, RULES, LastWord()), 5)
+    await asyncio.wait_for(wait_until_silent(actor.describe, RULES, LastAnswer()), 5)
     assert actor.questions == 4
 
 
@@ -59,7 +59,7 @@ async def test_an_answer_that_takes_long_but_comes_is_no_hang() -> None:
         if counted[-1] == 3:
             await asyncio.Event().wait()
 
-    listening = asyncio.ensure_future(wait_until_silent(describe, patient, LastWord()))
+    listening = asyncio.ensure_future(wait_until_silent(describe, patient, LastAnswer()))
     await asked.wait()
     assert not listening.done()
     release.set()
@@ -79,7 +79,7 @@ async def test_time_in_which_the_asker_stood_still_does_not_count() -> None:
         await asyncio.shield(late)
         answered.append(True)
 
-    listening = asyncio.ensure_future(wait_until_silent(describe, rules, LastWord()))
+    listening = asyncio.ensure_future(wait_until_silent(describe, rules, LastAnswer()))
     await asked.wait()
     loop.call_soon(time.sleep, 0.5)  # this process stands still for longer than a hang
     loop.call_soon(late.set_result, None)
@@ -98,8 +98,8 @@ async def test_an_actor_that_answers_others_is_not_asked() -> None:
 
 
 async def test_an_actor_is_asked_again_once_its_last_word_is_old() -> None:
-    actor, last = Asked(answers=0), LastWord()
-    last.heard()
+    actor, last = Asked(answers=0), LastAnswer()
+    last.record_answer()
     await asyncio.wait_for(wait_until_silent(actor.describe, RULES, last), 5)
     assert actor.questions == 1
 

@@ -13,7 +13,7 @@ import pytest
 
 from composer_mesh.mesh.line_program import LineProgram
 from composer_mesh.mesh.processes import is_alive
-from composer_mesh.mesh.programs import Done, ProgramFailed, TiedProgram
+from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed, TiedProgram
 
 LEAVES_ONE = "sleep 600 & echo $!"
 ENVIRON = dict(os.environ)
@@ -38,7 +38,7 @@ def wait_for_end(pid: int) -> None:
 
 def test_a_program_has_its_input_output_errors_and_status() -> None:
     program = started("sh", "-c", "cat; echo bad >&2; exit 3")
-    assert program.finish("said") == Done(3, "said", "bad\n")
+    assert program.finish("said") == FinishedProgram(3, "said", "bad\n")
     program.close()
 
 
@@ -51,7 +51,7 @@ def test_a_program_that_a_signal_ends_has_its_negative_number_as_status() -> Non
 
 def test_a_program_is_told_of_a_broken_pipe() -> None:
     program = started("sh", "-c", "yes | head -n 1")
-    assert program.finish("") == Done(0, "y\n", "")
+    assert program.finish("") == FinishedProgram(0, "y\n", "")
     program.close()
 
 

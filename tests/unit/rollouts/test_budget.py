@@ -12,9 +12,9 @@ from composer_mesh.rollouts.budget import (
     LARGEST_RATIO,
     Account,
     BudgetRules,
+    LargestExcess,
     OutOfRequests,
     OverBudget,
-    Raise,
     SettledTwice,
     Taken,
     UnknownPrice,
@@ -80,7 +80,7 @@ def test_unknown_prices_are_refused_unless_an_amount_is_assumed() -> None:
 def test_what_was_once_charged_for_a_bound_is_set_aside_for_it_from_then_on(
     requests: list[tuple[int, int]],
 ) -> None:
-    raised = Raise()
+    raised = LargestExcess()
     for bound, charge in requests:
         before = raised.amount(bound)
         raised = raised.after(bound, charge)
@@ -91,10 +91,10 @@ def test_what_was_once_charged_for_a_bound_is_set_aside_for_it_from_then_on(
 
 
 def test_an_overrun_raises_later_bounds_by_its_ratio() -> None:
-    raised = Raise().after(bound=100, charge=150)
+    raised = LargestExcess().after(bound=100, charge=150)
     assert (raised.amount(100), raised.amount(1000), raised.amount(1)) == (150, 1500, 2)
     assert raised.after(bound=100, charge=150) is raised
-    assert Raise().after(bound=0, charge=7).amount(0) == 7
+    assert LargestExcess().after(bound=0, charge=7).amount(0) == 7
 
 
 def test_accounts_add_up() -> None:

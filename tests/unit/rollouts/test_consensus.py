@@ -15,7 +15,7 @@ from composer_mesh.rollouts.pairs import (
     FailureKind,
     TeacherAnswer,
     TeacherReply,
-    Voice,
+    TeacherVote,
 )
 from composer_mesh.rollouts.tool_calls import call_text
 
@@ -116,11 +116,11 @@ def test_a_pair_says_where_it_comes_from() -> None:
     add, own = canonical_action(ADD).value, canonical_action(ANSWER).value
     assert pair.provenance.threshold == 2
     assert list(pair.provenance.voices) == [
-        Voice("a", "failed", failure=FailureKind.TIMEOUT, usd=0.25),
-        Voice("b", "call", add, with_majority=True, cached=True),
-        Voice("c", "call", add, True, usd=0.5, model="lab/c-2", request_id="r-9"),
-        Voice("e", "number", own, with_student=True, usd=0.625),
-        Voice("f", "malformed", usd=0.5),
+        TeacherVote("a", "failed", failure=FailureKind.TIMEOUT, usd=0.25),
+        TeacherVote("b", "call", add, with_majority=True, cached=True),
+        TeacherVote("c", "call", add, True, usd=0.5, model="lab/c-2", request_id="r-9"),
+        TeacherVote("e", "number", own, with_student=True, usd=0.625),
+        TeacherVote("f", "malformed", usd=0.5),
     ]
 
 

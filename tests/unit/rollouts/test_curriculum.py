@@ -139,7 +139,7 @@ def test_a_choice_depends_on_the_steps_before_its_version_alone() -> None:
     results = tuple(GroupResult(16 + n, 90 + n, 2, SIZE) for n in range(4))
     late.settle(4, results)
     for group, one in zip(range(16, 20), results, strict=True):
-        early.know(group, one.episode)
+        early.restore(group, one.episode)
     assert [early.choose(n, 4) for n in range(20, 24)] == [late.choose(n, 4) for n in range(20, 24)]
 
 
@@ -154,7 +154,7 @@ def test_a_resumed_run_chooses_what_the_whole_run_does(
         order.settle(step, results)
     for number in finished:
         one = whole[stopped][number]
-        order.know(one.group_id, one.episode)
+        order.restore(one.group_id, one.episode)
     assert play(order, range(stopped, 14), of_difficulty, lag) == whole[stopped:]
 
 

@@ -13,8 +13,8 @@ from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.rollouts.pair_filters import (
     Filtered,
     PairFilters,
+    action_content,
     special_ratio,
-    spoken,
     word_count,
 )
 from composer_mesh.rollouts.pairs import PreferencePair
@@ -91,13 +91,13 @@ def test_letters_of_every_script_are_nothing_special(text: str, ratio: float) ->
 def test_the_marks_of_json_do_not_count_against_a_call() -> None:
     terse = '<tool_call>\n{"name":"f","arguments":{"a":[[1,2],[3,4]],"b":{"c":{}}}}\n</tool_call>'
     assert special_ratio(terse) > 0.5
-    assert spoken(terse) == "f a 1 2 3 4 b c"
+    assert action_content(terse) == "f a 1 2 3 4 b c"
     noise = call_text("f", {"x": "$%&/()=?!§$%&/()=?"})
     broken = '<tool_call>\n{{{{"":::,,,\n</tool_call>'
     pairs = [pair_of("call", terse), pair_of("noise", noise), pair_of("broken", ADD, broken)]
     filtered = filters_of({"type": "special_characters"}).keep(pairs)
     assert names(filtered) == ["call"]
-    assert spoken(f"So:\n{ADD}") == "So: calculator op add a 2 b 3"
+    assert action_content(f"So:\n{ADD}") == "So: calculator op add a 2 b 3"
 
 
 def test_the_first_filter_that_fails_counts_the_pair() -> None:

@@ -181,7 +181,7 @@ def test_what_was_asked_about_before_comes_later_but_only_if_the_caller_says_so(
     again = select_states(several(), 1, random.Random(0), gate, novelty)
     assert again == first
     assert novelty.counts == {}
-    novelty.asked(first.states)
+    novelty.count_queries(first.states)
     later = select_states(several(), 1, random.Random(0), gate, novelty)
     assert later.states[0].situation != first.states[0].situation
     assert first.values == later.values == [1.0]

@@ -15,7 +15,7 @@ from composer_mesh.rollouts.pairs import FrozenState, StudentState
 from composer_mesh.rollouts.state_value import (
     LONGEST_NAME,
     Novelty,
-    Signs,
+    StateSignals,
     action_disagreement,
     entropy_sign,
     error_sign,
@@ -84,9 +84,9 @@ def test_a_situation_is_less_new_each_time_it_was_asked_about() -> None:
     novelty = Novelty()
     assert novelty.sign("a") == 1.0
     state = StudentState(FrozenState("s", [], 0), "t", 0, "", [], [], 0, situation="a")
-    novelty.asked([state])
+    novelty.count_queries([state])
     assert novelty.sign("a") == 0.5
-    novelty.asked([state, state])
+    novelty.count_queries([state, state])
     assert novelty.sign("a") == 0.25
     assert novelty.sign("b") == 1.0
     assert novelty.counts == {"a": 3}
@@ -94,19 +94,19 @@ def test_a_situation_is_less_new_each_time_it_was_asked_about() -> None:
 
 
 def test_only_signs_with_a_weight_count() -> None:
-    signs = Signs(error=1.0, entropy=0.25, disagreement=0.5, novelty=0.0)
+    signs = StateSignals(error=1.0, entropy=0.25, disagreement=0.5, novelty=0.0)
     alone = {"error": 0.0, "entropy": 0.0, "disagreement": 0.0, "novelty": 0.0}
     assert state_value(signs, GateConfig(**{**alone, "entropy": 3.0})) == 0.25
     assert state_value(signs, GateConfig(**{**alone, "error": 1.0, "novelty": 3.0})) == 0.25
 
 
 @given(
-    signs=st.builds(Signs, SHARES, SHARES, SHARES, SHARES),
+    signs=st.builds(StateSignals, SHARES, SHARES, SHARES, SHARES),
     weights=st.tuples(WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS).filter(any),
     more=SHARES,
 )
 def test_a_value_is_a_share_and_grows_with_each_sign(
-    signs: Signs, weights: tuple[float, ...], more: float
+    signs: StateSignals, weights: tuple[float, ...], more: float
 ) -> None:
     names = ("error", "entropy", "disagreement", "novelty")
     gate = GateConfig(**dict(zip(names, weights, strict=True)))
@@ -114,7 +114,7 @@ def test_a_value_is_a_share_and_grows_with_each_sign(
     assert 0 <= value <= 1
     for name in names:
         higher = {**{n: getattr(signs, n) for n in names}, name: max(more, getattr(signs, name))}
-        assert state_value(Signs(**higher), gate) >= value
+        assert state_value(StateSignals(**higher), gate) >= value
 
 
 @given(logprobs=st.lists(st.floats(-1e6, 0.001), max_size=5), scale=st.floats(0.001, 1e6))

@@ -95,7 +95,7 @@ def check(root: Path, worlds: list[World], config: Config) -> None:
         assert [row.group_id for row in reader.groups()] == taken
         groups = {group: reader.traces(group) for group in taken}
         assert [metrics["step"] for metrics in reader.metrics()] == list(range(1, STEPS + 1))
-        assert {row.group_id for row in reader.asked()} == set(taken)
+        assert {row.group_id for row in reader.teacher_queries()} == set(taken)
     for one in steps:
         assert [n for n in one.dropped if not equal_rewards(groups[n])] == []
         assert [n for n in one.groups if equal_rewards(groups[n])] == []

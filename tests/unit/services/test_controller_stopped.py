@@ -31,7 +31,7 @@ from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
 from composer_mesh.services.run.resume_loader import (
-    Past,
+    ResumeContents,
     load_resume_state,
     restore_teacher_queries,
     resume_state_of,
@@ -133,7 +133,11 @@ class Life:
             self.sampled += [what for what in world.names("begin") if what.startswith("train")]
 
     async def _live_on(self, world: Learning, store: RunStore, resumed: bool) -> None:
-        past = await load_resume_state(store, self.config, self._event) if resumed else Past()
+        past = (
+            await load_resume_state(store, self.config, self._event)
+            if resumed
+            else ResumeContents()
+        )
         step = max((c for c in self.checkpoints if c <= past.steps), default=0)
         if step:  # its files are the trainer's business
             again = [one for one in past.again if one[0].step >= step]
@@ -145,7 +149,7 @@ class Life:
             world.judge()
         await self._controller(world, store, past).run()
 
-    def _controller(self, world: Learning, store: RunStore, past: Past) -> Controller:
+    def _controller(self, world: Learning, store: RunStore, past: ResumeContents) -> Controller:
         config, reader = self.config, store.reading
         advantages = make_advantages(config.advantage)
         late = make_late_rewards(config, reader.rewards, advantages, lambda _: None)

@@ -40,7 +40,7 @@ from composer_mesh.actors.checkpoints.teacher_average import (
     write_average,
 )
 from composer_mesh.actors.learning.learner import Learner
-from composer_mesh.actors.models.optimizer_state import OtherWeights
+from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import CPU, Ranks
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
@@ -221,7 +221,7 @@ def test_a_rank_takes_no_checkpoint_of_another_policy(
     other.config.layer_types = ["full_attention"] * other.config.num_hidden_layers
     save_policy(type(other)(other.config), tokenizer, tmp_path / "deeper")
     deeper = Learner(build_config(**TAID), tmp_path / "deeper", Ranks())
-    with pytest.raises(OtherWeights, match=r"layers\..* is only in the model"):
+    with pytest.raises(StateOfOtherWeights, match=r"layers\..* is only in the model"):
         deeper.restore(checkpoint)
 
 

@@ -19,7 +19,7 @@ from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.backend import optimizers_of
 from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.lora import OtherAdapters, adapted_layers
-from composer_mesh.actors.models.optimizer_state import OtherWeights
+from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import decoder_layers
@@ -120,7 +120,7 @@ def test_adapters_go_on_from_a_checkpoint_whose_policy_has_them_merged(
     wider = build_config(trainer={"lora": {**ADAPTED, "rank": 3}})
     with pytest.raises(OtherAdapters, match=r"lora_A\.default\.weight of shape \(., "):
         Learner(wider, folder, Ranks()).restore(tmp_path / "step-1")
-    with pytest.raises(OtherWeights, match=r"is only in the (checkpoint|model): go on with"):
+    with pytest.raises(StateOfOtherWeights, match=r"is only in the (checkpoint|model): go on with"):
         Learner(build_config(), folder, Ranks()).restore(tmp_path / "step-1")
 
 
@@ -174,7 +174,7 @@ def test_a_model_without_a_list_of_layers_is_refused(build: Any) -> None:
         UnknownLayers("Model", 3),
         NoSuchLayers(("q_proj",), "none"),
         OtherAdapters("a.lora_A", (2, 3)),
-        OtherWeights("a.weight", "in the model"),
+        StateOfOtherWeights("a.weight", "in the model"),
         LoraMissing(),
     ],
 )

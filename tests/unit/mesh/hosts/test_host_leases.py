@@ -15,7 +15,7 @@ import pytest
 
 from composer_mesh.mesh.hosts import worker as workers
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
-from composer_mesh.mesh.hosts.lease import Beats, Lease
+from composer_mesh.mesh.hosts.lease import Lease, LeaseRenewal
 from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
 from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
 from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
@@ -41,21 +41,21 @@ def test_a_lease_ages_from_each_renewal_and_ends_by_word(tmp_path: Path) -> None
 def test_a_beat_counts_from_its_arrival_once_its_answer_was_heard(tmp_path: Path) -> None:
     now = [100.0]
     lease = Lease(tmp_path, lambda: now[0])
-    beats = Beats(lease)
-    beats.came(1, 0)
+    beats = LeaseRenewal(lease)
+    beats.renew(1, 0)
     assert lease.age_s() == 0.0
     now[0] = 103.0
-    beats.came(2, 1)
+    beats.renew(2, 1)
     assert lease.age_s() == 3.0
     now[0] = 106.0
-    beats.came(3, 2)
+    beats.renew(3, 2)
     assert lease.age_s() == 3.0
     for number, at in ((4, 109.0), (5, 112.0)):  # the controller hears no answer any more
         now[0] = at
-        beats.came(number, 2)
+        beats.renew(number, 2)
         assert lease.age_s() == at - 103.0
     now[0] = 115.0
-    beats.came(6, 5)
+    beats.renew(6, 5)
     assert lease.age_s() == 3.0
 
 
@@ -105,7 +105,7 @@ def test_a_worker_that_anybody_could_use_does_not_start(
     monkeypatch: pytest.MonkeyPatch, options: WorkerOptions, said: str
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr(workers.programs, "beside", lambda *args: started.append(args))
+    monkeypatch.setattr(workers.programs, "start_tied", lambda *args: started.append(args))
     with pytest.raises((WorkerRefused, ValueError), match=said):
         worker_command(options)
     assert started == []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_mesh.rollouts.call_formats.known import HARMONY, HERMES, KNOWN
-from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas, Spoken
+from composer_mesh.rollouts.call_formats.port import CallFormat, ParsedAction, Schemas
 from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
 
 TEXT = st.text(st.sampled_from("abcdefgh ÄßжX0123456789.,;:!?'\"()[]{}\n\\/_-+*=#"), max_size=12)
@@ -52,8 +52,8 @@ def test_what_is_written_is_read_back(form: CallFormat, calls: list[ToolCall], b
         made = made[:1]
     if form.name in ("llama_json", "llama_pythonic") and "I look" in before:
         before = ""  # their calls are the whole answer
-    found = form.read(form.write(Spoken(before, made)), schemas_of(made))
-    assert isinstance(found, Spoken)
+    found = form.read(form.write(ParsedAction(before, made)), schemas_of(made))
+    assert isinstance(found, ParsedAction)
     assert found.calls == made
     assert found.text.replace("<think>", "").strip() == before.replace("<think>", "").strip()
 
@@ -65,7 +65,7 @@ def test_a_damaged_call_is_read_or_malformed_and_never_a_traceback(
     form: CallFormat, seed: int, calls: list[ToolCall]
 ) -> None:
     rng = random.Random(seed)
-    text = list(form.write(Spoken("", tuple(calls))))
+    text = list(form.write(ParsedAction("", tuple(calls))))
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(text) + 1)
         if rng.random() < 0.5:
@@ -75,8 +75,8 @@ def test_a_damaged_call_is_read_or_malformed_and_never_a_traceback(
                 ["<", "}", '"', "\\", "]", "\ud800", "</", "[[", "\n", "1e999"]
             )
     found = form.read("".join(text), {})
-    assert isinstance(found, Spoken | MalformedCall)
-    if isinstance(found, Spoken):
+    assert isinstance(found, ParsedAction | MalformedCall)
+    if isinstance(found, ParsedAction):
         for one in found.calls:
             assert one.name
             assert isinstance(one.arguments, dict)
@@ -85,7 +85,7 @@ def test_a_damaged_call_is_read_or_malformed_and_never_a_traceback(
 @pytest.mark.parametrize("form", [one for one in KNOWN if one != HARMONY], ids=name_of)
 def test_text_behind_a_call_and_an_unclosed_call_are_malformed(form: CallFormat) -> None:
     call = ToolCall("look", {"key": "x"})
-    text = form.write(Spoken("", (call,)))
+    text = form.write(ParsedAction("", (call,)))
     for broken in (f"{text} and more", text[: len(text) * 2 // 3]):
         found = form.read(broken, schemas_of((call,)))
         if form == HERMES and broken.startswith(text):
@@ -135,7 +135,7 @@ def test_the_orders_of_harmony_headers_are_read_alike() -> None:
     ):
         text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{head}{body}"
         found = HARMONY.read(text, {})
-        assert found == Spoken("<think>hm</think>", (ToolCall("f", {"a": 1}),))
+        assert found == ParsedAction("<think>hm</think>", (ToolCall("f", {"a": 1}),))
 
 
 def test_texts_stay_texts_where_the_schema_says_so() -> None:
@@ -146,5 +146,5 @@ def test_texts_stay_texts_where_the_schema_says_so() -> None:
     schemas = {"f": {"properties": {"zip": {"type": "string"}, "count": {"type": "integer"}}}}
     (form,) = [one for one in KNOWN if one.name == "qwen_xml"]
     found = form.read(text, schemas)
-    assert isinstance(found, Spoken)
+    assert isinstance(found, ParsedAction)
     assert found.calls == (ToolCall("f", {"zip": "75001", "count": 3, "note": "\nline\n"}),)

@@ -217,14 +217,14 @@ def test_what_died_lately_stands_below_the_mesh_in_one_line_each(width: int) -> 
 
 def test_a_viewer_keeps_the_last_events_that_tell_of_a_death_or_a_repair(tmp_path: Path) -> None:
     viewer = Viewer(tmp_path)
-    assert viewer.lately() == []
+    assert viewer.recent_events() == []
     kinds = ["run_started", *["rollout_retried", "actor_died", "trainer_restarted"] * 5]
     lines = [json.dumps({"event": kind, "time": time}) for time, kind in enumerate(kinds)]
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + '\n{"event": "actor_d')
-    assert [event["time"] for event in viewer.lately()] == [5, 6, 8, 9, 11, 12, 14, 15]
+    assert [event["time"] for event in viewer.recent_events()] == [5, 6, 8, 9, 11, 12, 14, 15]
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('ied", "time": 16}\n')
-    assert [event["time"] for event in viewer.lately()][-2:] == [15, 16]
+    assert [event["time"] for event in viewer.recent_events()][-2:] == [15, 16]
 
 
 def test_without_an_admin_server_the_runs_own_word_is_drawn() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fake_kubectl import FakeKubectl, Table, handle, job, pod
 from kubernetes_orders import order
 
-from composer_mesh.mesh.programs import Done, ProgramFailed
+from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed
 from composer_mesh.services.launch.kubernetes.kubectl import state_of
 from composer_mesh.services.launch.kubernetes.launcher import KubernetesLauncher
 from composer_mesh.services.launch.orders import write_files
@@ -108,7 +108,7 @@ def test_a_launch_that_fails_halfway_leaves_nothing_behind(
 
 
 def test_the_key_is_gone_too_where_there_is_no_kubectl(made: Order) -> None:
-    def missing(command: list[str], **_: object) -> Done:
+    def missing(command: list[str], **_: object) -> FinishedProgram:
         raise ProgramFailed(command, "it is not installed here, or not on PATH")
 
     launcher = KubernetesLauncher(missing)

@@ -74,14 +74,14 @@ def test_waits_repeat_with_the_seed_and_differ_between_slots() -> None:
 )
 def test_only_an_equal_error_of_the_code_is_hopeless(errors: list[Any], hopeless: bool) -> None:
     budget = RestartBudget(RULES, "slot")
-    assert [budget.hopeless(error) for error in errors] == [False, hopeless]
+    assert [budget.repeats_its_error(error) for error in errors] == [False, hopeless]
 
 
 def test_an_error_after_a_success_is_a_first_one_again() -> None:
     budget = RestartBudget(RULES, "slot")
-    assert not budget.hopeless(ValueError("no key"))
+    assert not budget.repeats_its_error(ValueError("no key"))
     budget.served()
-    assert not budget.hopeless(ValueError("no key"))
+    assert not budget.repeats_its_error(ValueError("no key"))
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.running.append((ticket, target))
         for ticket in self.router.orphans():
             self.waiting.remove(ticket)
-            assert not (self.router.hopeful if ticket.pin is None else ticket.pin.serving)
+            assert not (self.router.may_find_target if ticket.pin is None else ticket.pin.serving)
 
     @invariant()
     def no_seat_has_more_than_it_may(self) -> None:

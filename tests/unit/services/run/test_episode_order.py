@@ -11,7 +11,7 @@ from composer_mesh import Row, Task
 from composer_mesh.rollouts.curriculum import Curriculum, GroupResult, InOrder
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.run.episode_order import make_episode_order
-from composer_mesh.services.run.resume_loader import Past
+from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.resume_state import StoredGroup
 from composer_mesh.tasks.errors import TaskCodeError
 
@@ -41,14 +41,14 @@ def stored(group_id: int, episode: int) -> StoredGroup:
 
 
 def test_without_a_curriculum_episodes_are_played_in_order(build_config: Any) -> None:
-    assert isinstance(make_episode_order(build_config(), Faulty(), Past()), InOrder)
+    assert isinstance(make_episode_order(build_config(), Faulty(), ResumeContents()), InOrder)
 
 
 def test_a_run_goes_on_with_what_its_steps_have_measured_and_its_waiting_groups_play(
     build_config: Any,
 ) -> None:
     results = (GroupResult(0, 0, 0, 2), GroupResult(1, 1, 1, 2))
-    past = Past(steps=1, results=[(0, results)], waiting={3: stored(3, 2)})
+    past = ResumeContents(steps=1, results=[(0, results)], waiting={3: stored(3, 2)})
     order = make_episode_order(build_config(data=BAND), Made(), past)
     assert isinstance(order, Curriculum)
     # Episode 1 is in the band, 2 is that of a stored group, and 3 is the next new one.
@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_what_its_steps_have_measured_and_its_waiting_groups_
 
 def test_the_rows_of_a_finite_task_are_counted(build_config: Any) -> None:
     results = tuple(GroupResult(n, n, 1 if n == 4 else 0, 2) for n in range(5))
-    past = Past(steps=1, results=[(0, results)])
+    past = ResumeContents(steps=1, results=[(0, results)])
     order = make_episode_order(build_config(data=BAND), Rows(), past)
     assert order.figures(results)["curriculum/episodes"] == 3
     assert order.choose(5, 1) == 4
@@ -65,7 +65,7 @@ def test_the_rows_of_a_finite_task_are_counted(build_config: Any) -> None:
 
 def test_rows_that_raise_are_an_error_with_the_line(build_config: Any) -> None:
     with pytest.raises(TaskCodeError, match=r"test_episode_order\.py:\d+: KeyError: 'mine'"):
-        make_episode_order(build_config(data=BAND), Faulty(), Past())
+        make_episode_order(build_config(data=BAND), Faulty(), ResumeContents())
 
 
 def test_islands_with_a_curriculum_start_from_different_episodes(build_config: Any) -> None:
@@ -75,7 +75,7 @@ def test_islands_with_a_curriculum_start_from_different_episodes(build_config: A
                 data=BAND, islands={"store": "file:///shared/x", "rank": rank, "world_size": 2}
             ),
             Made(),
-            Past(),
+            ResumeContents(),
         )
         for rank in range(2)
     ]

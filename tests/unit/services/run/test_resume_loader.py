@@ -24,7 +24,7 @@ from composer_mesh.services.replay.teacher_query_record import (
     query_record_to_json,
 )
 from composer_mesh.services.run.resume_loader import (
-    Past,
+    ResumeContents,
     load_resume_state,
     restore_teacher_queries,
     resume_state_of,
@@ -73,7 +73,7 @@ async def filled(store: RunStore, planned: bool = False) -> None:
             await store.end_step(step, {"step": step + 1})
 
 
-async def looked(root: Path, config: Config) -> tuple[Past, Events]:
+async def looked(root: Path, config: Config) -> tuple[ResumeContents, Events]:
     events: Events = []
 
     def record(kind: str, actor: str, detail: str, /, **_: Any) -> None:
@@ -117,7 +117,7 @@ async def test_done_steps_the_planned_one_and_finished_groups_are_there(
 async def test_a_run_that_has_not_done_anything_has_no_past(tmp_path: Path, config: Config) -> None:
     with opened(tmp_path, config):
         pass
-    assert await looked(tmp_path, config) == (Past(), [])
+    assert await looked(tmp_path, config) == (ResumeContents(), [])
 
 
 async def test_a_damaged_group_that_no_step_has_taken_is_set_aside_and_nothing_else(
@@ -217,7 +217,7 @@ async def test_teachers_are_asked_about_trained_groups_that_they_were_not_asked_
             asked = TeacherQueryRecord(group, [], ReplayOutcome(), [])
             await store.add_teacher_queries(group, query_record_to_json(asked, []), [])
         flip(path_of(tmp_path, 4))
-        restore_teacher_queries(Past(), stream, store.reading, DONE * PROMPTS)
+        restore_teacher_queries(ResumeContents(), stream, store.reading, DONE * PROMPTS)
     assert stream.asked == [0, 1]
     assert stream.entered == [("begin", 2), ("begin", 3), ("skip", 4), ("begin", 5)]
 
@@ -278,7 +278,7 @@ async def test_teachers_are_not_asked_about_groups_that_a_step_has_dropped(
     stream: Any = Stream()
     with opened(tmp_path, config) as store:
         await filled_with_drops(store)
-        past = Past(next_group=6)
+        past = ResumeContents(next_group=6)
         restore_teacher_queries(past, stream, store.reading, 2 * PROMPTS)
     told = [("skip" if group in (1, 5) else "begin", group) for group in range(6)]
     assert stream.entered == told

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from composer_mesh.mesh.hosts.agent import HostAbout
+from composer_mesh.mesh.hosts.agent import HostDescription
 from composer_mesh.mesh.hosts.remote import HostRefused
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce, read_roster
 from composer_mesh.planning.host_capacity import HostResources
@@ -34,8 +34,8 @@ class FakeRemote:
         self.all.append(self)
 
     @property
-    def known(self) -> HostAbout:
-        return HostAbout(HostResources("localhost", 8, 64 * GB), "node", "python", 1, {})
+    def known(self) -> HostDescription:
+        return HostDescription(HostResources("localhost", 8, 64 * GB), "node", "python", 1, {})
 
     async def attach(self, deadline_s: float) -> None:
         assert deadline_s > 0

@@ -249,7 +249,7 @@ async def test_a_dropped_answer_is_gone_and_says_so(tmp_path: Path) -> None:
         asked = await client.post("asample", **SAMPLE)
         await client.raw(asked)
         world.tasks.server._recent.clear()
-        await world.tasks.housekeeping.tidy()
+        await world.tasks.housekeeping.drop_expired()
         refusal = (await client.raw(asked, status=410)).json()
         assert "the answer was dropped" in refusal["detail"]
 

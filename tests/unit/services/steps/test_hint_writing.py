@@ -20,9 +20,9 @@ from composer_mesh.rollouts.hint_prompts import (
     HINT_WRITER,
     HintReply,
     HintRequest,
+    builtin_wording,
     hint_request,
-    reworded,
-    tidied,
+    one_line_hint,
 )
 from composer_mesh.rollouts.hints import render_hint
 from composer_mesh.rollouts.leaks import holds_answer
@@ -132,7 +132,7 @@ def test_no_question_of_any_failure_tells_its_answer(
     ],
 )
 def test_a_writers_words_become_one_bounded_line(said: str, words: str) -> None:
-    assert tidied(said) == words
+    assert one_line_hint(said) == words
 
 
 async def test_words_reach_the_batch_and_are_counted(
@@ -247,7 +247,7 @@ def test_the_builtin_writer_is_served_beside_the_experts(
     with pytest.raises(UnknownExpert):
         ExpertPanel(toolbox, 0, [Expert("a", 0.0)]).completion(HINT_WRITER, request.messages)
     with pytest.raises(ValueError, match="not a JSON object"):
-        reworded([{"role": "user", "content": "[]"}])
+        builtin_wording([{"role": "user", "content": "[]"}])
 
 
 def test_a_writer_is_asked_where_the_config_says(build_config: Any, config: Config) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.rollouts.hint_sources import Hint, Written
-from composer_mesh.rollouts.pairs import FailureKind, Provenance, Voice
+from composer_mesh.rollouts.pairs import FailureKind, Provenance, TeacherVote
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.store.rows import ItemState, LateReward
 from composer_mesh.services.traces.hints import TokenCount, hints_of, tokenizer_folder
@@ -96,7 +96,8 @@ def test_a_page_keeps_to_its_width(width: int) -> None:
 def test_what_others_wrote_stands_behind_a_bar_and_is_no_control_code() -> None:
     trace = answering(EVIL)
     pair = replace(
-        a_pair(trace, chosen_text=EVIL), provenance=Provenance(2, (Voice(EVIL, "words", EVIL),))
+        a_pair(trace, chosen_text=EVIL),
+        provenance=Provenance(2, (TeacherVote(EVIL, "words", EVIL),)),
     )
     lines = page(
         rollout_of(trace, pairs=[Paired(pair, "trained", 1)], hints=[Hint(0, "feedback", EVIL)])
@@ -139,7 +140,10 @@ def test_a_turn_that_was_cut_off_and_an_unlikely_one_say_so() -> None:
 
 def test_a_teacher_that_failed_says_how() -> None:
     trace = a_trace()
-    voices = (Voice("far", "failed", failure=FailureKind.TIMEOUT), Voice("odd", "undecided"))
+    voices = (
+        TeacherVote("far", "failed", failure=FailureKind.TIMEOUT),
+        TeacherVote("odd", "undecided"),
+    )
     pair = a_pair(trace, provenance=Provenance(2, voices))
     text = "\n".join(page(rollout_of(trace, pairs=[Paired(pair, "waiting", None)])))
     assert "far  failed: timeout" in text
