@@ -133,11 +133,9 @@ class Life:
             self.sampled += [what for what in world.names("begin") if what.startswith("train")]
 
     async def _live_on(self, world: Learning, store: RunStore, resumed: bool) -> None:
-        past = (
-            await load_resume_state(store, self.config, self._event)
-            if resumed
-            else ResumeContents()
-        )
+        past = ResumeContents()
+        if resumed:
+            past = await load_resume_state(store, self.config, self._event)
         step = max((c for c in self.checkpoints if c <= past.steps), default=0)
         if step:  # its files are the trainer's business
             again = [one for one in past.again if one[0].step >= step]

@@ -22,7 +22,7 @@ from composer_mesh.tasks.task_loop import (
 SOON = 0.05
 
 STARTED_S = 1.0
-"""A limit in which a thread has certainly begun what it was given, also on a busy machine."""
+"""A limit that leaves a thread time to begin what it was given on a busy machine."""
 
 
 async def value(number: int) -> int:
