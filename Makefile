@@ -58,7 +58,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: types-of-benchmarks imports lock sbom clean s3 test-islands bench-skyrl
+.PHONY: types-of-benchmarks names-in-tests imports lock sbom clean s3 test-islands bench-skyrl
 
 help:
 	@sed '/^$$/q' Makefile
@@ -267,15 +267,17 @@ families: $(STAMPS)/dev
 	COMPOSER_MESH_TEST_FAMILIES=$(or $(FAMILIES),all) \
 		$(BIN)/python -m pytest tests/unit/docs/test_docs_models.py --timeout 0 $(PYTEST_ARGS)
 
-# The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on.
+# The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on, and the property tests with
+# examples of their own: those of `make test` are the same each time.
 fuzz: $(STAMPS)/dev
 	COMPOSER_MESH_FUZZ_FACTOR=$(FUZZ_FACTOR) COMPOSER_MESH_FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest tests/fuzz --timeout 0 -n $(TEST_JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=random -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --jobs=$(TEST_JOBS) --output-sync=target types types-of-benchmarks imports
+	$(MAKE) --jobs=$(TEST_JOBS) --output-sync=target types types-of-benchmarks names-in-tests imports
 	$(MAKE) test
 
 types: $(STAMPS)/dev
@@ -283,6 +285,18 @@ types: $(STAMPS)/dev
 
 types-of-benchmarks: $(STAMPS)/dev
 	$(BIN)/mypy --cache-dir=.mypy_cache/benchmarks benchmarks
+
+# mypy over the tests, for names alone: a module, name, attribute or parameter that there is not. Its other
+# findings are off, since tests pass on purpose what types forbid.
+NOT_OF_NAMES := arg-type assignment call-overload comparison-overlap dict-item func-returns-value has-type \
+	import-untyped index list-item misc no-untyped-def operator override return-value truthy-bool type-var \
+	union-attr unreachable valid-type var-annotated
+TESTS_WITH_HELPERS := unit procs fuzz slurm browser mcp openenv security tasks_packages trackers trl
+
+names-in-tests: $(STAMPS)/dev
+	MYPYPATH=src:.:benchmarks:tests/unit/helpers:tests/procs/helpers:tests/fuzz/helpers:tests/slurm \
+		$(BIN)/mypy --cache-dir=.mypy_cache/tests --explicit-package-bases --no-warn-unused-ignores \
+		$(addprefix --disable-error-code=,$(NOT_OF_NAMES)) $(addprefix tests/,$(TESTS_WITH_HELPERS))
 
 imports: $(STAMPS)/dev
 	$(BIN)/lint-imports

@@ -80,7 +80,9 @@ async def test_a_dead_replica_is_named_and_marked(host: MeshHost, supervisor: Su
         await pool.on(1, "hold")
     assert states(pool) == ["ready", "dead"]
     assert await pool.say("still") == "echo still"
-    assert (await supervisor.failure).actor == "generator-1"
+    died = await supervisor.failure
+    assert isinstance(died, ActorDied)
+    assert died.actor == "generator-1"
 
 
 async def test_a_service_that_cannot_start_leaves_no_replica(host: MeshHost) -> None:

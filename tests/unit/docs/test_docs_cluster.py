@@ -3,6 +3,7 @@
 import re
 import shlex
 
+from pydantic import BaseModel
 from repository import ROOT
 
 from composer_mesh.configs.cluster import (
@@ -14,7 +15,7 @@ from composer_mesh.configs.cluster import (
 from composer_mesh.services.commands.parser import make_parser
 
 TEXT = (ROOT / "docs" / "cluster.md").read_text()
-SECTIONS = {
+SECTIONS: dict[str, type[BaseModel]] = {
     "cluster": ClusterConfig,
     "cluster.slurm": SlurmConfig,
     "cluster.kubernetes": KubernetesConfig,

@@ -262,8 +262,8 @@ def modal_server(folder: Path) -> Iterator[FakeModal]:
         server = Server([Service(fake)])
         listen(server, RecvRequest, check)
         await server.start("127.0.0.1", 0)
-        assert server._server is not None
-        fake.url = f"http://127.0.0.1:{server._server.sockets[0].getsockname()[1]}"
+        listening: Any = server._server
+        fake.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         ends.append(server.close)
         ready.set()
         await server.wait_closed()

@@ -94,7 +94,7 @@ def test_transformers_reads_the_schema_of_each_tool() -> None:
     }
     schema = {"type": "object", "properties": properties, "required": ["how", "many", "deep"]}
     tool = Tool(name="move", description="Moves.\n\nReturns:\n  nothing", input_schema=schema)
-    kind = make_class(environment_factory("http://localhost:1"), [tool])
+    kind: Any = make_class(environment_factory("http://localhost:1"), [tool])
     seen = get_json_schema(kind().move)["function"]
     assert seen["name"] == "move"
     assert set(seen["parameters"]["required"]) == {"how", "many", "deep"}

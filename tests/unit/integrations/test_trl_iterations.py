@@ -52,7 +52,7 @@ def trained_by_trl(model: Any, tokenizer: Any, folder: str) -> Any:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
 
-    class Scripted(trl.GRPOTrainer):  # type: ignore[misc]
+    class Scripted(trl.GRPOTrainer):  # type: ignore[misc,name-defined]
         """Its model always says the same; what it is trained on is real."""
 
         inputs: Any = None

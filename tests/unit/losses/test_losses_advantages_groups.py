@@ -1,5 +1,6 @@
 """Advantages of rollouts against loops over their definitions, and their invariants."""
 
+import inspect
 import math
 import statistics
 
@@ -164,6 +165,6 @@ def test_an_unknown_convention_is_an_error_that_names_the_known_ones(
     changed: dict[str, str], message: str
 ) -> None:
     # Past the type checks of the tests, as a config would.
-    unchecked = group_advantages.__wrapped__
+    unchecked = inspect.unwrap(group_advantages)
     with pytest.raises(ValueError, match=message):
         unchecked(rewards(), **changed)

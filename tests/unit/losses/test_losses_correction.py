@@ -20,14 +20,16 @@ MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 BOUNDS = [(3.0, None), (1.5, 0.5), (None, 0.8), (None, None)]
 
 
-def batch(rows: int = 5, tokens: int = 4, seed: int = 0, scale: float = 0.5) -> list[Tensor]:
+def batch(
+    rows: int = 5, tokens: int = 4, seed: int = 0, scale: float = 0.5
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of two policies and a mask with an empty row, in float64."""
     rng = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(rows, tokens, generator=rng, dtype=torch.float64)
     sampling = old + scale * torch.randn(rows, tokens, generator=rng, dtype=torch.float64)
     mask = torch.rand(rows, tokens, generator=rng) < 0.7
     mask[:1] = False
-    return [old, sampling, mask]
+    return old, sampling, mask
 
 
 def weights_by_hand(

@@ -1,5 +1,6 @@
 """What holds for every distillation loss, whatever it computes: sums, masks, detached teachers."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -160,7 +161,7 @@ def test_a_sum_without_a_normalizer_is_refused(loss: Loss) -> None:
 
 
 def test_an_unknown_reduction_is_refused() -> None:
-    unchecked = reduce_terms.__wrapped__  # past the type checks of the tests
+    unchecked = inspect.unwrap(reduce_terms)  # past the type checks of the tests
     with pytest.raises(ValueError, match="reduction is 'mean': use 'sum' or 'none'"):
         unchecked(torch.ones(2), 1, "mean")
 

@@ -233,7 +233,7 @@ def test_an_aggregation_of_ones_is_the_share_of_what_it_counts(kind: str) -> Non
 def test_a_sequence_weighs_the_same_at_any_length_under_grpo_only(seed: int, copies: int) -> None:
     values = batch(rows=2, seed=seed)[0].detach()
     mask = torch.ones_like(values, dtype=torch.bool)
-    longer = [x.repeat_interleave(copies, dim=-1) for x in (values, mask)]
+    longer = values.repeat_interleave(copies, dim=-1), mask.repeat_interleave(copies, dim=-1)
     short, long = aggregate(values, mask, "grpo", 2), aggregate(*longer, "grpo", 2)
     torch.testing.assert_close(short, long, rtol=1e-12, atol=1e-14)
     summed = aggregate(*longer, "dapo", 2)

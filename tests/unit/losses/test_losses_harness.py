@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -264,6 +265,6 @@ def test_empty_masks_give_0_with_a_graph(model: Any) -> None:
 )
 def test_bad_options_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
     # Past the type checks of the tests, which would complain first.
-    unchecked = compose_loss.__wrapped__
+    unchecked = inspect.unwrap(compose_loss)
     with pytest.raises(ValueError, match=message):
         unchecked(model, make_batch(), **{"alpha_sdpo": 0.3, "beta_replay": 0.2, **options})

@@ -45,6 +45,7 @@ async def test_a_fault_is_recorded_once_under_the_actors_name() -> None:
     await deliver(supervisor, "logger-abc", "generator-1-xyz", "generator-1-xyz")
     assert events == [("actor_died", "generator-1", "gone")]
     died = await supervisor.failure
+    assert isinstance(died, ActorDied)
     assert (died.actor, died.reason) == ("generator-1", "gone")
 
 
@@ -151,7 +152,9 @@ async def test_the_owner_of_an_actor_that_escalates_hears_of_its_death_too() -> 
     supervisor, _ = recording()
     death = supervisor.watch("trainer-xyz", "trainer")
     await deliver(supervisor, "trainer-xyz")
-    assert (await death).actor == (await supervisor.failure).actor == "trainer"
+    ended = await supervisor.failure
+    assert isinstance(ended, ActorDied)
+    assert (await death).actor == ended.actor == "trainer"
 
 
 async def test_a_planned_stop_is_a_death_for_whoever_still_waits_for_an_answer() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pytest
-from controller_world import MakeWorld, World, finished, others
+from controller_world import World, finished, others
 from fake_store import Broken
 from simulated_time import SimulatedLoop
 
@@ -56,8 +56,11 @@ class TimedWorld(World):
         return await super().sync(on_snapshot)
 
 
+MakeTimedWorld = Callable[..., TimedWorld]
+
+
 @pytest.fixture(scope="module")
-def make_world(tokenizer: Any, toolbox: ToolboxTask) -> MakeWorld:
+def make_world(tokenizer: Any, toolbox: ToolboxTask) -> MakeTimedWorld:
     chat = ChatFormat(tokenizer, toolbox.tools)
     return lambda **options: TimedWorld(toolbox, chat, **options)
 
@@ -88,7 +91,7 @@ def column(world: World, key: str) -> list[Any]:
 
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_weights_travel_beside_the_next_step_and_hold_it_up_for_their_beginning_only(
-    make_world: MakeWorld, build: Any, max_lag: int
+    make_world: MakeTimedWorld, build: Any, max_lag: int
 ) -> None:
     world = make_world()
     simulated(finished(world, build(max_lag)))
@@ -104,7 +107,7 @@ def test_weights_travel_beside_the_next_step_and_hold_it_up_for_their_beginning_
 
 
 def test_what_a_step_waits_until_it_may_be_trained_is_the_syncs_time_and_not_its_own(
-    make_world: MakeWorld, build: Any
+    make_world: MakeTimedWorld, build: Any
 ) -> None:
     world = make_world(takes={**TAKES, "publish": 2.5})
     simulated(finished(world, build(1)))
@@ -114,7 +117,7 @@ def test_what_a_step_waits_until_it_may_be_trained_is_the_syncs_time_and_not_its
 
 
 def test_where_no_rollout_may_lag_nothing_runs_beside_anything(
-    make_world: MakeWorld, build: Any
+    make_world: MakeTimedWorld, build: Any
 ) -> None:
     world = make_world(takes={**TAKES, "generation": 0.01})
     simulated(finished(world, build(0)))
@@ -127,7 +130,7 @@ def test_where_no_rollout_may_lag_nothing_runs_beside_anything(
 
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_steps_are_trained_while_a_version_is_on_its_way(
-    make_world: MakeWorld, build: Any, max_lag: int
+    make_world: MakeTimedWorld, build: Any, max_lag: int
 ) -> None:
     world = make_world()
     simulated(finished(world, build(max_lag)))
@@ -139,7 +142,7 @@ def test_steps_are_trained_while_a_version_is_on_its_way(
 @pytest.mark.parametrize("slow", ["train", "sync", "generation", "finish"])
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_whatever_is_slow_no_token_is_older_than_the_bound_and_every_group_is_trained_once(
-    make_world: MakeWorld, build: Any, max_lag: int, slow: str
+    make_world: MakeTimedWorld, build: Any, max_lag: int, slow: str
 ) -> None:
     world = make_world(seed=max_lag, takes={**TAKES, slow: 40.0})
     simulated(finished(world, build(max_lag)))
@@ -150,7 +153,7 @@ def test_whatever_is_slow_no_token_is_older_than_the_bound_and_every_group_is_tr
 
 
 def test_groups_enter_at_once_when_a_version_has_come_and_not_at_the_next_step(
-    make_world: MakeWorld, build: Any
+    make_world: MakeTimedWorld, build: Any
 ) -> None:
     world = make_world(takes={**TAKES, "train": 100.0})
     simulated(finished(world, build(1)))
@@ -165,7 +168,7 @@ def test_groups_enter_at_once_when_a_version_has_come_and_not_at_the_next_step(
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_evaluations_and_checkpoints_wait_until_their_version_is_served(
-    make_world: MakeWorld, build: Any, max_lag: int
+    make_world: MakeTimedWorld, build: Any, max_lag: int
 ) -> None:
     world = make_world()
     simulated(finished(world, build(max_lag, checkpoint_every=2, every=3)))
@@ -186,7 +189,7 @@ def test_evaluations_and_checkpoints_wait_until_their_version_is_served(
 @pytest.mark.parametrize("beside", ["train", "finish"])
 @pytest.mark.parametrize("fails_at", [1, 3, STEPS])
 def test_a_sync_that_fails_ends_the_run_with_its_cause_at_once_whatever_is_under_way(
-    make_world: MakeWorld, build: Any, fails_at: int, beside: str
+    make_world: MakeTimedWorld, build: Any, fails_at: int, beside: str
 ) -> None:
     """Where training is slow it is cancelled, and where rollouts are slow nobody waits for them."""
     world = make_world(fails_at=fails_at)
@@ -208,7 +211,7 @@ def test_a_sync_that_fails_ends_the_run_with_its_cause_at_once_whatever_is_under
 
 
 def test_a_step_that_fails_beside_a_sync_leaves_no_sync_under_way(
-    make_world: MakeWorld, build: Any
+    make_world: MakeTimedWorld, build: Any
 ) -> None:
     world = make_world(takes={**TAKES, "sync": 500.0})
 
@@ -227,7 +230,7 @@ def test_a_step_that_fails_beside_a_sync_leaves_no_sync_under_way(
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_run_that_is_cancelled_at_any_moment_leaves_no_sync_under_way(
-    make_world: MakeWorld, build: Any, max_lag: int
+    make_world: MakeTimedWorld, build: Any, max_lag: int
 ) -> None:
     async def run(moment: float) -> None:
         world = make_world()

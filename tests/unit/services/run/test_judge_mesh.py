@@ -14,11 +14,12 @@ from composer_mesh.services.service import Service
 
 
 def connected(judges: Pool, environments: Pool) -> MeshJudges:
-    pools = [cast(Service, pool) for pool in (judges, environments)]
     config = Config.model_validate(
         {"run": {"name": "judged", "steps": 1}, "data": {"task": "arithmetic"}}
     )
-    mesh = MeshJudges(*pools, config, Keys({}), lambda *_, **__: None)
+    mesh = MeshJudges(
+        cast(Service, judges), cast(Service, environments), config, Keys({}), lambda *_, **__: None
+    )
     mesh.connect()
     return mesh
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -181,19 +182,15 @@ async def test_json_lines_are_the_traces_again_and_can_be_replayed_offline(
 
 def trace_of(row: dict[str, Any]) -> Trace:
     """A row of a Parquet file as the trace that it was."""
-    known = ("trace_id", "group_id", "sample", "task", "split", "index")
-    return Trace(
-        *(row[name] for name in known),
-        [Turn(**turn) for turn in row["turns"]],
-        json.loads(row["messages"]),
-        row["reward"],
-        row["success"],
-        [ErrorSite(**{**site, "data": json.loads(site["data"])}) for site in row["error_sites"]],
-        json.loads(row["rewards"]),
-        row["answer"],
-        role=row["role"],
-        advantage=row["advantage"],
-    )
+    sites = [{**site, "data": json.loads(site["data"])} for site in row["error_sites"]]
+    values: dict[str, Any] = {
+        **{field.name: row[field.name] for field in fields(Trace) if field.name in row},
+        "turns": [Turn(**turn) for turn in row["turns"]],
+        "messages": json.loads(row["messages"]),
+        "error_sites": [ErrorSite(**site) for site in sites],
+        "rewards": json.loads(row["rewards"]),
+    }
+    return Trace(**values)
 
 
 async def test_a_parquet_file_holds_every_bit_of_the_traces(

@@ -22,7 +22,7 @@ SETTINGS = TaskSettings(hint_templates={"negative": "Add no {by}."})
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory, build_config: Any) -> Iterator[Task]:
+def task(tmp_path_factory: pytest.TempPathFactory, build_config: Any) -> Iterator[OpenEnvTask]:
     config = build_config(
         data={"task": "served_tasks:Count"}, environment={"tool_error_penalty": 0.0}
     )
@@ -31,7 +31,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, build_config: Any) -> Iterato
 
 
 def test_an_error_costs_in_the_served_config_or_in_that_of_the_run_and_never_in_both(
-    task: Task, tmp_path: Any, build_config: Any
+    task: OpenEnvTask, tmp_path: Any, build_config: Any
 ) -> None:
     url = task.options.url
     costly = TaskSettings(tool_error_penalty=0.2)
