@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from composer_mesh.mesh.spawn import MeshHost
 
 TIMEOUT_S = 5.0
-STACKS_S = 25.0
-"""Longer than the 13 s that Monarch gives py-spy."""
 TUI_REFRESH_MS = 1000
 CONTROLLER_PROC = "local"
-RETRIES = 2
-"""Times that a connection to stacks is tried again: at once, and after half a second.
-
-A controller that py-spy has stopped, or that waits for a core, may refuse one.
-"""
 
 
 @dataclass(frozen=True)
@@ -161,39 +154,6 @@ def _verify(tls: TlsFiles | None) -> ssl.SSLContext:
     The latter loads none either, and `tree --watch` asks every second.
     """
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls.context()
-
-
-async def read_stacks(
-    url: str, references: Sequence[str], tls: TlsFiles | None = None
-) -> list[dict[str, Any]]:
-    """Return py-spy's output for each process, in order; {"Silent": why} if one did not answer.
-
-    Waits until each has answered or timed out. Each process starts a py-spy of its own.
-    """
-    transport = httpx.AsyncHTTPTransport(verify=_verify(tls), trust_env=False, retries=RETRIES)
-    async with httpx.AsyncClient(
-        base_url=url, timeout=STACKS_S, trust_env=False, transport=transport
-    ) as client:
-        return list(await asyncio.gather(*(_stacks(client, one) for one in references)))
-
-
-async def _stacks(client: httpx.AsyncClient, reference: str) -> dict[str, Any]:
-    try:
-        response = await _answered(client, f"/v1/pyspy/{quote(reference, safe='')}")
-        answer: dict[str, Any] = response.raise_for_status().json()
-    except httpx.ConnectError as error:
-        raise AdminUnreachable(f"{client.base_url} does not answer: has the run ended?") from error
-    except (httpx.HTTPError, ValueError) as error:
-        return {"Silent": f"{type(error).__name__}: {error}".rstrip(": ")}
-    return answer
-
-
-async def _answered(client: httpx.AsyncClient, path: str) -> httpx.Response:
-    """Get a path; once more if the server closed the connection without a word."""
-    try:
-        return await client.get(path)
-    except httpx.RemoteProtocolError:
-        return await client.get(path)
 
 
 def open_tui(url: str, tls: TlsFiles | None = None) -> None:

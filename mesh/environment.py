@@ -18,6 +18,8 @@ SETTINGS = {
     # Limits Monarch's own waits for unreachable hosts to a minute.
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "30s",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "60s",
+    # py-spy from Monarch's TUI asks a process first, and a later answer ends the controller.
+    "HYPERACTOR_MESH_ADMIN_QUERY_CHILD_TIMEOUT": "3s",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # Processes share the cores: a thread that spins while it waits takes another's core.

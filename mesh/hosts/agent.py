@@ -25,6 +25,7 @@ from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.hosts.versions import versions
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.monarch_log import open_log
+from composer_mesh.mesh.pyspy import StackDump, dump_stacks
 from composer_mesh.planning.host_capacity import HostResources
 
 LONGEST_LINE = 200
@@ -97,6 +98,11 @@ class HostAgent(MeshActor):
     async def started_processes(self, marks: Sequence[str]) -> list[int]:
         """Return live processes started by this worker with all these command-line arguments."""
         return processes.children_of(os.getppid(), marks)
+
+    @concurrent_endpoint
+    async def stacks(self, pids: Sequence[int], native: bool) -> list[StackDump]:
+        """Return the Python stacks of processes of this host, or why there are none, in order."""
+        return await dump_stacks(pids, native)
 
     @concurrent_endpoint
     async def sees(self, path: Path) -> str | None:

@@ -28,6 +28,7 @@ from composer_mesh.mesh.hosts.local import CHILD
 from composer_mesh.mesh.hosts.versions import differences, versions
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
+from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.supervision import HostLost, MeshError, call
 
 BEATS = 5
@@ -191,6 +192,10 @@ class RemoteHost:
             found: list[int] = await self._ask("started_processes", list(marks))
         except MeshError:
             return []
+        return found
+
+    async def stacks(self, pids: Sequence[int], native: bool) -> list[StackDump]:
+        found: list[StackDump] = await self._ask("stacks", list(pids), native)
         return found
 
     async def _beat(self) -> None:

@@ -24,6 +24,8 @@ from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.services.directory.live import RunUnavailable
 
 CONTROL_FILE = "control.sock"
+LONGEST_REPLY = 64 << 20
+"""Bytes of a reply; stacks of many processes are some megabytes."""
 LONGEST_ADDRESS = 100
 """Path length in bytes that every system allows for a socket; Linux and macOS allow a few more."""
 
@@ -131,7 +133,7 @@ def _refuse_another_user(run: Path, writer: asyncio.StreamWriter) -> None:
 
 async def _connected(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     with _address(path) as address:
-        return await asyncio.open_unix_connection(address)
+        return await asyncio.open_unix_connection(address, limit=LONGEST_REPLY)
 
 
 def _listening(path: Path) -> socket.socket:

@@ -1,6 +1,6 @@
-"""Commands that inspect a live run with Monarch's tools: stacks, SQL queries and its TUI.
+"""Commands that inspect a live run: stacks, SQL queries and Monarch's TUI.
 
-They query servers of the run that answer only its owner, and change nothing in the run.
+They read processes and servers of the run that are open to its owner only, and change nothing.
 """
 
 from __future__ import annotations
@@ -18,32 +18,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from composer_mesh.mesh.admin import (
-    CONTROLLER_PROC,
-    AdminUnreachable,
-    TlsFiles,
-    open_tui,
-    read_mesh,
-    read_stacks,
-)
-from composer_mesh.mesh.telemetry_client import StoreUnreachable, ask
+from composer_mesh.mesh import telemetry_client
+from composer_mesh.mesh.admin import TlsFiles, open_tui
+from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.pyspy import StackDump, dump_stacks
+from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.live import RunUnavailable, live_run, status_of
 from composer_mesh.services.directory.status import RunStatus
-from composer_mesh.services.inspection.mesh_view import is_controllers, owner_of
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.inspection.stacks import Stacks, read_pyspy, stack_lines
 
 LONGEST_CELL = 200
+CONTROLLER_S = 40.0
+"""Longest wait for stacks of another host: its agent answers within 30 s, or is lost."""
 
 
 def stacks_command(run: Path | None, native: bool = False, as_json: bool = False) -> int:
     """Print the Python stacks of every process of a live run; return 1 if any is missing."""
-    status = status_of(live_run(run))
+    found_run = live_run(run)
     console = Console(highlight=False)
-    try:
-        found = asyncio.run(all_stacks(status, native))
-    except AdminUnreachable as error:
-        raise RunUnavailable(str(error)) from error
+    found = asyncio.run(all_stacks(found_run, status_of(found_run), native))
     for stacks in found:
         if as_json:
             _write_json(asdict(stacks))
@@ -53,23 +47,40 @@ def stacks_command(run: Path | None, native: bool = False, as_json: bool = False
     return int(any(stacks.error for stacks in found))
 
 
-async def all_stacks(status: RunStatus, native: bool) -> list[Stacks]:
-    """Return the stacks of the controller and of each actor. Waits for all of them."""
-    url = _admin_of(status)
-    mesh = await asyncio.to_thread(read_mesh, url, TlsFiles.of_status(status.admin_tls))
-    targets: list[tuple[str, int | None, str]] = []
-    for host, proc in ((one, proc) for one in mesh.hosts for proc in one.procs):
-        if proc.name == CONTROLLER_PROC and is_controllers(host, status):
-            targets.append(("controller", status.pid, proc.reference))
-        elif (owner := owner_of(proc, status)) is not None:
-            targets.append((owner.name, owner.pid, proc.reference))
-    answers = await read_stacks(
-        url, [reference for *_, reference in targets], TlsFiles.of_status(status.admin_tls)
+async def all_stacks(run: Path, status: RunStatus, native: bool) -> list[Stacks]:
+    """Return the stacks of the controller and of each actor. Waits for all of them.
+
+    Processes of this machine are read from here, others by the controller's agents on their hosts.
+    """
+    actors = {NAME: [("controller", status.pid)]}
+    for actor in status.actors:
+        if actor.pid is not None:
+            host = NAME if actor.with_controller else str(actor.host)
+            actors.setdefault(host, []).append((actor.name, actor.pid))
+    dumps = await asyncio.gather(
+        *(
+            _dumps(run, host, [pid for _, pid in processes], native)
+            for host, processes in actors.items()
+        )
     )
     return [
-        read_pyspy(name, pid, answer, native)
-        for (name, pid, _), answer in zip(targets, answers, strict=True)
+        read_pyspy(name, pid, dump)
+        for processes, found in zip(actors.values(), dumps, strict=True)
+        for (name, pid), dump in zip(processes, found, strict=True)
     ]
+
+
+async def _dumps(run: Path, host: str, pids: list[int], native: bool) -> list[StackDump]:
+    if host == NAME:
+        return await dump_stacks(pids, native)
+    try:
+        async with asyncio.timeout(CONTROLLER_S):
+            found: list[StackDump] = await ask(run, "stacks", host=host, pids=pids, native=native)
+    except TimeoutError:
+        return [f"the controller did not answer for {host} in {CONTROLLER_S:g} s" for _ in pids]
+    except (RunUnavailable, ControlRefused) as error:
+        return [str(error) for _ in pids]
+    return found
 
 
 def query_command(run: Path, sql: str, as_json: bool = False) -> int:
@@ -91,8 +102,8 @@ def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
             "--set run.telemetry=true"
         )
     try:
-        reply = ask(Path(status.telemetry_socket), sql)
-    except StoreUnreachable as error:
+        reply = telemetry_client.ask(Path(status.telemetry_socket), sql)
+    except telemetry_client.StoreUnreachable as error:
         raise RunUnavailable(str(error)) from error
     if "rows" not in reply:
         raise RunUnavailable(f"the query was refused: {plain_text(str(reply.get('refused')))}")

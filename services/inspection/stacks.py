@@ -11,12 +11,8 @@ from typing import Any
 
 from rich.text import Text
 
+from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.services.inspection.page import plain_text
-
-NOT_FOUND = (
-    "py-spy was not found by the process: pip install py-spy beside composer-mesh, or set "
-    "PYSPY_BIN to it, then start the run again"
-)
 
 
 @dataclass(frozen=True)
@@ -40,24 +36,15 @@ class Stacks:
     error: str = ""
 
 
-def read_pyspy(process: str, pid: int | None, answer: dict[str, Any], native: bool) -> Stacks:
-    """Parse an answer of Monarch's admin server; C frames are included only if `native`."""
-    if "BinaryNotFound" in answer:
-        return Stacks(process, pid, error=NOT_FOUND)
-    if not isinstance(found := answer.get("Ok"), dict):
-        said = "; ".join(f"{kind}: {_short(about)}" for kind, about in answer.items()) or "nothing"
-        return Stacks(process, pid, error=f"{said}: is it stopped, or may it not be traced?")
-    threads = tuple(_thread(one, native) for one in found["stack_traces"])
-    return Stacks(process, found["pid"], tuple(one for one in threads if one.frames))
+def read_pyspy(process: str, pid: int | None, dump: StackDump) -> Stacks:
+    """Parse what py-spy listed of a process; threads without a call are left out."""
+    if isinstance(dump, str):
+        return Stacks(process, pid, error=dump)
+    threads = tuple(_thread(one) for one in dump)
+    return Stacks(process, pid, tuple(one for one in threads if one.frames))
 
 
-def _short(about: Any) -> str:
-    if isinstance(about, dict):
-        return ", ".join(f"{key} {value}" for key, value in about.items())
-    return str(about)
-
-
-def _thread(about: dict[str, Any], native: bool) -> Thread:
+def _thread(about: dict[str, Any]) -> Thread:
     return Thread(
         id=about["os_thread_id"] or about["thread_id"],
         name=about["thread_name"] or "",
@@ -66,7 +53,6 @@ def _thread(about: dict[str, Any], native: bool) -> Thread:
         frames=tuple(
             f"{one['name']} ({one['short_filename'] or one['filename']}:{one['line']})"
             for one in about["frames"]
-            if native or one["module"] is None
         ),
     )
 

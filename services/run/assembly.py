@@ -30,6 +30,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.object_store.port import StoreUnavailable, StoreUnfit
+from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
@@ -145,7 +146,7 @@ class Run:
             self.view,
             self.event,
             self._progress,
-            {"stop": self.stop, "join": self.join},
+            {"stop": self.stop, "join": self.join, "stacks": self.stacks},
         )
 
     @property
@@ -208,6 +209,10 @@ class Run:
     async def join(self, address: str) -> str:
         """Attach another worker and return its host's name in the run."""
         return await self._hosts.join(address)
+
+    async def stacks(self, host: str, pids: Sequence[int], native: bool = False) -> list[StackDump]:
+        """Return the Python stacks of processes on one of the run's hosts, for `stacks`."""
+        return await self._hosts.stacks(host, pids, native)
 
     def _left(self, state: str) -> str:
         """Describe where a stopped run would resume."""

@@ -8,7 +8,7 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from composer_mesh.mesh.hosts.roster import ROSTER, Record, read_roster
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.process_resources import ADDRESS
+from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait, together
@@ -135,6 +136,13 @@ class RunHosts:
         worker = AttachedWorker(f"joined-{number}", address)
         await self._attach(worker)
         return worker.name
+
+    async def stacks(self, host: str, pids: Sequence[int], native: bool) -> list[StackDump]:
+        """Return the Python stacks of processes on an attached host, or why there are none."""
+        if host not in self._attached:
+            known = ", ".join(self._attached) or "none besides this machine"
+            raise ControlRefused(f"{host!r} is no host of this run, which has {known}")
+        return await self._attached[host].stacks(pids, native)
 
     async def give_back(self) -> None:
         """End the workers. Call it when no process of the run is left on them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import ENDLESS, LiveRun, composer_mesh, launched, wait_until
+from live_run import ENDLESS, LiveRun, can_read_stacks, composer_mesh, launched, wait_until
 from workers import Worker, net, worker
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
@@ -78,6 +78,11 @@ def test_a_run_on_two_hosts_outlives_one_takes_another_and_leaves_none(
             lambda run: any(one["rss_bytes"] and one["cpu_percent"] for one in remote(run)),
             "what processes use of other hosts",
         )
+        if can_read_stacks():
+            done = composer_mesh("stacks", str(run.root), "--json")
+            assert done.returncode == 0, done.stdout + done.stderr
+            read = {one["process"] for one in map(json.loads, done.stdout.splitlines())}
+            assert read >= {"controller", *hosts_of_actors(run)}
 
         lost = hosts_of_actors(run)["generator-0"]
         dying = workers[int(lost[-1])]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from commands import Process, finished, forked, started
 
 from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.pyspy import find_pyspy
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.store.reading import RunReader
@@ -66,6 +67,11 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float) -> T:
 def composer_mesh(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A short command, run to its end."""
     return finished(arguments, RUN_DEADLINE_S)
+
+
+def can_read_stacks() -> bool:
+    """Whether py-spy is there, and the system lets it read what it did not start."""
+    return find_pyspy() is not None and os.geteuid() == 0
 
 
 @dataclass

@@ -92,8 +92,6 @@ def test_a_query_that_is_refused_says_why_on_one_line(
         (["query", "SELECT 1"], {}, "--set run.telemetry=true"),
         (["query", "SELECT 1"], {"telemetry_socket": "/nothing/query.sock"}, "does not answer"),
         (["query", "SELECT 1"], {"state": "finished"}, "found none"),
-        (["stacks"], {}, "no admin server yet"),
-        (["stacks"], {"admin_url": NOBODY}, "does not answer"),
         (["stacks"], {"state": "finished"}, "found none"),
         (["tui"], {}, "no admin server yet"),
         (["tui"], {"admin_url": NOBODY}, "needs a terminal"),

@@ -43,6 +43,9 @@ class FakeRemote:
     async def sees(self, path: Path) -> str | None:
         return None if self.blind else await asyncio.to_thread(path.read_text)
 
+    async def stacks(self, pids: list[int], native: bool) -> list[str]:
+        return [f"{pid} of {self.name}, native {native}" for pid in pids]
+
     async def has_folder(self, _path: Path) -> bool:
         return True
 
@@ -150,6 +153,19 @@ async def test_a_scheduler_s_hosts_are_waited_for_until_all_have_announced_thems
     announce(tmp_path / ROSTER, record("gpu-0", A))
     await attaching
     assert [(one.name, one.address) for one in FakeRemote.all] == [("gpu-0", A), ("gpu-1", B)]
+
+
+async def test_stacks_are_read_on_the_host_of_their_processes(build: Build) -> None:
+    hosts = build(kind="hosts", workers=[A, B])
+    with pytest.raises(ControlRefused, match="'host-0' is no host of this run, which has none"):
+        await hosts.stacks("host-0", [1], False)
+    await hosts.attach()
+    name = FakeRemote.all[-1].name
+    assert await hosts.stacks(name, [1, 2], True) == [
+        f"{pid} of {name}, native True" for pid in (1, 2)
+    ]
+    with pytest.raises(ControlRefused, match=f"'other' is no host of this run, which has .*{name}"):
+        await hosts.stacks("other", [1], False)
 
 
 async def test_a_host_that_never_comes_is_refused_by_name(build: Build, tmp_path: Path) -> None:

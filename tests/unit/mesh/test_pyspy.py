@@ -1,0 +1,105 @@
+"""Stacks of processes, by a py-spy that reads, fails, hangs, or is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from composer_mesh.mesh.processes import is_alive, stands_still
+from composer_mesh.mesh.pyspy import NOT_FOUND, PYSPY, dump_stacks, find_pyspy
+
+WritePyspy = Callable[[str], Path]
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def write_pyspy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WritePyspy:
+    """A py-spy with this script as its body, which finds its arguments in `sys.argv`."""
+
+    def write(body: str) -> Path:
+        program = tmp_path / "py-spy"
+        program.write_text(f"#!{sys.executable}\nimport sys, time\n{body}\n")
+        program.chmod(0o700)
+        monkeypatch.setenv(PYSPY, str(program))
+        return program
+
+    return write
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    """A process that computes nothing."""
+    with subprocess.Popen(["sleep", "600"], text=True) as started:
+        yield started
+        started.kill()
+
+
+async def test_each_process_is_read_in_order(write_pyspy: WritePyspy) -> None:
+    write_pyspy("print('[{\"asked\": \"' + ' '.join(sys.argv[1:]) + '\"}]')")
+    asked = "dump --json --pid {}"
+    assert await dump_stacks([1, os.getpid()]) == [
+        [{"asked": asked.format(1)}],
+        [{"asked": asked.format(os.getpid())}],
+    ]
+    assert await dump_stacks([1], native=True) == [[{"asked": asked.format(1) + " --native"}]]
+
+
+async def test_a_stopped_process_is_read_without_a_pause(
+    write_pyspy: WritePyspy, process: subprocess.Popen[str]
+) -> None:
+    write_pyspy("print('[{\"asked\": \"' + ' '.join(sys.argv[4:]) + '\"}]')")
+    os.kill(process.pid, signal.SIGSTOP)
+    end = time.monotonic() + DEADLINE_S
+    while not stands_still(process.pid):
+        assert time.monotonic() < end
+    assert await dump_stacks([process.pid]) == [[{"asked": f"{process.pid} --nonblocking"}]]
+    (told,) = await dump_stacks([process.pid], native=True)
+    assert "it is stopped" in told
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        ("Error: No such process", "No such process"),
+        (
+            "Error: Failed\n\nCaused by:\n    0: Operation not permitted\n",
+            "Operation not permitted",
+        ),
+        ("", "py-spy ended with status 3"),
+    ],
+)
+async def test_what_py_spy_says_of_a_failure_is_told_for_its_process(
+    write_pyspy: WritePyspy, errors: str, told: str
+) -> None:
+    write_pyspy(f"sys.stderr.write({errors!r})\nsys.exit(3)")
+    assert await dump_stacks([1, 2]) == [told, told]
+
+
+async def test_one_that_hangs_is_ended(write_pyspy: WritePyspy, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    write_pyspy(f"import os\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    (told,) = await dump_stacks([1], deadline_s=5.0)
+    assert "failed: it did not end within 5 s" in told
+    assert not is_alive(int(await asyncio.to_thread(begun.read_text)))
+
+
+async def test_one_that_cannot_be_started_says_how_to_get_it(
+    write_pyspy: WritePyspy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_pyspy("").chmod(0o600)
+    (told,) = await dump_stacks([1])
+    assert "cannot be started (Permission denied)" in told
+    assert NOT_FOUND in told
+    monkeypatch.delenv(PYSPY)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing" / "python"))
+    assert find_pyspy() is None
+    assert await dump_stacks([1, 2]) == [NOT_FOUND, NOT_FOUND]

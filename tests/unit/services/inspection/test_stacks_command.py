@@ -1,0 +1,116 @@
+"""Stacks of a run's processes: read here, and on other hosts by the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.mesh.pyspy import PYSPY
+from composer_mesh.services.directory.control import Control
+from composer_mesh.services.directory.status import ActorStatus, RunStatus
+from composer_mesh.services.inspection import inspect_commands
+from composer_mesh.services.inspection.inspect_commands import all_stacks
+from composer_mesh.services.inspection.stacks import Stacks
+
+CALL = {"name": "work", "module": None, "filename": "/x/a.py", "short_filename": "a.py", "line": 7}
+THREADS = [
+    {
+        "thread_id": 1,
+        "os_thread_id": 11,
+        "thread_name": "MainThread",
+        "active": True,
+        "owns_gil": False,
+        "frames": [CALL],
+    }
+]
+STATUS = RunStatus(
+    *(os.getpid(), None, "running", 1, 2, 1, "tcp"),
+    actors=(
+        ActorStatus("trainer", "trainer", 21),
+        ActorStatus("generator-0", "generator", 31, host="host-0"),
+        ActorStatus("generator-1", "generator", 32, host="host-0"),
+        ActorStatus("generator-2", "generator", 33, host="host-1"),
+        ActorStatus("environment-0", "environment", None),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def pyspy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A py-spy that lists the same threads for each process."""
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!{sys.executable}\nimport json\nprint(json.dumps({THREADS!r}))\n")
+    program.chmod(0o700)
+    monkeypatch.setenv(PYSPY, str(program))
+
+
+def names(found: list[Stacks]) -> list[tuple[str, int | None, str]]:
+    """Name, pid and call of each process; why there is none for one that was not read."""
+    return [(one.process, one.pid, one.error or ", ".join(one.threads[0].frames)) for one in found]
+
+
+async def test_processes_here_are_read_from_here_and_others_through_the_controller(
+    tmp_path: Path,
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def stacks(**about: Any) -> list[Any]:
+        asked.append(about)
+        if about["host"] == "host-1":
+            raise RuntimeError("its host host-1 is lost")
+        return [THREADS, "Operation not permitted"]
+
+    async with Control(tmp_path, {"stacks": stacks}):
+        found = await all_stacks(tmp_path, STATUS, native=True)
+    assert names(found) == [
+        ("controller", os.getpid(), "work (a.py:7)"),
+        ("trainer", 21, "work (a.py:7)"),
+        ("generator-0", 31, "work (a.py:7)"),
+        ("generator-1", 32, "Operation not permitted"),
+        ("generator-2", 33, "stacks failed: RuntimeError: its host host-1 is lost"),
+    ]
+    assert asked == [
+        {"host": "host-0", "pids": [31, 32], "native": True},
+        {"host": "host-1", "pids": [33], "native": True},
+    ]
+
+
+async def test_stacks_of_many_processes_fit_into_a_reply(tmp_path: Path) -> None:
+    many = [THREADS[0] | {"frames": [CALL] * 2000}] * 2
+
+    async def stacks(pids: list[int], **_: Any) -> list[Any]:
+        return [many for _ in pids]
+
+    async with Control(tmp_path, {"stacks": stacks}):
+        found = await all_stacks(tmp_path, STATUS, native=False)
+    assert [len(one.threads) for one in found] == [1, 1, 2, 2, 2]
+
+
+async def test_a_controller_that_hangs_costs_only_what_it_would_have_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect_commands, "CONTROLLER_S", 0.2)
+
+    async def stacks(**_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with Control(tmp_path, {"stacks": stacks}):
+        found = names(await all_stacks(tmp_path, STATUS, native=False))
+    assert found[:2] == [
+        ("controller", os.getpid(), "work (a.py:7)"),
+        ("trainer", 21, "work (a.py:7)"),
+    ]
+    assert {told for *_, told in found[2:]} == {
+        f"the controller did not answer for {host} in 0.2 s" for host in ("host-0", "host-1")
+    }
+
+
+async def test_without_a_controller_the_processes_here_are_read(tmp_path: Path) -> None:
+    found = names(await all_stacks(tmp_path, STATUS, native=False))
+    assert [told for *_, told in found[:2]] == ["work (a.py:7)"] * 2
+    assert all("takes no commands" in told for *_, told in found[2:])
