@@ -31,18 +31,18 @@ class MeshHintWriter:
 
     async def load(self, expert_url: str, run: Path) -> None:
         """Open its cache and connections; raises if the key, address or file is unusable."""
-        asked = self.config.sdpo.hints.active_writer
-        assert asked is not None
-        cache = asked.cache or run / CACHE_FILE
+        writer_config = self.config.sdpo.hints.active_writer
+        assert writer_config is not None
+        cache = writer_config.cache or run / CACHE_FILE
         writer = writer_endpoint(self.config, expert_url)
-        await self.pool.load(writer, asked, cache.absolute(), *self.spent, self.keys)
+        await self.pool.load(writer, writer_config, cache.absolute(), *self.spent, self.keys)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         """Return one reply per request. Waits at most the writer's own timeout."""
-        asked = self.config.sdpo.hints.active_writer
-        assert asked is not None
+        writer_config = self.config.sdpo.hints.active_writer
+        assert writer_config is not None
         # The writer enforces its own timeout; the deadline covers a process that does not answer.
-        deadline_s = self.config.run.deadline_s + asked.timeout_s
+        deadline_s = self.config.run.deadline_s + writer_config.timeout_s
         pool = self.pool.options(deadline_s=deadline_s)
         replies: list[HintReply] = await pool.write(list(requests))
         return replies
@@ -50,15 +50,15 @@ class MeshHintWriter:
 
 def writer_endpoint(config: Config, expert_url: str) -> TeacherEndpoint:
     """Return the endpoint of the configured writer."""
-    asked = config.sdpo.hints.active_writer
-    assert asked is not None
-    if asked.kind == "builtin":
+    writer_config = config.sdpo.hints.active_writer
+    assert writer_config is not None
+    if writer_config.kind == "builtin":
         return TeacherEndpoint("hint writer", expert_url, HINT_WRITER, TOKEN_ENV)
     return TeacherEndpoint(
         "hint writer",
-        str(asked.url),
-        str(asked.model),
-        asked.key_variable,
-        asked.api_key_file.absolute() if asked.api_key_file else None,
-        routing={} if asked.kind == "openrouter" else None,
+        str(writer_config.url),
+        str(writer_config.model),
+        writer_config.key_variable,
+        writer_config.api_key_file.absolute() if writer_config.api_key_file else None,
+        routing={} if writer_config.kind == "openrouter" else None,
     )
