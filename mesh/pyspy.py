@@ -13,22 +13,32 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypedDict
 
 from composer_mesh.mesh.processes import stands_still
 from composer_mesh.mesh.programs import ProgramFailed, run
 
 PYSPY = "PYSPY_BIN"
 """Environment variable with the path of py-spy."""
-DUMP_S = 10.0
+DUMP_S, NATIVE_S = 10.0, 20.0
+"""Longest run of py-spy; for calls of C code it reads the symbols of every library."""
 LONGEST_ERROR = 200
 NOT_FOUND = (
     "py-spy was not found: pip install py-spy beside composer-mesh on this machine, or set "
     f"{PYSPY} to its path"
 )
 
-StackDump: TypeAlias = list[dict[str, Any]] | str
-"""The threads of a process as py-spy lists them (`py-spy dump --json`), or why there are none."""
+
+class StackDump(TypedDict, total=False):
+    """What py-spy listed of a process, or why it listed nothing.
+
+    `threads` are those of `py-spy dump --json`; `note` tells what they lack, `error` why there are
+    none. A plain mapping, since it is also an answer to another process.
+    """
+
+    threads: list[dict[str, Any]]
+    note: str
+    error: str
 
 
 def find_pyspy() -> str | None:
@@ -37,38 +47,45 @@ def find_pyspy() -> str | None:
     return os.environ.get(PYSPY) or (str(beside) if beside.exists() else shutil.which("py-spy"))
 
 
-async def dump_stacks(
-    pids: Sequence[int], native: bool = False, deadline_s: float = DUMP_S
-) -> list[StackDump]:
-    """Return the stacks of each process, in order. Waits for all, `deadline_s` for each at most.
+async def dump_stacks(pids: Sequence[int], native: bool = False) -> list[StackDump]:
+    """Return the stacks of each process, in order. Waits for all, half a minute for each at most.
 
-    py-spy pauses a process while it reads. With `native` it also lists calls of C code.
+    py-spy pauses a process while it reads. With `native` it also lists calls of C code, where it
+    can: a dump without them has a note.
     """
     program = find_pyspy()
     if program is None:
-        return [NOT_FOUND for _ in pids]
-    reading = (asyncio.to_thread(_dump, program, pid, native, deadline_s) for pid in pids)
+        return [{"error": NOT_FOUND} for _ in pids]
+    reading = (asyncio.to_thread(_dump, program, pid, native) for pid in pids)
     return list(await asyncio.gather(*reading))
 
 
-def _dump(program: str, pid: int, native: bool, deadline_s: float) -> StackDump:
-    command = [program, "dump", "--json", "--pid", str(pid)]
-    if stands_still(pid):  # then py-spy cannot pause it
-        if native:
-            return "it is stopped, so calls of C code cannot be read: ask without --native"
-        command.append("--nonblocking")
-    elif native:
-        command.append("--native")
+def _dump(program: str, pid: int, native: bool) -> StackDump:
+    stopped = stands_still(pid)  # then py-spy cannot pause it, and reads no calls of C code
+    if not native:
+        return _read(program, pid, ["--nonblocking"] if stopped else [], DUMP_S)
+    if stopped:
+        why = "it is stopped"
+    else:
+        found = _read(program, pid, ["--native"], NATIVE_S)
+        if "threads" in found:
+            return found
+        why = found["error"]
+    without = _read(program, pid, ["--nonblocking"] if stopped else [], DUMP_S)
+    return without if "error" in without else {**without, "note": f"no calls of C code: {why}"}
+
+
+def _read(program: str, pid: int, options: Sequence[str], deadline_s: float) -> StackDump:
+    command = [program, "dump", "--json", "--pid", str(pid), *options]
     try:
         done = run(command, deadline_s=deadline_s, check=False)
     except ProgramFailed as error:
-        return str(error)
+        return {"error": str(error)}
     except OSError as error:
-        return f"{program} cannot be started ({error.strerror}): {NOT_FOUND}"
+        return {"error": f"{program} cannot be started ({error.strerror}): {NOT_FOUND}"}
     if done.status:
-        return _cause(done.stderr) or f"py-spy ended with status {done.status}"
-    threads: list[dict[str, Any]] = json.loads(done.stdout)
-    return threads
+        return {"error": _cause(done.stderr) or f"py-spy ended with status {done.status}"}
+    return {"threads": json.loads(done.stdout)}
 
 
 def _cause(errors: str) -> str:

@@ -47,6 +47,7 @@ LOOK_S = 5.0
 """How long one request to the agent waits for a process exit."""
 ANSWER_S = 30.0
 IMPORT_S = 120.0
+STACKS_S = 90.0
 """Longest time until a fork server has imported its modules."""
 
 
@@ -195,7 +196,9 @@ class RemoteHost:
         return found
 
     async def stacks(self, pids: Sequence[int], native: bool) -> list[StackDump]:
-        found: list[StackDump] = await self._ask("stacks", list(pids), native)
+        """Return the Python stacks of processes there, or why there are none, in order."""
+        asked = list(pids), native
+        found: list[StackDump] = await self._ask("stacks", *asked, deadline_s=STACKS_S)
         return found
 
     async def _beat(self) -> None:

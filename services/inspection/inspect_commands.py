@@ -29,8 +29,8 @@ from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.inspection.stacks import Stacks, read_pyspy, stack_lines
 
 LONGEST_CELL = 200
-CONTROLLER_S = 40.0
-"""Longest wait for stacks of another host: its agent answers within 30 s, or is lost."""
+CONTROLLER_S = 100.0
+"""Longest wait for stacks of another host: its agent answers within 90 s, or is lost."""
 
 
 def stacks_command(run: Path | None, native: bool = False, as_json: bool = False) -> int:
@@ -77,9 +77,10 @@ async def _dumps(run: Path, host: str, pids: list[int], native: bool) -> list[St
         async with asyncio.timeout(CONTROLLER_S):
             found: list[StackDump] = await ask(run, "stacks", host=host, pids=pids, native=native)
     except TimeoutError:
-        return [f"the controller did not answer for {host} in {CONTROLLER_S:g} s" for _ in pids]
+        late = f"the controller did not answer for {host} in {CONTROLLER_S:g} s"
+        return [{"error": late} for _ in pids]
     except (RunUnavailable, ControlRefused) as error:
-        return [str(error) for _ in pids]
+        return [{"error": str(error)} for _ in pids]
     return found
 
 

@@ -28,20 +28,23 @@ class Thread:
 
 @dataclass(frozen=True)
 class Stacks:
-    """A process and its threads, or the error why they could not be read."""
+    """A process and its threads, or the error why they could not be read.
+
+    `note` tells what the threads lack.
+    """
 
     process: str
     pid: int | None
     threads: tuple[Thread, ...] = ()
     error: str = ""
+    note: str = ""
 
 
 def read_pyspy(process: str, pid: int | None, dump: StackDump) -> Stacks:
     """Parse what py-spy listed of a process; threads without a call are left out."""
-    if isinstance(dump, str):
-        return Stacks(process, pid, error=dump)
-    threads = tuple(_thread(one) for one in dump)
-    return Stacks(process, pid, tuple(one for one in threads if one.frames))
+    threads = tuple(_thread(one) for one in dump.get("threads", ()))
+    called = tuple(one for one in threads if one.frames)
+    return Stacks(process, pid, called, dump.get("error", ""), dump.get("note", ""))
 
 
 def _thread(about: dict[str, Any]) -> Thread:
@@ -61,8 +64,8 @@ def stack_lines(stacks: Stacks) -> Iterator[Text]:
     """Format the stacks of a process as terminal lines."""
     pid = "" if stacks.pid is None else f"  pid {stacks.pid}"
     yield Text.assemble((plain_text(stacks.process), "bold"), pid)
-    if stacks.error:
-        yield Text(f"  {plain_text(stacks.error)}", style="yellow")
+    if about := stacks.error or stacks.note:
+        yield Text(f"  {plain_text(about)}", style="yellow")
     for thread in stacks.threads:
         state = "active" if thread.active else "idle"
         gil = ", holds the GIL" if thread.holds_gil else ""

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from composer_mesh.mesh import pyspy
 from composer_mesh.mesh.processes import is_alive, stands_still
 from composer_mesh.mesh.pyspy import NOT_FOUND, PYSPY, dump_stacks, find_pyspy
 
 WritePyspy = Callable[[str], Path]
 DEADLINE_S = 20.0
+TELLS = "print('[{\"asked\": \"' + ' '.join(sys.argv[1:]) + '\"}]')"
+"""Body of a py-spy that lists one thread: how it was asked."""
 
 
 @pytest.fixture
@@ -43,26 +46,44 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 
 async def test_each_process_is_read_in_order(write_pyspy: WritePyspy) -> None:
-    write_pyspy("print('[{\"asked\": \"' + ' '.join(sys.argv[1:]) + '\"}]')")
+    write_pyspy(TELLS)
     asked = "dump --json --pid {}"
     assert await dump_stacks([1, os.getpid()]) == [
-        [{"asked": asked.format(1)}],
-        [{"asked": asked.format(os.getpid())}],
+        {"threads": [{"asked": asked.format(1)}]},
+        {"threads": [{"asked": asked.format(os.getpid())}]},
     ]
-    assert await dump_stacks([1], native=True) == [[{"asked": asked.format(1) + " --native"}]]
+    assert await dump_stacks([1], native=True) == [
+        {"threads": [{"asked": asked.format(1) + " --native"}]}
+    ]
 
 
 async def test_a_stopped_process_is_read_without_a_pause(
     write_pyspy: WritePyspy, process: subprocess.Popen[str]
 ) -> None:
-    write_pyspy("print('[{\"asked\": \"' + ' '.join(sys.argv[4:]) + '\"}]')")
+    write_pyspy(TELLS)
     os.kill(process.pid, signal.SIGSTOP)
     end = time.monotonic() + DEADLINE_S
     while not stands_still(process.pid):
         assert time.monotonic() < end
-    assert await dump_stacks([process.pid]) == [[{"asked": f"{process.pid} --nonblocking"}]]
-    (told,) = await dump_stacks([process.pid], native=True)
-    assert "it is stopped" in told
+    threads = [{"asked": f"dump --json --pid {process.pid} --nonblocking"}]
+    assert await dump_stacks([process.pid]) == [{"threads": threads}]
+    assert await dump_stacks([process.pid], native=True) == [
+        {"threads": threads, "note": "no calls of C code: it is stopped"}
+    ]
+
+
+async def test_where_calls_of_c_code_cannot_be_read_those_of_python_are(
+    write_pyspy: WritePyspy,
+) -> None:
+    write_pyspy(f"if '--native' in sys.argv: sys.exit('Error: no unwinding')\n{TELLS}")
+    assert await dump_stacks([1], native=True) == [
+        {
+            "threads": [{"asked": "dump --json --pid 1"}],
+            "note": "no calls of C code: no unwinding",
+        }
+    ]
+    write_pyspy("sys.exit('Error: ' + ' '.join(sys.argv[5:]) + 'no process')")
+    assert await dump_stacks([1], native=True) == [{"error": "no process"}]
 
 
 @pytest.mark.parametrize(
@@ -80,14 +101,17 @@ async def test_what_py_spy_says_of_a_failure_is_told_for_its_process(
     write_pyspy: WritePyspy, errors: str, told: str
 ) -> None:
     write_pyspy(f"sys.stderr.write({errors!r})\nsys.exit(3)")
-    assert await dump_stacks([1, 2]) == [told, told]
+    assert await dump_stacks([1, 2]) == [{"error": told}] * 2
 
 
-async def test_one_that_hangs_is_ended(write_pyspy: WritePyspy, tmp_path: Path) -> None:
+async def test_one_that_hangs_is_ended(
+    write_pyspy: WritePyspy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = tmp_path / "begun"
     write_pyspy(f"import os\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
-    (told,) = await dump_stacks([1], deadline_s=5.0)
-    assert "failed: it did not end within 5 s" in told
+    monkeypatch.setattr(pyspy, "DUMP_S", 5.0)
+    (told,) = await dump_stacks([1])
+    assert "failed: it did not end within 5 s" in told["error"]
     assert not is_alive(int(await asyncio.to_thread(begun.read_text)))
 
 
@@ -96,10 +120,10 @@ async def test_one_that_cannot_be_started_says_how_to_get_it(
 ) -> None:
     write_pyspy("").chmod(0o600)
     (told,) = await dump_stacks([1])
-    assert "cannot be started (Permission denied)" in told
-    assert NOT_FOUND in told
+    assert "cannot be started (Permission denied)" in told["error"]
+    assert NOT_FOUND in told["error"]
     monkeypatch.delenv(PYSPY)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing" / "python"))
     assert find_pyspy() is None
-    assert await dump_stacks([1, 2]) == [NOT_FOUND, NOT_FOUND]
+    assert await dump_stacks([1, 2]) == [{"error": NOT_FOUND}] * 2

@@ -23,11 +23,13 @@ def thread(name: str, *frames: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**about, "thread_name": name, "frames": list(frames)}
 
 
-DUMP: StackDump = [
-    thread("MainThread", frame("work"), active=True, owns_gil=True),
-    thread("native", frame("spin", "libc.so"), os_thread_id=None),
-    thread("idle"),
-]
+DUMP: StackDump = {
+    "threads": [
+        thread("MainThread", frame("work"), active=True, owns_gil=True),
+        thread("native", frame("spin", "libc.so"), os_thread_id=None),
+        thread("idle"),
+    ]
+}
 
 
 def drawn(dump: StackDump) -> list[str]:
@@ -43,10 +45,18 @@ def test_a_process_is_drawn_with_its_threads_and_their_calls() -> None:
 
 
 def test_a_process_that_cannot_be_read_says_why() -> None:
-    assert drawn("Operation not permitted") == ["echo-0  pid 42", "  Operation not permitted"]
+    why = "Operation not permitted"
+    assert drawn({"error": why}) == ["echo-0  pid 42", f"  {why}"]
+
+
+def test_what_its_threads_lack_is_told_before_them() -> None:
+    assert drawn({**DUMP, "note": "no calls of C code"})[1:3] == [
+        "  no calls of C code",
+        "  thread 11 MainThread  active, holds the GIL",
+    ]
 
 
 def test_no_name_in_a_stack_is_a_control_code() -> None:
     odd = frame("a\x1b[2Jb")
-    assert all(line.isprintable() for line in drawn([thread("t\nu", odd)]))
-    assert all(line.isprintable() for line in drawn("a\x1b[2Jb"))
+    assert all(line.isprintable() for line in drawn({"threads": [thread("t\nu", odd)]}))
+    assert all(line.isprintable() for line in drawn({"error": "a\x1b[2Jb"}))

@@ -63,7 +63,7 @@ async def test_processes_here_are_read_from_here_and_others_through_the_controll
         asked.append(about)
         if about["host"] == "host-1":
             raise RuntimeError("its host host-1 is lost")
-        return [THREADS, "Operation not permitted"]
+        return [{"threads": THREADS}, {"error": "Operation not permitted"}]
 
     async with Control(tmp_path, {"stacks": stacks}):
         found = await all_stacks(tmp_path, STATUS, native=True)
@@ -84,7 +84,7 @@ async def test_stacks_of_many_processes_fit_into_a_reply(tmp_path: Path) -> None
     many = [THREADS[0] | {"frames": [CALL] * 2000}] * 2
 
     async def stacks(pids: list[int], **_: Any) -> list[Any]:
-        return [many for _ in pids]
+        return [{"threads": many} for _ in pids]
 
     async with Control(tmp_path, {"stacks": stacks}):
         found = await all_stacks(tmp_path, STATUS, native=False)
