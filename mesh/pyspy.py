@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from composer_mesh.mesh.processes import stands_still
+from composer_mesh.mesh.processes import is_alive, stands_still
 from composer_mesh.mesh.programs import ProgramFailed, run
 
 PYSPY = "PYSPY_BIN"
@@ -61,6 +61,8 @@ async def dump_stacks(pids: Sequence[int], native: bool = False) -> list[StackDu
 
 
 def _dump(program: str, pid: int, native: bool) -> StackDump:
+    if not is_alive(pid):
+        return {"error": f"process {pid} has ended"}
     stopped = stands_still(pid)  # then py-spy cannot pause it, and reads no calls of C code
     if not native:
         return _read(program, pid, ["--nonblocking"] if stopped else [], DUMP_S)

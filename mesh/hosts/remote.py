@@ -47,8 +47,8 @@ LOOK_S = 5.0
 """How long one request to the agent waits for a process exit."""
 ANSWER_S = 30.0
 IMPORT_S = 120.0
-STACKS_S = 90.0
 """Longest time until a fork server has imported its modules."""
+STACKS_S = 90.0
 
 
 LIKE_HERE = ("PYTHONPATH", IMPORT_PATHS, UMASK, LOGS)

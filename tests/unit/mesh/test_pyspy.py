@@ -72,6 +72,15 @@ async def test_a_stopped_process_is_read_without_a_pause(
     ]
 
 
+async def test_a_process_that_has_ended_is_told(
+    write_pyspy: WritePyspy, process: subprocess.Popen[str]
+) -> None:
+    write_pyspy(TELLS)
+    process.kill()
+    process.wait()
+    assert await dump_stacks([process.pid]) == [{"error": f"process {process.pid} has ended"}]
+
+
 async def test_where_calls_of_c_code_cannot_be_read_those_of_python_are(
     write_pyspy: WritePyspy,
 ) -> None:
@@ -101,7 +110,7 @@ async def test_what_py_spy_says_of_a_failure_is_told_for_its_process(
     write_pyspy: WritePyspy, errors: str, told: str
 ) -> None:
     write_pyspy(f"sys.stderr.write({errors!r})\nsys.exit(3)")
-    assert await dump_stacks([1, 2]) == [{"error": told}] * 2
+    assert await dump_stacks([1, os.getpid()]) == [{"error": told}] * 2
 
 
 async def test_one_that_hangs_is_ended(

@@ -31,7 +31,7 @@ THREADS = [
 STATUS = RunStatus(
     *(os.getpid(), None, "running", 1, 2, 1, "tcp"),
     actors=(
-        ActorStatus("trainer", "trainer", 21),
+        ActorStatus("trainer", "trainer", os.getppid()),
         ActorStatus("generator-0", "generator", 31, host="host-0"),
         ActorStatus("generator-1", "generator", 32, host="host-0"),
         ActorStatus("generator-2", "generator", 33, host="host-1"),
@@ -69,7 +69,7 @@ async def test_processes_here_are_read_from_here_and_others_through_the_controll
         found = await all_stacks(tmp_path, STATUS, native=True)
     assert names(found) == [
         ("controller", os.getpid(), "work (a.py:7)"),
-        ("trainer", 21, "work (a.py:7)"),
+        ("trainer", os.getppid(), "work (a.py:7)"),
         ("generator-0", 31, "work (a.py:7)"),
         ("generator-1", 32, "Operation not permitted"),
         ("generator-2", 33, "stacks failed: RuntimeError: its host host-1 is lost"),
@@ -103,7 +103,7 @@ async def test_a_controller_that_hangs_costs_only_what_it_would_have_read(
         found = names(await all_stacks(tmp_path, STATUS, native=False))
     assert found[:2] == [
         ("controller", os.getpid(), "work (a.py:7)"),
-        ("trainer", 21, "work (a.py:7)"),
+        ("trainer", os.getppid(), "work (a.py:7)"),
     ]
     assert {told for *_, told in found[2:]} == {
         f"the controller did not answer for {host} in 0.2 s" for host in ("host-0", "host-1")
