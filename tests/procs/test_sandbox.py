@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
-from real_boxes import LAUNCHERS, left_of, why_no_boxes
+from real_boxes import LAUNCHERS, left_of, processes_of, why_no_boxes
 from real_boxes import boxes_of_each as boxes
 
 from composer_mesh.mesh.programs import PACKAGES
@@ -267,9 +268,17 @@ async def test_nothing_is_left_of_a_worker_that_is_killed(with_keeper: bool, lau
         worker.kill()
     await asyncio.to_thread(_wait_for_end, keeper)
     if with_keeper:  # the kernel ends the boxes; folders and groups go with the next start
+        await asyncio.to_thread(_wait_for_no_process_of, UIDS)
         await Boxes(boxes=1, packages=()).close()
     assert before
     assert left_of(UIDS, int(number), folder) == []
+
+
+def _wait_for_no_process_of(uids: range) -> None:
+    end = time.monotonic() + 60.0
+    while found := processes_of(uids):
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
 
 
 def _wait_for_end(process: int) -> None:

@@ -109,7 +109,7 @@ async def test_a_failing_teacher_is_a_counted_value_and_the_others_still_answer(
     assert (about["kind"], about["activity"]) == ("teacher_replay", "idle")
     await experts.call("aclose")
     assert (await experts.call("describe"))["base_url"] is None
-    await pool.load(settings(*teachers(base_url, "a", "b"), total_s=0.5), KEYS)
+    await pool.load(settings(*teachers(base_url, "a", "b"), total_s=5.0), KEYS)
     failed = await pool.on(0, "query", state(1), 2)
     assert [reply.kind for reply in failed] == [FailureKind.SERVER] * 2
 
