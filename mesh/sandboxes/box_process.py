@@ -32,10 +32,12 @@ def become_box(
     streams: tuple[int, int],
     uid: int | None,
     group: BoxGroup | None,
+    keeper: int,
 ) -> None:
     """Become a launcher, with a socket and a file for its errors; never returns.
 
-    `launcher`, `libraries` and `rules` are descriptors: a user may be unable to reach their paths.
+    It ends with the process `keeper`, whose child this one is. `launcher`, `libraries` and `rules`
+    are descriptors: a user may be unable to reach their paths.
     """
     try:
         if group is not None:
@@ -54,7 +56,7 @@ def become_box(
         os.setsid()
         if uid is not None:
             give_up_rights(uid)
-        die_with_parent()
+        die_with_parent(keeper)
         os.execve(launcher, command, {} if libraries is None else library_path(libraries))
     except BaseException as error:  # noqa: BLE001 a forked child must not return
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
@@ -112,10 +114,12 @@ def runner_command(rules: str) -> list[str]:
     ]
 
 
-def die_with_parent() -> None:
-    """End this process, and what it executes, when the keeper ends."""
+def die_with_parent(parent: int) -> None:
+    """End this process, and what it executes, when the keeper ends, or if it has ended already."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # the kernel sends the signal to those that ask in time
+        os._exit(NOT_STARTED)
 
 
 def claimed_uids(first: int | None) -> tuple[int | None, socket.socket | None]:

@@ -20,8 +20,8 @@ from pathlib import Path
 PREFIX = "composer-mesh-box"
 OURS = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-\d+")
 UNITS = {"memory", "pids"}
-REMOVAL_TRIES = 100
-REMOVAL_WAIT_S = 0.01
+REMOVAL_TRIES = 250
+REMOVAL_WAIT_S = 0.02
 MORE_PROCESSES = 8
 """Of the box itself: bubblewrap twice, the runner, and what is about to be reaped."""
 

@@ -172,7 +172,7 @@ class Keeper:
 
     def _start(self, sizes: Sizes) -> Box:
         """Start a box that waits for its command; raises OSError."""
-        slot, group = self._free.pop(), None
+        slot, group, keeper = self._free.pop(), None, os.getpid()
         errors = os.memfd_create("errors")
         ours, theirs = socket.socketpair()
         try:
@@ -195,6 +195,7 @@ class Keeper:
                     (theirs.fileno(), errors),
                     None if self._uids is None else self._uids + slot,
                     group,
+                    keeper,
                 )
         finally:
             theirs.close()

@@ -24,6 +24,8 @@ MOST_REFUSED = 100
 CHUNK = 1 << 16
 RULE_BYTES = 8
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+NO_JOB = 124
+"""Exit status of a box whose keeper ended before it had sent what to run."""
 
 
 class Job:
@@ -156,11 +158,14 @@ def load_filter(rules: int) -> None:
 
 
 def read_job() -> Job:
-    """Return all that is sent up to the end record."""
+    """Return all that is sent up to the end record; if the stream ends before, so does the box."""
     job = Job()
     with open(0, "rb", buffering=1 << 20, closefd=False) as source:
         while True:
-            kind, name, data = records.lengths_of(source.read(records.HEAD_BYTES))
+            head = source.read(records.HEAD_BYTES)
+            if len(head) < records.HEAD_BYTES:
+                os._exit(NO_JOB)
+            kind, name, data = records.lengths_of(head)
             if kind == records.END:
                 return job
             job.take(kind, source.read(name), source.read(data))

@@ -11,10 +11,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from real_boxes import LAUNCHERS, left_of, processes_of, why_no_boxes
+from real_boxes import LAUNCHERS, left_of, why_no_boxes
 from real_boxes import boxes_of_each as boxes
 
 from composer_mesh.mesh.programs import PACKAGES
+from composer_mesh.mesh.sandboxes.box_process import UID_BLOCKS, UIDS_A_KEEPER
 from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.sandbox import (
@@ -26,7 +27,7 @@ from composer_mesh.tasks.sandbox import (
 )
 
 __all__ = ["boxes"]
-UIDS = range(900_000, 960_000)
+FIRST_UID = 900_000
 TREE = FileTree({"lib/a.py": b"x = 1\n", "b.txt": b"before"})
 LIMITS = SandboxLimits(
     wall_s=20.0, cpu_s=10, memory_bytes=256 * MIB, processes=16, disk_bytes=8 * MIB
@@ -235,6 +236,7 @@ async def test_a_keeper_killed_with_requests_unread_loses_none_of_them(boxes: Bo
 
 WORKER = """
 import asyncio, sys
+from composer_mesh.mesh.sandboxes.box_process import UID_BLOCKS, UIDS_A_KEEPER
 from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.sandbox import FileTree
 async def main():
@@ -254,31 +256,29 @@ async def test_nothing_is_left_of_a_worker_that_is_killed(with_keeper: bool, lau
         pytest.skip(missing)
     if os.geteuid() != 0:
         pytest.skip("without root, boxes have no users of their own to look for")
+    first = FIRST_UID + os.getpid() % UID_BLOCKS * UIDS_A_KEEPER  # not those of another test run
+    uids = range(first, first + UIDS_A_KEEPER)
     with subprocess.Popen(  # noqa: ASYNC220 nothing else runs on this loop
-        [sys.executable, "-c", WORKER, str(UIDS.start), launcher],
+        [sys.executable, "-c", WORKER, str(uids.start), launcher],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(PACKAGES)},
     ) as worker:
         assert worker.stdout is not None
         number, folder = worker.stdout.readline().decode().split()
         keeper = os.pidfd_open(int(number))
-        before = left_of(UIDS, int(number), folder)
+        before = left_of(uids, int(number), folder)
         if with_keeper:
             signal.pidfd_send_signal(keeper, signal.SIGKILL)
         worker.kill()
     await asyncio.to_thread(_wait_for_end, keeper)
-    if with_keeper:  # the kernel ends the boxes; folders and groups go with the next start
-        await asyncio.to_thread(_wait_for_no_process_of, UIDS)
+    if with_keeper:  # the kernel ends the boxes; what else is left goes with the next start
         await Boxes(boxes=1, packages=()).close()
     assert before
-    assert left_of(UIDS, int(number), folder) == []
-
-
-def _wait_for_no_process_of(uids: range) -> None:
     end = time.monotonic() + 60.0
-    while found := processes_of(uids):
-        assert time.monotonic() < end, found
-        time.sleep(0.05)
+    while left := left_of(uids, int(number), folder):  # what was killed ends when it has a core
+        assert with_keeper, left
+        assert time.monotonic() < end, left
+        await asyncio.sleep(0.05)
 
 
 def _wait_for_end(process: int) -> None:

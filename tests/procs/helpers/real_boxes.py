@@ -53,9 +53,9 @@ def boxes_of_each(request: pytest.FixtureRequest) -> Iterator[Boxes]:
     asyncio.run(sandbox.close())
 
 
-def processes_of(uids: range) -> list[str]:
-    """Return the processes of some users; those that have ended and were not reaped do not count."""
-    found = []
+def left_of(uids: range, keeper: int, folder: str) -> list[str]:
+    """Return the processes of some users, and the groups and the folder of a keeper."""
+    found = [folder] * Path(folder).exists()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
@@ -65,12 +65,6 @@ def processes_of(uids: range) -> list[str]:
             uid = int(status.partition("\nUid:\t")[2].split()[0])
             if uid in uids and "\nState:\tZ" not in status:
                 found.append(f"process {process.name} of user {uid}")
-    return found
-
-
-def left_of(uids: range, keeper: int, folder: str) -> list[str]:
-    """Return the processes of some users, and the groups and the folder of a keeper."""
-    found = [folder] * Path(folder).exists() + processes_of(uids)
     for path, names, _ in os.walk("/sys/fs/cgroup"):
         mine = [one for one in names if f"-{keeper}-" in one]
         found += [f"{path}/{one}" for one in mine if one.startswith("composer-mesh-box-")]
