@@ -21,7 +21,9 @@ from rich.text import Text
 from composer_mesh.mesh import telemetry_client
 from composer_mesh.mesh.admin import TlsFiles, open_tui
 from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.processes import descendants
 from composer_mesh.mesh.pyspy import StackDump, dump_stacks
+from composer_mesh.services.directory.claim import holder
 from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.live import RunUnavailable, live_run, status_of
 from composer_mesh.services.directory.status import RunStatus
@@ -36,8 +38,14 @@ CONTROLLER_S = 100.0
 def stacks_command(run: Path | None, native: bool = False, as_json: bool = False) -> int:
     """Print the Python stacks of every process of a live run; return 1 if any is missing."""
     found_run = live_run(run)
+    status = status_of(found_run)
+    if holder(found_run) != status.pid:  # a stranger's directory could name any process
+        raise RunUnavailable(
+            f"process {status.pid}, the controller by status.json, does not hold the lock of "
+            f"{found_run}: has the run ended?"
+        )
     console = Console(highlight=False)
-    found = asyncio.run(all_stacks(found_run, status_of(found_run), native))
+    found = asyncio.run(all_stacks(found_run, status, native))
     for stacks in found:
         if as_json:
             _write_json(asdict(stacks))
@@ -59,7 +67,9 @@ async def all_stacks(run: Path, status: RunStatus, native: bool) -> list[Stacks]
             actors.setdefault(host, []).append((actor.name, actor.pid))
     dumps = await asyncio.gather(
         *(
-            _dumps(run, host, [pid for _, pid in processes], native)
+            _dumps_here(status.pid, [pid for _, pid in processes], native)
+            if host == NAME
+            else _dumps_there(run, host, [pid for _, pid in processes], native)
             for host, processes in actors.items()
         )
     )
@@ -70,9 +80,17 @@ async def all_stacks(run: Path, status: RunStatus, native: bool) -> list[Stacks]
     ]
 
 
-async def _dumps(run: Path, host: str, pids: list[int], native: bool) -> list[StackDump]:
-    if host == NAME:
-        return await dump_stacks(pids, native)
+async def _dumps_here(controller: int, pids: list[int], native: bool) -> list[StackDump]:
+    """Read the controller and what it started; a status file could name other processes."""
+    own = {controller, *await asyncio.to_thread(descendants, controller)}
+    read = iter(await dump_stacks([pid for pid in pids if pid in own], native))
+    return [
+        next(read) if pid in own else {"error": f"process {pid} is not, or no longer, of this run"}
+        for pid in pids
+    ]
+
+
+async def _dumps_there(run: Path, host: str, pids: list[int], native: bool) -> list[StackDump]:
     try:
         async with asyncio.timeout(CONTROLLER_S):
             found: list[StackDump] = await ask(run, "stacks", host=host, pids=pids, native=native)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +31,28 @@ THREADS = [
         "frames": [CALL],
     }
 ]
-STATUS = RunStatus(
-    *(os.getpid(), None, "running", 1, 2, 1, "tcp"),
-    actors=(
-        ActorStatus("trainer", "trainer", os.getppid()),
-        ActorStatus("generator-0", "generator", 31, host="host-0"),
-        ActorStatus("generator-1", "generator", 32, host="host-0"),
-        ActorStatus("generator-2", "generator", 33, host="host-1"),
-        ActorStatus("environment-0", "environment", None),
-    ),
-)
+
+
+@pytest.fixture
+def trainer() -> Iterator[int]:
+    """The process of an actor that this one, as the controller, has started."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def status(trainer: int) -> RunStatus:
+    return RunStatus(
+        *(os.getpid(), None, "running", 1, 2, 1, "tcp"),
+        actors=(
+            ActorStatus("trainer", "trainer", trainer),
+            ActorStatus("generator-0", "generator", 31, host="host-0"),
+            ActorStatus("generator-1", "generator", 32, host="host-0"),
+            ActorStatus("generator-2", "generator", 33, host="host-1"),
+            ActorStatus("environment-0", "environment", None),
+        ),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +70,7 @@ def names(found: list[Stacks]) -> list[tuple[str, int | None, str]]:
 
 
 async def test_processes_here_are_read_from_here_and_others_through_the_controller(
-    tmp_path: Path,
+    tmp_path: Path, status: RunStatus, trainer: int
 ) -> None:
     asked: list[dict[str, Any]] = []
 
@@ -66,10 +81,10 @@ async def test_processes_here_are_read_from_here_and_others_through_the_controll
         return [{"threads": THREADS}, {"error": "Operation not permitted"}]
 
     async with Control(tmp_path, {"stacks": stacks}):
-        found = await all_stacks(tmp_path, STATUS, native=True)
+        found = await all_stacks(tmp_path, status, native=True)
     assert names(found) == [
         ("controller", os.getpid(), "work (a.py:7)"),
-        ("trainer", os.getppid(), "work (a.py:7)"),
+        ("trainer", trainer, "work (a.py:7)"),
         ("generator-0", 31, "work (a.py:7)"),
         ("generator-1", 32, "Operation not permitted"),
         ("generator-2", 33, "stacks failed: RuntimeError: its host host-1 is lost"),
@@ -80,19 +95,19 @@ async def test_processes_here_are_read_from_here_and_others_through_the_controll
     ]
 
 
-async def test_stacks_of_many_processes_fit_into_a_reply(tmp_path: Path) -> None:
+async def test_stacks_of_many_processes_fit_into_a_reply(tmp_path: Path, status: RunStatus) -> None:
     many = [THREADS[0] | {"frames": [CALL] * 2000}] * 2
 
     async def stacks(pids: list[int], **_: Any) -> list[Any]:
         return [{"threads": many} for _ in pids]
 
     async with Control(tmp_path, {"stacks": stacks}):
-        found = await all_stacks(tmp_path, STATUS, native=False)
+        found = await all_stacks(tmp_path, status, native=False)
     assert [len(one.threads) for one in found] == [1, 1, 2, 2, 2]
 
 
 async def test_a_controller_that_hangs_costs_only_what_it_would_have_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, status: RunStatus, trainer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspect_commands, "CONTROLLER_S", 0.2)
 
@@ -100,17 +115,29 @@ async def test_a_controller_that_hangs_costs_only_what_it_would_have_read(
         await asyncio.Event().wait()
 
     async with Control(tmp_path, {"stacks": stacks}):
-        found = names(await all_stacks(tmp_path, STATUS, native=False))
+        found = names(await all_stacks(tmp_path, status, native=False))
     assert found[:2] == [
         ("controller", os.getpid(), "work (a.py:7)"),
-        ("trainer", os.getppid(), "work (a.py:7)"),
+        ("trainer", trainer, "work (a.py:7)"),
     ]
     assert {told for *_, told in found[2:]} == {
         f"the controller did not answer for {host} in 0.2 s" for host in ("host-0", "host-1")
     }
 
 
-async def test_without_a_controller_the_processes_here_are_read(tmp_path: Path) -> None:
-    found = names(await all_stacks(tmp_path, STATUS, native=False))
+async def test_a_process_that_the_controller_did_not_start_is_not_read(
+    tmp_path: Path, status: RunStatus
+) -> None:
+    named = replace(status, actors=(ActorStatus("trainer", "trainer", os.getppid()),))
+    assert names(await all_stacks(tmp_path, named, native=False)) == [
+        ("controller", os.getpid(), "work (a.py:7)"),
+        ("trainer", os.getppid(), f"process {os.getppid()} is not, or no longer, of this run"),
+    ]
+
+
+async def test_without_a_controller_the_processes_here_are_read(
+    tmp_path: Path, status: RunStatus
+) -> None:
+    found = names(await all_stacks(tmp_path, status, native=False))
     assert [told for *_, told in found[:2]] == ["work (a.py:7)"] * 2
     assert all("takes no commands" in told for *_, told in found[2:])
