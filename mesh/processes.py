@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 
 LOOK_S = 0.1
+TITLE, BOOTSTRAP = "composer-mesh", "composer_mesh.mesh.bootstrap"
+"""How the command line of a run's process begins if it is forked, and what it has if it is not."""
 START_FIELD = 19
 """Index of the start time after the command name in `/proc/PID/stat`."""
 
@@ -81,6 +83,18 @@ def children_of(parent: int, marks: Collection[str]) -> list[int]:
         for child in _below(parent)
         if set(marks).issubset(_command_line(child)) and runs(child)
     ]
+
+
+def is_started_by(pid: int, controller: int) -> bool:
+    """Return whether a process is one that a controller has started, by its command line.
+
+    That ends with the controller's pid, also where a fork server has set it as a title.
+    """
+    try:
+        words = " ".join(_command_line(psutil.Process(pid))).split()
+    except psutil.Error:
+        return False
+    return (words[:1] == [TITLE] or BOOTSTRAP in words) and words[-1] == str(controller)
 
 
 def descendants(root: int) -> list[int]:

@@ -21,7 +21,7 @@ from rich.text import Text
 from composer_mesh.mesh import telemetry_client
 from composer_mesh.mesh.admin import TlsFiles, open_tui
 from composer_mesh.mesh.machine import NAME
-from composer_mesh.mesh.processes import descendants
+from composer_mesh.mesh.processes import is_started_by
 from composer_mesh.mesh.pyspy import StackDump, dump_stacks
 from composer_mesh.services.directory.claim import holder
 from composer_mesh.services.directory.control import ControlRefused, ask
@@ -82,7 +82,7 @@ async def all_stacks(run: Path, status: RunStatus, native: bool) -> list[Stacks]
 
 async def _dumps_here(controller: int, pids: list[int], native: bool) -> list[StackDump]:
     """Read the controller and what it started; a status file could name other processes."""
-    own = {controller, *await asyncio.to_thread(descendants, controller)}
+    own = {pid for pid in pids if pid == controller or is_started_by(pid, controller)}
     read = iter(await dump_stacks([pid for pid in pids if pid in own], native))
     return [
         next(read) if pid in own else {"error": f"process {pid} is not, or no longer, of this run"}

@@ -36,7 +36,8 @@ THREADS = [
 @pytest.fixture
 def trainer() -> Iterator[int]:
     """The process of an actor that this one, as the controller, has started."""
-    with subprocess.Popen(["sleep", "600"]) as process:
+    title = ["composer-mesh", "-c", "read line", "trainer", "token", str(os.getpid())]
+    with subprocess.Popen(title, executable="/bin/sh", stdin=subprocess.PIPE) as process:
         yield process.pid
         process.kill()
 
