@@ -86,15 +86,18 @@ def children_of(parent: int, marks: Collection[str]) -> list[int]:
 
 
 def is_started_by(pid: int, controller: int) -> bool:
-    """Return whether a process is one that a controller has started, by its command line.
+    """Return whether a process of this user is one that a controller has started.
 
-    That ends with the controller's pid, also where a fork server has set it as a title.
+    Its command line ends with the controller's pid, also where a fork server has set it as a title.
     """
     try:
-        words = " ".join(_command_line(psutil.Process(pid))).split()
+        process = psutil.Process(pid)
+        own = process.uids().effective == os.geteuid()
+        words = " ".join(_command_line(process)).split()
     except psutil.Error:
         return False
-    return (words[:1] == [TITLE] or BOOTSTRAP in words) and words[-1] == str(controller)
+    ours = words[:1] == [TITLE] or BOOTSTRAP in words
+    return own and ours and words[-1] == str(controller)
 
 
 def descendants(root: int) -> list[int]:

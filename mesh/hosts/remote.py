@@ -197,8 +197,7 @@ class RemoteHost:
 
     async def stacks(self, pids: Sequence[int], native: bool) -> list[StackDump]:
         """Return the Python stacks of processes there, or why there are none, in order."""
-        asked = list(pids), native
-        found: list[StackDump] = await self._ask("stacks", *asked, deadline_s=STACKS_S)
+        found: list[StackDump] = await self._ask("stacks", list(pids), native, deadline_s=STACKS_S)
         return found
 
     async def _beat(self) -> None:

@@ -236,7 +236,6 @@ async def test_a_keeper_killed_with_requests_unread_loses_none_of_them(boxes: Bo
 
 WORKER = """
 import asyncio, sys
-from composer_mesh.mesh.sandboxes.box_process import UID_BLOCKS, UIDS_A_KEEPER
 from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.tasks.sandbox import FileTree
 async def main():

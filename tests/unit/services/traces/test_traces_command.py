@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +179,17 @@ async def test_json_lines_are_the_traces_again_and_can_be_replayed_offline(
     assert sorted(path.name for path in out.iterdir()) == ["pairs.jsonl", "traces.jsonl"]
 
 
+AS_THEY_ARE = (
+    *("trace_id", "group_id", "sample", "task", "split", "index"),
+    *("reward", "success", "answer", "role", "advantage"),
+)
+
+
 def trace_of(row: dict[str, Any]) -> Trace:
     """A row of a Parquet file as the trace that it was."""
     sites = [{**site, "data": json.loads(site["data"])} for site in row["error_sites"]]
     values: dict[str, Any] = {
-        **{field.name: row[field.name] for field in fields(Trace) if field.name in row},
+        **{name: row[name] for name in AS_THEY_ARE},
         "turns": [Turn(**turn) for turn in row["turns"]],
         "messages": json.loads(row["messages"]),
         "error_sites": [ErrorSite(**site) for site in sites],
