@@ -91,13 +91,19 @@ def is_started_by(pid: int, controller: int) -> bool:
     Its command line ends with the controller's pid, also where a fork server has set it as a title.
     """
     try:
-        process = psutil.Process(pid)
-        own = process.uids().effective == os.geteuid()
-        words = " ".join(_command_line(process)).split()
+        words = " ".join(_command_line(psutil.Process(pid))).split()
     except psutil.Error:
         return False
     ours = words[:1] == [TITLE] or BOOTSTRAP in words
-    return own and ours and words[-1] == str(controller)
+    return ours and words[-1] == str(controller) and is_of_this_user(pid)
+
+
+def is_of_this_user(pid: int) -> bool:
+    """Return whether a process has the same effective user as this one."""
+    try:
+        return bool(psutil.Process(pid).uids().effective == os.geteuid())
+    except psutil.Error:
+        return False
 
 
 def descendants(root: int) -> list[int]:

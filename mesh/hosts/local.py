@@ -18,8 +18,6 @@ from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.monarch_log import open_log
 
-CHILD = "composer_mesh.mesh.bootstrap"
-
 
 class LocalHost:
     """The controller's own machine."""
@@ -42,7 +40,7 @@ class LocalHost:
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
     ) -> BootstrapCommand:
-        arguments = ["-P", "-m", CHILD, name, token, str(os.getpid())]
+        arguments = ["-P", "-m", processes.BOOTSTRAP, name, token, str(os.getpid())]
         forked = await self._fork_servers.environment(env, preload)
         return BootstrapCommand(sys.executable, None, arguments, {**env, **forked})
 

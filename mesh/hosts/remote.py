@@ -24,10 +24,10 @@ from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAgent, HostDescription
 from composer_mesh.mesh.hosts.host import is_lost, unless_lost
-from composer_mesh.mesh.hosts.local import CHILD
 from composer_mesh.mesh.hosts.versions import differences, versions
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
+from composer_mesh.mesh.processes import BOOTSTRAP
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.supervision import HostLost, MeshError, call
 
@@ -144,7 +144,7 @@ class RemoteHost:
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
     ) -> BootstrapCommand:
-        arguments = ["-P", "-m", CHILD, name, token, str(self.known.server)]
+        arguments = ["-P", "-m", BOOTSTRAP, name, token, str(self.known.server)]
         env = {**self._places(), **env}
         forked = await self._ask("fork_server", env, tuple(preload), deadline_s=IMPORT_S)
         return BootstrapCommand(self.known.python, None, arguments, {**env, **forked})

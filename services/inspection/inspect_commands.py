@@ -21,7 +21,7 @@ from rich.text import Text
 from composer_mesh.mesh import telemetry_client
 from composer_mesh.mesh.admin import TlsFiles, open_tui
 from composer_mesh.mesh.machine import NAME
-from composer_mesh.mesh.processes import is_started_by
+from composer_mesh.mesh.processes import is_of_this_user, is_started_by
 from composer_mesh.mesh.pyspy import StackDump, dump_stacks
 from composer_mesh.services.directory.claim import holder
 from composer_mesh.services.directory.control import ControlRefused, ask
@@ -44,6 +44,8 @@ def stacks_command(run: Path | None, native: bool = False, as_json: bool = False
             f"process {status.pid}, the controller by status.json, does not hold the lock of "
             f"{found_run}: has the run ended?"
         )
+    if not is_of_this_user(status.pid):
+        raise RunUnavailable(f"{found_run} is a run of another user: they can read its stacks")
     console = Console(highlight=False)
     found = asyncio.run(all_stacks(found_run, status, native))
     for stacks in found:
