@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import contexts
 import pytest
 import torch
-from torch.multiprocessing.spawn import start_processes
+from rank_processes import run_ranks
 
 from composer_mesh.actors.models.ranks import Ranks
 
@@ -29,11 +28,10 @@ class World:
         steps = {name: contexts.batches(model) for name, model in models.items()}
         self.one = {case: contexts.trained(case, root, Ranks(), steps) for case in contexts.CASES}
         self.lost = contexts.lost(root, Ranks(), steps, at=0)
-        multiprocessing.set_forkserver_preload(["contexts"])
         self.ranks: dict[int, list[dict[str, Any]]] = {}
         for size, cases in ((2, [*contexts.CASES]), (4, [*APART])):
             work = (size, 2, cases, root, steps)
-            start_processes(contexts.every, work, nprocs=size, start_method="forkserver")
+            run_ranks(contexts.every, work, size)
             self.ranks[size] = [
                 torch.load(root / f"rank-{rank}-of-{size}.pt", weights_only=False)
                 for rank in range(size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import divided_experts
 import learning
 import pytest
 import torch
-from torch.multiprocessing.spawn import start_processes
+from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM
 
 from composer_mesh.actors.models.ranks import Ranks
@@ -37,11 +36,10 @@ class World:
         }
         of_one = root / "checkpoints" / "of-one"
         self.saved = divided_experts.saved(self.folder, Ranks(), self.steps, of_one)
-        multiprocessing.set_forkserver_preload(["divided_experts"])
         self.ranks: dict[int, list[dict[str, Any]]] = {}
         for size, cases in ((2, [*divided_experts.CASES]), (4, OF_FOUR)):
             work = (size, cases, root, self.steps)
-            start_processes(divided_experts.every, work, nprocs=size, start_method="forkserver")
+            run_ranks(divided_experts.every, work, size)
             self.ranks[size] = [
                 torch.load(root / f"rank-{rank}-of-{size}.pt", weights_only=False)
                 for rank in range(size)

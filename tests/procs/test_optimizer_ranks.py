@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import optimizing
 import pytest
 import torch
 from optimizing import OFFLOADS, name_of
-from torch.multiprocessing.spawn import start_processes
+from rank_processes import run_ranks
 
 from composer_mesh.actors.models.ranks import Ranks
 
@@ -38,9 +37,8 @@ class World:
             )
             for optimizer, offload in CASES
         }
-        multiprocessing.set_forkserver_preload(["optimizing"])
         work = (root / "rendezvous", self.folder, self.steps, root)
-        start_processes(optimizing.both, work, nprocs=2, start_method="forkserver")
+        run_ranks(optimizing.both, work, 2)
         self.two: list[dict[str, Any]] = [
             torch.load(root / f"rank-{rank}.pt", weights_only=False) for rank in range(2)
         ]

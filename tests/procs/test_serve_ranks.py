@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import signal
 import sqlite3
@@ -15,9 +14,9 @@ import httpx
 import pytest
 import served_ranks
 from live_run import RUN_DEADLINE_S, wait_until
+from rank_processes import run_ranks
 from served_command import CONFIG, Server, write_policy
 from served_world import Client
-from torch.multiprocessing.spawn import start_processes
 
 from composer_mesh.configs.load import load_config
 
@@ -116,6 +115,5 @@ async def test_killed_ranks_lose_no_update_and_double_none(
         steps = dict(rows.execute("SELECT id, steps FROM models").fetchall())
     assert steps == dict.fromkeys(models, STEPS)
     config = load_config(CONFIG, ["trainer.ranks=2", *settings])
-    multiprocessing.set_forkserver_preload(["served_ranks"])
     given = (tmp_path / "rendezvous", server.output, config, tmp_path / "policy", saved)
-    start_processes(served_ranks.audited, given, nprocs=2, start_method="forkserver")
+    run_ranks(served_ranks.audited, given, 2)

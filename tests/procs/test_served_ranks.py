@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import numpy as np
 import pytest
 import served_ranks
 import torch
+from rank_processes import run_ranks
 from step_batches import batch_of
 from three_channel_steps import TopKTeacher, client_step
-from torch.multiprocessing.spawn import start_processes
 
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.served_models.messages import Datum, TrainCall, TrainResult
@@ -40,14 +39,13 @@ class World:
         self.folder = root / "policy"
         channels = three_channels(learning.write_policy(self.folder))
         self.one = served_ranks.work(Ranks(), self.folder, root, channels)
-        multiprocessing.set_forkserver_preload(["served_ranks"])
         given = (root / "rendezvous", self.folder, root, channels)
-        start_processes(served_ranks.both, given, nprocs=2, start_method="forkserver")
+        run_ranks(served_ranks.both, given, 2)
         self.two: list[dict[str, Any]] = [
             torch.load(root / f"rank-{rank}.pt", weights_only=False) for rank in range(2)
         ]
         given = (root / "rendezvous-of-3", self.folder, root, channels)
-        start_processes(served_ranks.three, given, nprocs=3, start_method="forkserver")
+        run_ranks(served_ranks.three, given, 3)
         self.three: list[dict[str, Any]] = [
             torch.load(root / f"rank-{rank}-of-3.pt", weights_only=False) for rank in range(3)
         ]
@@ -184,7 +182,7 @@ def test_a_call_during_which_another_rank_ends_is_no_fault_of_its_data(
     world: World, tmp_path: Path
 ) -> None:
     given = (tmp_path / "rendezvous", world.folder, tmp_path)
-    start_processes(served_ranks.left_alone, given, nprocs=2, start_method="forkserver")
+    run_ranks(served_ranks.left_alone, given, 2)
     assert "lost: rank 0 failed while others waited for it" in (tmp_path / "told").read_text()
 
 

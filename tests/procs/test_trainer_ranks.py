@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import learning
 import pytest
 import torch
-from torch.multiprocessing.spawn import start_processes
+from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM
 
 from composer_mesh.actors.models.ranks import Ranks
@@ -28,9 +27,8 @@ class World:
         self.steps = learning.batches(learning.write_policy(self.folder))
         self.one = self.alone()
         rendezvous = root / "rendezvous"
-        multiprocessing.set_forkserver_preload(["learning"])
         work = (rendezvous, self.folder, self.steps, root, HAS_PEFT)
-        start_processes(learning.both, work, nprocs=2, start_method="forkserver")
+        run_ranks(learning.both, work, 2)
         self.two: list[dict[str, Any]] = [
             torch.load(root / f"rank-{rank}.pt", weights_only=False) for rank in range(2)
         ]
