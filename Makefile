@@ -14,7 +14,7 @@
 #   TORCH_ARGS  further pip arguments for torch alone, such as the index of its CPU builds
 #   PYTEST_ARGS further arguments for the tests
 #   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
-#   RUN_JOBS    whole runs that are tested side by side (default: 2)
+#   RUN_JOBS    whole runs that are tested side by side (default: 3)
 #   GPU_ARGS    arguments of `make gpu-check`, such as --dry
 #   BENCH_ARGS  arguments of `make bench-skyrl`, such as --quick
 #   FUZZ_FACTOR how many times the cases of `make test` `make fuzz` tries (default: 10), from FUZZ_SEED (default: 0)
@@ -25,7 +25,7 @@ LOCKED ?= 1
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
-RUN_JOBS ?= 2
+RUN_JOBS ?= 3
 GPU_ARGS ?=
 FUZZ_FACTOR ?= 10
 FUZZ_SEED ?= 0

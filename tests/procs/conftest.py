@@ -49,7 +49,7 @@ LONGEST_FIRST = (
     *("test_run_replay.py", "test_hosts.py", "test_run_losses.py", "test_healing.py"),
     *("test_inspection.py", "test_launch.py", "test_controller_killed.py", "test_hint_writer.py"),
 )
-"""Files with the longest tests, which start first so that both workers end at about one time."""
+"""Files with the longest tests, which start first so that all workers end at about one time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
