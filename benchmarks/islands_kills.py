@@ -57,6 +57,8 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process, which goes on after its checkpoint."""
         with self._out.open("ab") as out, self._errors.open("ab") as errors:
+            out.write(b"\n")  # after a line that a kill has cut
+            out.flush()
             self.process = subprocess.Popen(self._command, stdout=out, stderr=errors)
 
     def lines(self) -> list[dict]:
@@ -110,8 +112,9 @@ def _judge(store: str, workers: list[WorkerProcess], outcome: KillOutcome) -> No
         undisturbed = range(1, one.steps // STEPS_PER_ROUND + 1)
         outcome.absences += sum(one.rank not in found.islands.get(n, ()) for n in undisturbed)
         lines = one.lines()
-        outcome.lost += sum(int(line["figures"]["islands/lost"]) for line in lines)
-        outcome.steps_missing += len(set(range(1, one.steps + 1)) - {x["step"] for x in lines})
+        steps = {line["step"]: line for line in lines}  # of one trained again the last
+        outcome.lost += sum(int(line["figures"]["islands/lost"]) for line in steps.values())
+        outcome.steps_missing += len(set(range(1, one.steps + 1)) - steps.keys())
         for line in lines:
             number = int(line["figures"]["islands/round"])
             if not line["figures"]["islands/merged"]:

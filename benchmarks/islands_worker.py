@@ -1,7 +1,7 @@
 """One island as a process of its own: a quadratic, trained by the core of `mesh.islands`.
 
 Told by its arguments what to do; its checkpoint is a file, so that it may be killed at any moment
-and started again. Prints each merge as JSON: step, round, SHA-256 of the weights.
+and started again. Prints each step as JSON: its number, figures, weights and their SHA-256.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main() -> None:
         time.sleep(arguments.step_s)
         run.train()
         assert run.checkpoint is not None
+        tell(run)  # before the checkpoint: a step that a kill cuts in between is told again
         write_checkpoint(file, run.checkpoint)
-        tell(run)
     assert run.island is not None
     run.island.finish()
 
