@@ -38,7 +38,7 @@ def print_tables(report: Report, peace: Verdict, chaos: Verdict) -> None:
             fault = one.applied
             print(f"{one.fate}: {fault.planned.fault} of {fault.actor} {fault.endpoint}".rstrip())
     if chaos.events["status_stopped"]:
-        print("the run stopped telling its status, so later faults could not find their processes")
+        print("the status was not written for a while, in which faults found no processes")
     for event in chaos.unprovoked:
         print(f"no fault explains: {event['actor']}: {event['detail']}")
     for name, verdict in (("in peace", peace), ("under faults", chaos)):

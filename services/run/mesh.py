@@ -16,6 +16,7 @@ from composer_mesh.actors.experts.panel import Expert
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.heartbeat import HeartbeatRules
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
@@ -229,7 +230,7 @@ class RunMesh:
         return url
 
     async def describe(self) -> list[ActorStatus]:
-        """Return each actor's status; reports one as busy that does not answer in seconds."""
+        """Return each actor's status; one that does not answer in seconds, or fails, is busy."""
         told = await asyncio.gather(*(_describe(actor) for actor in self.host.actors))
         used = {actor.name: seconds for actor, seconds in told if seconds is not None}
         percent = self._cpu.look(used)
@@ -249,6 +250,8 @@ async def _describe(actor: SpawnedActor) -> tuple[ActorStatus, float | None]:
         return replace(known, state="busy", activity="does not answer now"), None
     except ActorDied as died:
         return replace(known, state="dead", activity=died.reason), None
+    except Exception as error:  # noqa: BLE001  whatever was raised there; the others are told
+        return replace(known, state="busy", activity=f"describe failed: {cause_of(error)}"), None
     now = replace(
         known,
         state="ready" if about["activity"].startswith("idle") else "busy",

@@ -75,7 +75,7 @@ class RunWatch:
         self._known: dict[str, Any] = {}
         self._hosts: Hosts | None = None
         self._writer = ThreadPoolExecutor(1, "run-status")
-        self._display_lost = False
+        self._display_lost = self._stopped = False
         self._shown: tuple[ActorStatus, ...] = ()
         self._looking = asyncio.Lock()
 
@@ -142,7 +142,10 @@ class RunWatch:
     async def _watch(self, mesh: Inspectable) -> None:
         while True:
             self._check_display()
-            await self._look(mesh)
+            try:
+                await self._look(mesh)
+            except OSError as error:  # a disk may take the next one
+                self._cannot_tell(error)
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def _look(self, mesh: Inspectable) -> None:
@@ -151,6 +154,7 @@ class RunWatch:
             with suppress(MeshError):  # a dead actor ends the run through the supervisor
                 self._shown = census(await mesh.describe(), mesh.pools, self._shown)
                 await self._show(self._shown)
+                self._can_tell()
 
     async def _show(self, actors: Sequence[ActorStatus]) -> None:
         self._view.actors(actors)
@@ -166,7 +170,15 @@ class RunWatch:
         self._cannot_tell(error)
 
     def _cannot_tell(self, error: BaseException) -> None:
-        self._record("status_stopped", "", cause_of(error))
+        """Record that the status is not written, once until it is again."""
+        if not self._stopped:
+            self._stopped = True
+            self._record("status_stopped", "", cause_of(error))
+
+    def _can_tell(self) -> None:
+        if self._stopped:
+            self._stopped = False
+            self._record("status_resumed", "", "the status is written again")
 
     def _write(self, **changes: Any) -> asyncio.Future[None]:
         """Write the status in a thread after earlier writes, since the disk may be remote."""

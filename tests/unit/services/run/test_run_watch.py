@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from composer_mesh.services.directory.control import CONTROL_FILE, ControlRefuse
 from composer_mesh.services.directory.live import commands_for
 from composer_mesh.services.directory.status import STATUS_FILE, ActorStatus, read_status
 from composer_mesh.services.inspection.view import RunView
+from composer_mesh.services.run import mesh as run_mesh
+from composer_mesh.services.run import watch
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.scale_command import scale
 
@@ -164,6 +167,35 @@ async def test_a_dead_actor_does_not_end_the_watch_and_an_error_of_it_does_not_e
     async with world.watch.over(mesh):
         await until(lambda: bool(world.events))
         assert world.events == [("status_stopped", "", "OSError: no space")]
+
+
+async def test_the_status_is_written_again_once_the_disk_takes_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "STATUS_EVERY_S", 0.001)
+    mesh = FakeMesh(OSError("no space"))
+    async with world.watch.over(mesh):
+        await until(lambda: bool(world.events))
+        for _ in range(3):  # looks that fail too are not recorded
+            mesh.asked.clear()
+            await mesh.asked.wait()
+        assert read_status(world.root) is None
+        mesh.error = None
+        await until(lambda: len(world.events) == 2)
+        assert read_status(world.root) is not None
+    assert [event for event, *_ in world.events] == ["status_stopped", "status_resumed"]
+
+
+async def test_an_actor_whose_describe_fails_does_not_hide_the_others() -> None:
+    class Failing:
+        name, kind, pid, host = "expert_server", "expert_server", 11, SimpleNamespace(name="a")
+
+        async def call(self, endpoint: str, *, deadline_s: float) -> Any:
+            raise MemoryError(f"no memory for {endpoint}")
+
+    status, seconds = await run_mesh._describe(Failing())
+    assert (status.name, status.state, status.pid, seconds) == ("expert_server", "busy", 11, None)
+    assert status.activity == "describe failed: MemoryError: no memory for describe"
 
 
 async def test_a_display_that_fails_is_recorded_once_and_ends_nothing(world: World) -> None:
