@@ -97,7 +97,7 @@ class RunWatch:
     @asynccontextmanager
     async def over(self, mesh: Inspectable) -> AsyncIterator[None]:
         """Update the status and take commands while the block runs."""
-        watching = BackgroundTasks(self._watch_failed)
+        watching = BackgroundTasks(recorded_by(self._record))
         watching.start("status", self._watch(mesh))
         try:
             async with AsyncExitStack() as open_while_it_runs:
@@ -166,10 +166,7 @@ class RunWatch:
             self._display_lost = True
             self._record("display_lost", "", self._view.failure)
 
-    def _watch_failed(self, _task: str, error: BaseException) -> None:
-        self._cannot_tell(error)
-
-    def _cannot_tell(self, error: BaseException) -> None:
+    def _cannot_tell(self, error: OSError) -> None:
         """Record that the status is not written, once until it is again."""
         if not self._stopped:
             self._stopped = True

@@ -19,7 +19,7 @@ from composer_mesh.services.run.preload import PRELOAD
 def run_ranks(work: Callable[..., None], given: tuple[Any, ...], count: int) -> None:
     """Call `work(rank, *given)` in a process of each rank, and wait for their ends.
 
-    What ends a process otherwise than an error leaves its stacks on stderr.
+    A rank that crashes, by SIGABRT for example, leaves its stacks on stderr.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD])
     start_processes(_run, (work, *given), nprocs=count, start_method="forkserver")
