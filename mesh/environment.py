@@ -26,6 +26,8 @@ SETTINGS = {
     "OMP_WAIT_POLICY": "passive",
 }
 
+PYSPY = "PYSPY_BIN"
+"""Environment variable with the path of py-spy, which Monarch reads too."""
 UMASK = "COMPOSER_MESH_UMASK"
 """Environment variable with the umask of a run's processes, in octal digits."""
 PRIVATE_UMASK, GROUP_UMASK = "077", "027"
@@ -57,8 +59,14 @@ def prepare_environment() -> None:
     os.environ[SAFE_PATH] = "1"
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if (beside := Path(sys.executable).with_name("py-spy")).exists():
-        os.environ.setdefault("PYSPY_BIN", str(beside))  # the venv's bin may not be on PATH
+    if (beside := beside_python("py-spy")) is not None:
+        os.environ.setdefault(PYSPY, beside)
+
+
+def beside_python(program: str) -> str | None:
+    """Return the path of a program in this Python's own folder, which may not be on PATH."""
+    path = Path(sys.executable).with_name(program)
+    return str(path) if path.exists() else None
 
 
 def set_umask(umask: str | None = None, environ: MutableMapping[str, str] = os.environ) -> None:

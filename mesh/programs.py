@@ -43,6 +43,10 @@ class ProgramFailed(RuntimeError):
         return f"{shlex.join(self.command[:4])} failed: {self.said.strip() or 'it said nothing'}"
 
 
+class ProgramNotStarted(ProgramFailed):
+    """A program is missing, or the system refused to start it."""
+
+
 @dataclass(frozen=True)
 class FinishedProgram:
     """Result of a finished program."""
@@ -74,7 +78,11 @@ def run(
             check=False,
         )
     except FileNotFoundError:
-        raise ProgramFailed(command, "it is not installed here, or not on PATH") from None
+        if folder is not None and not folder.is_dir():
+            raise ProgramNotStarted(command, f"the folder {folder} does not exist") from None
+        raise ProgramNotStarted(command, "it is not installed here, or not on PATH") from None
+    except OSError as refused:
+        raise ProgramNotStarted(command, f"it cannot be started: {refused.strerror}") from None
     except subprocess.TimeoutExpired:
         raise ProgramFailed(command, f"it did not end within {deadline_s:g} s") from None
     if check and done.returncode:
@@ -158,7 +166,7 @@ class TiedProgram:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path | None) -> None:
         """Start it with exactly this environment; raises `ProgramFailed`."""
         if shutil.which(command[0], path=env.get("PATH", os.defpath)) is None:
-            raise ProgramFailed(command, "it is not installed here, or not on PATH")
+            raise ProgramNotStarted(command, "it is not installed here, or not on PATH")
         life, self._life = os.pipe()
         guard = [sys.executable, "-I", "-c", GUARD, str(PACKAGES), str(life), *command]
         try:
@@ -174,7 +182,7 @@ class TiedProgram:
             )
         except OSError as error:
             os.close(self._life)
-            raise ProgramFailed(command, f"it cannot be started: {error.strerror}") from None
+            raise ProgramNotStarted(command, f"it cannot be started: {error.strerror}") from None
         finally:
             os.close(life)
         self.pid = self._process.pid

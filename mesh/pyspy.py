@@ -10,16 +10,13 @@ import asyncio
 import json
 import os
 import shutil
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypedDict
 
+from composer_mesh.mesh.environment import PYSPY, beside_python
 from composer_mesh.mesh.processes import is_alive, stands_still
-from composer_mesh.mesh.programs import ProgramFailed, run
+from composer_mesh.mesh.programs import ProgramFailed, ProgramNotStarted, run
 
-PYSPY = "PYSPY_BIN"
-"""Environment variable with the path of py-spy."""
 DUMP_S, NATIVE_S = 10.0, 20.0
 """Longest run of py-spy; for calls of C code it reads the symbols of every library."""
 LONGEST_ERROR = 200
@@ -43,8 +40,7 @@ class StackDump(TypedDict, total=False):
 
 def find_pyspy() -> str | None:
     """Return the path of py-spy: of `PYSPY_BIN`, beside this Python, or on PATH."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return os.environ.get(PYSPY) or (str(beside) if beside.exists() else shutil.which("py-spy"))
+    return os.environ.get(PYSPY) or beside_python("py-spy") or shutil.which("py-spy")
 
 
 async def dump_stacks(pids: Sequence[int], native: bool = False) -> list[StackDump]:
@@ -81,10 +77,10 @@ def _read(program: str, pid: int, options: Sequence[str], deadline_s: float) -> 
     command = [program, "dump", "--json", "--pid", str(pid), *options]
     try:
         done = run(command, deadline_s=deadline_s, check=False)
+    except ProgramNotStarted as error:
+        return {"error": f"{program}: {error.said}. {NOT_FOUND}"}
     except ProgramFailed as error:
         return {"error": str(error)}
-    except OSError as error:
-        return {"error": f"{program} cannot be started ({error.strerror}): {NOT_FOUND}"}
     if done.status:
         return {"error": _cause(done.stderr) or f"py-spy ended with status {done.status}"}
     return {"threads": json.loads(done.stdout)}

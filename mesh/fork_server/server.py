@@ -37,7 +37,7 @@ from composer_mesh.mesh.fork_server.protocol import (
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 from composer_mesh.mesh.peer_user import is_own_user
-from composer_mesh.mesh.processes import exit_in_words
+from composer_mesh.mesh.processes import BOOTSTRAP, exit_in_words
 
 REQUEST_S = 10.0
 ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -168,7 +168,7 @@ def run(request: ForkRequest, streams: list[int]) -> NoReturn:
         os.chdir(request.folder)
     time.tzset()
     tempfile.tempdir = None  # it was chosen by the server's environment
-    sys.argv = ["composer_mesh.mesh.bootstrap", *request.arguments]
+    sys.argv = [BOOTSTRAP, *request.arguments]
     setproctitle(f"composer-mesh {' '.join(request.arguments)}")
     if cuda_is_unusable():
         start_anew(request)
@@ -192,7 +192,7 @@ def start_anew(request: ForkRequest) -> NoReturn:
     sys.stderr.write(f"composer-mesh: {name} starts without the fork server: {BAD_FORK}\n")
     sys.stderr.flush()
     arguments = [*request.arguments, str(request.asked_by)]
-    program = [sys.executable, "-P", "-m", "composer_mesh.mesh.bootstrap", *arguments]
+    program = [sys.executable, "-P", "-m", BOOTSTRAP, *arguments]
     os.execv(sys.executable, program)
 
 

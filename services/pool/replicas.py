@@ -92,13 +92,19 @@ class Replica(RoutingTarget):
             await asyncio.sleep(IN_USE_EVERY_S)
 
     async def _in_use(self) -> bool:
-        """Whether other actors than the service's own callers use it; False for one that died."""
+        """Whether other actors than the service's own callers use it.
+
+        False for one that died or does not answer; True where its answer is an error, since its
+        sessions may be alive.
+        """
         if self.actor is None:
             return False
         try:
             about: dict[str, Any] = await self.actor.call("describe", deadline_s=IN_USE_DEADLINE_S)
         except MeshError:
             return False
+        except Exception:  # noqa: BLE001  whatever was raised there; the drain's limit ends it
+            return True
         return bool(about["in_use"])
 
     async def abandon_calls(self) -> None:

@@ -70,12 +70,15 @@ class FakeActor:
     stopped: bool = False
     in_use: int = 0
     """What it says of the calls and sessions that others have there."""
+    describe_error: Exception | None = None
     on: str | None = None
     env: Mapping[str, str] | None = None
 
     async def call(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         if self.death.done():
             raise ActorDied(*self.death.result().args)
+        if endpoint == "describe" and self.describe_error is not None:
+            raise self.describe_error
         if endpoint == "describe" and self.answer is None:
             return {"in_use": self.in_use}
         self.heard.append((endpoint, *args))

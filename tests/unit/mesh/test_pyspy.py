@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh import pyspy
+from composer_mesh.mesh.environment import PYSPY
 from composer_mesh.mesh.processes import is_alive, stands_still
-from composer_mesh.mesh.pyspy import NOT_FOUND, PYSPY, dump_stacks, find_pyspy
+from composer_mesh.mesh.pyspy import NOT_FOUND, dump_stacks, find_pyspy
 
 WritePyspy = Callable[[str], Path]
 DEADLINE_S = 20.0
@@ -127,10 +128,14 @@ async def test_one_that_hangs_is_ended(
 async def test_one_that_cannot_be_started_says_how_to_get_it(
     write_pyspy: WritePyspy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write_pyspy("").chmod(0o600)
+    program = write_pyspy("")
+    program.chmod(0o600)
     (told,) = await dump_stacks([1])
-    assert "cannot be started (Permission denied)" in told["error"]
-    assert NOT_FOUND in told["error"]
+    assert told["error"] == f"{program}: it cannot be started: Permission denied. {NOT_FOUND}"
+    program.unlink()
+    (told,) = await dump_stacks([1])
+    missing = "it is not installed here, or not on PATH"
+    assert told["error"] == f"{program}: {missing}. {NOT_FOUND}"
     monkeypatch.delenv(PYSPY)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing" / "python"))

@@ -13,7 +13,13 @@ import pytest
 
 from composer_mesh.mesh.line_program import LineProgram
 from composer_mesh.mesh.processes import is_alive
-from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed, TiedProgram
+from composer_mesh.mesh.programs import (
+    FinishedProgram,
+    ProgramFailed,
+    ProgramNotStarted,
+    TiedProgram,
+    run,
+)
 
 LEAVES_ONE = "sleep 600 & echo $!"
 ENVIRON = dict(os.environ)
@@ -58,6 +64,20 @@ def test_a_program_is_told_of_a_broken_pipe() -> None:
 def test_a_program_that_is_not_there_is_refused() -> None:
     with pytest.raises(ProgramFailed, match="not installed here"):
         started("no-such-program")
+
+
+def test_a_program_that_cannot_be_run_to_its_end_is_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "program"
+    file.write_text("#!/bin/sh\n")
+    file.chmod(0o600)
+    with pytest.raises(ProgramNotStarted, match="it cannot be started: Permission denied"):
+        run([str(file)])
+    with pytest.raises(ProgramNotStarted, match="it is not installed here, or not on PATH"):
+        run([str(tmp_path / "none")])
+    with pytest.raises(ProgramNotStarted, match=r"the folder \S+/none does not exist"):
+        run(["true"], folder=tmp_path / "none")
 
 
 def test_a_program_that_cannot_run_says_why(tmp_path: Path) -> None:

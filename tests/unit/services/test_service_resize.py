@@ -257,3 +257,29 @@ async def test_a_drain_waits_for_what_others_have_at_a_replica(host: FakeHost) -
     host["w-1"].in_use = 0
     await shrinking
     assert host.running == ["w-0"]
+
+
+async def test_a_failed_look_at_a_replica_neither_ends_its_drain_nor_its_sessions(
+    host: FakeHost,
+) -> None:
+    pool = await serve(host, n=2)
+    host["w-1"].in_use = 1
+    host["w-1"].describe_error = OSError("cannot be described")
+    shrinking = asyncio.ensure_future(pool.resize(1, drain_s=60))
+    await turns()
+    assert states(pool)["w-1"] == "draining"
+    host["w-1"].describe_error = None
+    await turns()
+    assert states(pool)["w-1"] == "draining"
+    host["w-1"].in_use = 0
+    await shrinking
+    assert host.running == ["w-0"]
+
+
+async def test_a_replica_that_only_fails_to_be_described_is_stopped_at_the_limit_of_its_drain(
+    host: FakeHost,
+) -> None:
+    pool = await serve(host, n=2)
+    host["w-1"].describe_error = OSError("cannot be described")
+    await pool.resize(1, drain_s=0.3)
+    assert (states(pool), host.running) == ({"w-0": "ready"}, ["w-0"])
