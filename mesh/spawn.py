@@ -6,11 +6,13 @@ Callers decide which actors a run has; `supervision` handles their deaths.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
+from monarch.config import get_global_config
 
 from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor, monarch_name
@@ -29,6 +31,8 @@ from composer_mesh.mesh.supervision import (
     FaultPolicy,
     HostLost,
     MeshError,
+    ProcessLate,
+    RemoteError,
     Supervisor,
     call,
     heard,
@@ -39,6 +43,9 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
+TOO_LATE = "error spawning proc mesh: statuses: Timeout"
+"""How Monarch says that a process was not ready in time: 30 s. With a higher limit, Monarch 0.7
+waits on without ever finding it ready."""
 
 
 class MeshHost:
@@ -113,7 +120,9 @@ class MeshHost:
     ) -> SpawnedActor:
         """Start one process named `name` with one actor in it. Waits until the actor answers.
 
-        `on` names a host that has joined, default this machine. Raises `HostLost`.
+        `on` names a host that has joined, default this machine. A process that is late is killed
+        and started again, until the deadline of a start has passed. Raises `HostLost` and
+        `ProcessLate`.
         """
         self._check(name, actor_class)
         if self._closing:
@@ -121,7 +130,8 @@ class MeshHost:
         host = self._host(on)
         self._starting.add(name)
         try:
-            spawned = await self._born_on(host, name, actor_class, policy, args, kwargs, env or {})
+            given = (policy, args, kwargs, env or {})
+            spawned = await self._start_repeatedly(host, name, actor_class, *given)
         finally:
             self._starting.discard(name)
         self._spawned[name] = spawned
@@ -170,7 +180,27 @@ class MeshHost:
             raise HostLost(name, found.lost.result())
         return found
 
-    async def _born_on(
+    async def _start_repeatedly(
+        self, host: Host, name: str, actor_class: type[MeshActor], *given: Any
+    ) -> SpawnedActor:
+        """Start a process until it is ready, or late at the deadline.
+
+        A second start finds in memory what the first one read from a slow disk.
+        """
+        deadline, starts = time.monotonic() + self._start_deadline_s, 0
+        while True:
+            starts += 1
+            try:
+                return await self._start_on(host, name, actor_class, *given)
+            except ProcessLate as late:
+                if self._closing or time.monotonic() >= deadline:
+                    raise ProcessLate(name, host.name, late.limit, starts) from None
+                if self.supervisor is not None:
+                    about = {"host": host.name, "kind": actor_class.kind}
+                    detail = f"its process was not ready within {late.limit}"
+                    self.supervisor.note("start_repeated", name, detail, **about)
+
+    async def _start_on(
         self,
         host: Host,
         name: str,
@@ -200,7 +230,7 @@ class MeshHost:
         kwargs: Mapping[str, Any],
     ) -> SpawnedActor:
         ref = procs.spawn(monarch_name(name), actor_class, *args, **kwargs)
-        mesh_name: str = await call(ref._name, self._start_deadline_s, name, "spawn")
+        mesh_name = await self._ready(ref, name, host)
         death: asyncio.Future[ActorDied] | None = None
         if self.supervisor is not None:
             about_it = {"host": host.name, "kind": actor_class.kind}
@@ -212,6 +242,17 @@ class MeshHost:
         return SpawnedActor(
             name, about["kind"], ref, pid, actor_class, procs, host, death, activity=self.activity
         )
+
+    async def _ready(self, ref: Any, name: str, host: Host) -> str:
+        """Wait until the actor's process is ready; return Monarch's name of its mesh."""
+        try:
+            mesh_name: str = await call(ref._name, self._start_deadline_s, name, "spawn")
+        except RemoteError as error:
+            if TOO_LATE in error.text:
+                limit = str(get_global_config()["mesh_proc_spawn_max_idle"])
+                raise ProcessLate(name, host.name, limit, 1) from None
+            raise
+        return mesh_name
 
     def _check(self, name: str, actor_class: type[MeshActor]) -> None:
         if name in self._spawned or name in self._starting:

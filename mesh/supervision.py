@@ -4,6 +4,7 @@
     ├── ActorDied          the actor or its process is gone
     ├── DeadlineExceeded   no answer in time; the actor may still be working
     ├── HostLost           the host can start nothing any more
+    ├── ProcessLate        a process was not ready in time
     ├── SessionLost        the actor of a session is gone, and the session's state with it
     └── RemoteError        the endpoint raised something that could not be sent
 
@@ -86,6 +87,28 @@ class HostLost(MeshError):
 
     def __str__(self) -> str:
         return f"host {self.host} cannot be used: {self.reason}"
+
+
+class ProcessLate(MeshError):
+    """The process of an actor was not ready within Monarch's limit, which cannot be raised.
+
+    `limit` is Monarch's text of it, `starts` how often the process was started.
+    """
+
+    def __init__(self, actor: str, host: str, limit: str, starts: int) -> None:
+        super().__init__(actor, host, limit, starts)
+        self.actor = actor
+        self.host = host
+        self.limit = limit
+        self.starts = starts
+
+    def __str__(self) -> str:
+        times = "once" if self.starts == 1 else f"{self.starts} times"
+        return (
+            f"{self.actor} was started {times} on {self.host}, but its process was never ready "
+            f"within {self.limit}: start fewer processes at once there, or install the Python "
+            "environment on a faster disk"
+        )
 
 
 class SessionLost(MeshError):

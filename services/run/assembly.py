@@ -31,7 +31,7 @@ from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.object_store.port import StoreUnavailable, StoreUnfit
 from composer_mesh.mesh.pyspy import StackDump
-from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawn import START_DEADLINE_S, MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.weights.choice import Transport
@@ -221,7 +221,8 @@ class Run:
     async def _live_with_hosts(self, supervisor: Supervisor) -> None:
         """Run on the hosts of the run, and release them however it ends."""
         preload = PRELOAD if self.config.placement.fork_server else ()
-        host = MeshHost(supervisor, preload=preload)
+        start_deadline_s = max(START_DEADLINE_S, self.config.run.deadline_s)
+        host = MeshHost(supervisor, start_deadline_s, preload=preload)
         hosts = self._hosts = RunHosts(self.config, self.store.root, host, self.event)
         try:
             if self.config.cluster.remote:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from echo_actors import Bad, EchoActor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.config import configure, get_global_config
 
 from composer_mesh.mesh.heartbeat import HeartbeatRules
 from composer_mesh.mesh.processes import is_alive, wait_gone
@@ -18,6 +22,7 @@ from composer_mesh.mesh.supervision import (
     DeadlineExceeded,
     FaultPolicy,
     MeshError,
+    ProcessLate,
     RemoteError,
     Supervisor,
 )
@@ -142,3 +147,55 @@ async def test_a_host_that_closes_starts_nothing_more(host: MeshHost) -> None:
     await host.close()
     with pytest.raises(MeshError, match="echo-0 is not started: its host is closing"):
         await host.spawn("echo-0", EchoActor)
+
+
+async def test_a_process_that_is_late_is_started_again(
+    host: MeshHost, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_starts(host, monkeypatch, 1, "2s"):
+        actor = await host.spawn("echo-0", EchoActor)
+    assert await actor.call("say", "hello") == "echo hello"
+    assert events == [("start_repeated", "echo-0", "its process was not ready within 2s")]
+    assert len(await host.here.started_processes("echo-0")) == 1
+
+
+async def test_one_that_is_always_late_is_an_error_that_says_what_to_do_and_leaves_nothing(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with MeshHost(supervisor, start_deadline_s=8.0) as host:
+        with late_starts(host, monkeypatch, 100, "1s"), pytest.raises(ProcessLate) as late:
+            await host.spawn("echo-0", EchoActor)
+        assert (host.actors, await host.here.started_processes("echo-0")) == ([], [])
+    assert late.value.starts >= 2
+    assert str(late.value) == (
+        f"echo-0 was started {late.value.starts} times on localhost, but its process was never "
+        "ready within 1s: start fewer processes at once there, or install the Python environment "
+        "on a faster disk"
+    )
+
+
+@contextlib.contextmanager
+def late_starts(
+    host: MeshHost, monkeypatch: pytest.MonkeyPatch, count: int, limit: str
+) -> Iterator[None]:
+    """Let the next processes of a host take a minute to begin, with this limit of Monarch's."""
+    command = host.here.command
+    normal = str(get_global_config()["mesh_proc_spawn_max_idle"])
+    left = iter(range(count))
+
+    async def late(*given: Any) -> BootstrapCommand:
+        usual = await command(*given)
+        if next(left, None) is None:
+            configure(mesh_proc_spawn_max_idle=normal)
+            return usual
+        configure(mesh_proc_spawn_max_idle=limit)
+        code = "import os, sys, time; time.sleep(60); os.execv(sys.argv[1], sys.argv[1:])"
+        arguments = ["-c", code, usual.program, *usual.args]
+        return BootstrapCommand(usual.program, None, arguments, usual.env)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.here, "command", late)
+        try:
+            yield
+        finally:
+            configure(mesh_proc_spawn_max_idle=normal)
