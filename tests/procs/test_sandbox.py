@@ -100,7 +100,7 @@ async def test_a_million_files_are_bounded_where_they_come_out(boxes: Boxes) -> 
 
 
 ENDINGS = {
-    "wall_time": ("import time; print('began', flush=True); time.sleep(60)", {"wall_s": 0.5}),
+    "wall_time": ("import time; print('began', flush=True); time.sleep(60)", {"wall_s": 5.0}),
     "cpu_time": ("while True: pass", {"cpu_s": 1, "wall_s": 200.0}),
     "signal": ("import os; os.kill(os.getpid(), 11)", {}),
 }
@@ -147,10 +147,9 @@ async def test_no_command_ends_or_forges_its_box(boxes: Boxes) -> None:
         "os.write(os.open(f'/proc/{p}/fd/0', os.O_WRONLY), b'z' + bytes(10))",
         "write to the runner's memory": "import os; open(f'/proc/{os.getppid()}/mem', 'r+b')",
     }
-    limits = replace(LIMITS, wall_s=0.5)
     found = {}
     for name, source in sources.items():
-        result = await python(boxes, source, limits)
+        result = await python(boxes, source)
         found[name] = (result.ended, result.exit_code, dict(result.changed))
     # In nsjail the runner is the first process, which no process of its namespace can kill.
     first = boxes.launcher.name == "nsjail"
