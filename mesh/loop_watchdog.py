@@ -49,7 +49,11 @@ class SilentTime:
 
     def __init__(self, period_s: float, computed_s: float) -> None:
         self._period_s, self._computed_s = period_s, computed_s
-        self.seconds = 0.0
+        self._waited_s, self._all_computed_s = 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._waited_s + self._all_computed_s
 
     def add(self, elapsed_s: float, computed_s: float, machine_s: float) -> None:
         """Add a slice without an answer, of which `machine_s` seconds were caused by the machine.
@@ -57,12 +61,22 @@ class SilentTime:
         `computed_s` is the loop thread's total CPU time. The measuring thread is in the same
         process, so a slice that is longer than its period shows that the process itself was paused.
         """
-        computed, self._computed_s = computed_s - self._computed_s, computed_s
-        self.seconds += max(computed, min(elapsed_s, self._period_s) - machine_s, 0.0)
+        computed = self._compute(computed_s)
+        self._waited_s += max(min(elapsed_s, self._period_s) - machine_s - computed, 0.0)
+
+    def excuse(self, machine_s: float) -> None:
+        """Subtract seconds of earlier slices that turn out to have been caused by the machine."""
+        self._waited_s -= min(max(machine_s, 0.0), self._waited_s)
 
     def end(self, computed_s: float) -> None:
         """Add the CPU time until the answer; `computed_s` is the thread's total by then."""
-        self.seconds += max(computed_s - self._computed_s, 0.0)
+        self._compute(computed_s)
+
+    def _compute(self, computed_s: float) -> float:
+        computed = max(computed_s - self._computed_s, 0.0)
+        self._computed_s = max(computed_s, self._computed_s)
+        self._all_computed_s += computed
+        return computed
 
 
 class LoopWatchdog:
@@ -125,12 +139,14 @@ class LoopWatchdog:
             idle = waits_for_the_machine(frame)
             excused = idle or self._another_thread_imports()
             machine_s = now - before if excused else wait_for_cores(queued, queues, self._task)
+            silent.excuse(longest_wait(queued, queues) - (now - before))
             silent.add(now - before, self._computed_s(), machine_s)
             before, queued = now, queues
             late = silent.seconds > self._limit_s / 2
             if late and not stack and frame is not None and not idle:
                 stack = _in_lines(frame, DEEPEST) + self._others()
         if self._answered.is_set():
+            silent.excuse(longest_wait(queued, queued_by_thread()) - (time.monotonic() - before))
             silent.end(self._at_answer)
         if silent.seconds > self._limit_s:
             stack = stack or "not seen: the interpreter was held all the time\n"
@@ -180,7 +196,10 @@ def _stack_of(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def queued_by_thread() -> dict[str, float]:
-    """Return the seconds that each thread has waited for a core; empty except on Linux."""
+    """Return the seconds that each thread has waited for a core; empty except on Linux.
+
+    The kernel adds a wait when it ends, so a thread that waits now may have waited for longer.
+    """
     found = {}
     for task in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # the thread may have ended
@@ -195,6 +214,15 @@ def wait_for_cores(before: Mapping[str, float], after: Mapping[str, float], loop
     """
     waits = {task: waited - before.get(task, 0.0) for task, waited in after.items()}
     return waits.pop(loop, 0.0) + max(waits.values(), default=0.0)
+
+
+def longest_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Return the longest wait for a core of any thread that ended between two samples, in seconds.
+
+    It began before the first sample if it is longer than the time between them.
+    """
+    known = ((after[task] - waited) for task, waited in before.items() if task in after)
+    return max(known, default=0.0)
 
 
 def watch_this_loop(name: str) -> None:

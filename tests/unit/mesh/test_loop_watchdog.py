@@ -6,15 +6,18 @@ import asyncio
 import importlib
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from composer_mesh.mesh import loop_watchdog
 from composer_mesh.mesh.loop_watchdog import (
     LoopWatchdog,
     SilentTime,
+    longest_wait,
     wait_for_cores,
     waits_for_the_machine,
 )
@@ -58,6 +61,26 @@ def test_the_wait_of_any_thread_for_a_core_is_the_machines_part() -> None:
     assert wait_for_cores({}, {}, "1") == 0.0
 
 
+def test_a_wait_for_a_core_that_began_in_earlier_slices_is_not_counted_there_either() -> None:
+    """The kernel tells of a wait when it ends; what the thread computed meanwhile still counts."""
+    counted = SilentTime(PERIOD_S, 0.0)
+    for _ in range(20):
+        counted.add(PERIOD_S, 0.0, 0.0)
+    counted.add(PERIOD_S, 0.03, 0.0)
+    counted.excuse(0.8)
+    counted.excuse(-1.0)
+    assert counted.seconds == pytest.approx(1.05 - 0.8)
+    counted.excuse(5.0)
+    counted.end(0.04)
+    assert counted.seconds == pytest.approx(0.04)
+
+
+def test_the_longest_wait_is_that_of_a_thread_which_was_there_before() -> None:
+    before, after = {"1": 5.0, "2": 1.0, "ended": 9.0}, {"1": 5.1, "2": 1.4, "new": 0.7}
+    assert longest_wait(before, after) == pytest.approx(0.4)
+    assert longest_wait({}, after) == 0.0
+
+
 @pytest.fixture
 def reports() -> list[tuple[float, str]]:
     return []
@@ -88,9 +111,31 @@ async def test_a_loop_that_waits_in_a_callback_is_reported_with_its_stack(
     assert stack.endswith(" s without an answer in all\n")
 
 
+def wait_for_a_core(waited: list[float]) -> None:
+    """As the loop's thread does on a busy machine; the kernel adds the second when it is over."""
+    time.sleep(1.0)
+    waited[0] = 1.0
+
+
 def stand_still(told: threading.Event) -> None:
     """Until long after the watchdog must have noticed: nobody tells before the loop goes on."""
     told.wait(3.0)
+
+
+async def test_a_loop_whose_thread_waited_for_a_core_all_the_time_is_not_reported(
+    reports: list[tuple[float, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait is known once it has ended, which is with the answer."""
+    waited, task = [0.0], str(threading.get_native_id())
+    monkeypatch.setattr(loop_watchdog, "queued_by_thread", lambda: {task: waited[0]})
+    watchdog = LoopWatchdog(0.2, lambda *report: reports.append(report), period_s=0.01)
+    watchdog.start()
+    wait_for_a_core(waited)
+    answered = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(answered.set_result, None)
+    await answered
+    await asyncio.to_thread(watchdog.stop)
+    assert reports == []
 
 
 async def test_a_loop_that_only_waits_for_events_is_not_reported(
