@@ -49,11 +49,12 @@ class SilentTime:
 
     def __init__(self, period_s: float, computed_s: float) -> None:
         self._period_s, self._computed_s = period_s, computed_s
-        self._waited_s, self._all_computed_s = 0.0, 0.0
+        self._all_computed_s = 0.0
+        self._slices: list[tuple[float, float]] = []  # how long it was, what of it counts as a wait
 
     @property
     def seconds(self) -> float:
-        return self._waited_s + self._all_computed_s
+        return self._all_computed_s + sum(waited for _, waited in self._slices)
 
     def add(self, elapsed_s: float, computed_s: float, machine_s: float) -> None:
         """Add a slice without an answer, of which `machine_s` seconds were caused by the machine.
@@ -62,11 +63,20 @@ class SilentTime:
         process, so a slice that is longer than its period shows that the process itself was paused.
         """
         computed = self._compute(computed_s)
-        self._waited_s += max(min(elapsed_s, self._period_s) - machine_s - computed, 0.0)
+        waited = max(min(elapsed_s, self._period_s) - machine_s - computed, 0.0)
+        self._slices.append((elapsed_s, waited))
 
     def excuse(self, machine_s: float) -> None:
-        """Subtract seconds of earlier slices that turn out to have been caused by the machine."""
-        self._waited_s -= min(max(machine_s, 0.0), self._waited_s)
+        """Count no wait in the last slices, which turn out to have been caused by the machine.
+
+        `machine_s` says how far back; what the thread computed in them still counts.
+        """
+        for place in reversed(range(len(self._slices))):
+            if machine_s <= 0:
+                break
+            elapsed, waited = self._slices[place]
+            self._slices[place] = (elapsed, max(waited - machine_s, 0.0))
+            machine_s -= elapsed
 
     def end(self, computed_s: float) -> None:
         """Add the CPU time until the answer; `computed_s` is the thread's total by then."""

@@ -16,7 +16,13 @@ from composer_mesh.mesh.background import Failed, told_to_loop
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
-from composer_mesh.mesh.supervision import FaultPolicy, MeshError, Recorder
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    DeadlineExceeded,
+    FaultPolicy,
+    HostLost,
+    Recorder,
+)
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.restarts import RestartRules
@@ -101,7 +107,7 @@ class Replica(RoutingTarget):
             return False
         try:
             about: dict[str, Any] = await self.actor.call("describe", deadline_s=IN_USE_DEADLINE_S)
-        except MeshError:
+        except (ActorDied, DeadlineExceeded, HostLost):
             return False
         except Exception:  # noqa: BLE001  whatever was raised there; the drain's limit ends it
             return True

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from fake_host import FakeHost, ask, serve, turns
 
-from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.supervision import ActorDied, RemoteError
+from composer_mesh.services.pool import replicas
 from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.service import Service
 
@@ -259,12 +260,16 @@ async def test_a_drain_waits_for_what_others_have_at_a_replica(host: FakeHost) -
     assert host.running == ["w-0"]
 
 
+@pytest.mark.parametrize(
+    "error", [OSError("cannot be described"), RemoteError("w-1", "describe", "cannot be sent")]
+)
 async def test_a_failed_look_at_a_replica_neither_ends_its_drain_nor_its_sessions(
-    host: FakeHost,
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    monkeypatch.setattr(replicas, "IN_USE_EVERY_S", 0.0)
     pool = await serve(host, n=2)
     host["w-1"].in_use = 1
-    host["w-1"].describe_error = OSError("cannot be described")
+    host["w-1"].describe_error = error
     shrinking = asyncio.ensure_future(pool.resize(1, drain_s=60))
     await turns()
     assert states(pool)["w-1"] == "draining"
