@@ -28,10 +28,11 @@ EACH, TOGETHER = 8, 4
 QUANTIZING = 53
 """Of AdamW with 8-bit state, whose codes are found as int64."""
 ORTHOGONALIZING = 13
-"""Of Muon, for a square matrix."""
+"""Of Muon, for a square matrix: 12, and 1 for buffers of its products."""
 OWNING = 25
 """Of Muon of sharded rows, for the whole matrix that a rank owns in a round: what arrives, what is
-computed of it, what leaves, and this rank's rows of the other matrices of the round."""
+computed of it, what leaves, and this rank's rows of the other matrices of the round: 24, and 1 for
+buffers of its products."""
 
 
 def block_size(shape: Sequence[int]) -> int:
