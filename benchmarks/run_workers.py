@@ -86,10 +86,15 @@ def start_worker(
 
 @contextmanager
 def worker(
-    folder: Path, name: str, authority: Path, *options: str, within: Sequence[str] = ()
+    folder: Path,
+    name: str,
+    authority: Path,
+    *options: str,
+    within: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Worker]:
     """Yield a listening worker; it and all its processes are killed at the end of the block."""
-    one = start_worker(folder, name, authority, *options, within=within)
+    one = start_worker(folder, name, authority, *options, within=within, env=env)
     try:
         one.until_it_listens()
         yield one

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
-from monarch.config import get_global_config
 
 from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor, monarch_name
@@ -24,6 +23,7 @@ from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.process_start import until_ready
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import (
     STOPPED,
@@ -32,7 +32,6 @@ from composer_mesh.mesh.supervision import (
     HostLost,
     MeshError,
     ProcessLate,
-    RemoteError,
     Supervisor,
     call,
     heard,
@@ -43,9 +42,6 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
-TOO_LATE = "error spawning proc mesh: statuses: Timeout"
-"""How Monarch says that a process was not ready in time: 30 s. With a higher limit, Monarch 0.7
-waits on without ever finding it ready."""
 
 
 class MeshHost:
@@ -197,8 +193,7 @@ class MeshHost:
                     raise ProcessLate(name, host.name, late.limit, starts) from None
                 if self.supervisor is not None:
                     about = {"host": host.name, "kind": actor_class.kind}
-                    detail = f"its process was not ready within {late.limit}"
-                    self.supervisor.note("start_repeated", name, detail, **about)
+                    self.supervisor.note("start_repeated", name, late.why_repeated, **about)
 
     async def _start_on(
         self,
@@ -230,7 +225,7 @@ class MeshHost:
         kwargs: Mapping[str, Any],
     ) -> SpawnedActor:
         ref = procs.spawn(monarch_name(name), actor_class, *args, **kwargs)
-        mesh_name = await self._ready(ref, name, host)
+        mesh_name = await until_ready(ref, name, host.name, self._start_deadline_s)
         death: asyncio.Future[ActorDied] | None = None
         if self.supervisor is not None:
             about_it = {"host": host.name, "kind": actor_class.kind}
@@ -242,17 +237,6 @@ class MeshHost:
         return SpawnedActor(
             name, about["kind"], ref, pid, actor_class, procs, host, death, activity=self.activity
         )
-
-    async def _ready(self, ref: Any, name: str, host: Host) -> str:
-        """Wait until the actor's process is ready; return Monarch's name of its mesh."""
-        try:
-            mesh_name: str = await call(ref._name, self._start_deadline_s, name, "spawn")
-        except RemoteError as error:
-            if TOO_LATE in error.text:
-                limit = str(get_global_config()["mesh_proc_spawn_max_idle"])
-                raise ProcessLate(name, host.name, limit, 1) from None
-            raise
-        return mesh_name
 
     def _check(self, name: str, actor_class: type[MeshActor]) -> None:
         if name in self._spawned or name in self._starting:

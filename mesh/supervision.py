@@ -102,6 +102,11 @@ class ProcessLate(MeshError):
         self.limit = limit
         self.starts = starts
 
+    @property
+    def why_repeated(self) -> str:
+        """The detail of the event of a start that is repeated."""
+        return f"its process was not ready within {self.limit}"
+
     def __str__(self) -> str:
         times = "once" if self.starts == 1 else f"{self.starts} times"
         return (

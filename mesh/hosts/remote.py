@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from composer_mesh.mesh.hosts.host import is_lost, unless_lost
 from composer_mesh.mesh.hosts.versions import differences, versions
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
+from composer_mesh.mesh.process_start import until_ready
 from composer_mesh.mesh.processes import BOOTSTRAP
 from composer_mesh.mesh.pyspy import StackDump
-from composer_mesh.mesh.supervision import HostLost, MeshError, call
+from composer_mesh.mesh.supervision import HostLost, MeshError, ProcessLate, call
 
 BEATS = 5
 """Beats of the controller per lease duration."""
@@ -62,8 +63,12 @@ class HostRefused(MeshError):
 class RemoteHost:
     """One attached worker; `close` releases it, and it ends."""
 
-    def __init__(self, name: str, address: str, lease_s: float) -> None:
+    def __init__(
+        self, name: str, address: str, lease_s: float, note_late: Callable[[ProcessLate], None]
+    ) -> None:
+        """`note_late` is called whenever the start of the agent is repeated."""
         self.name, self.address = name, address
+        self._note_late = note_late
         self.lost: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()
         self.about: HostDescription | None = None
         self._lease_s = lease_s
@@ -114,14 +119,30 @@ class RemoteHost:
             await self._mesh.initialized
         except RuntimeError as error:
             raise MeshError(str(error).partition("\n\n")[0]) from error
-        self._procs = self._mesh.spawn_procs(name=monarch_name(f"{self.name}-agent"))
-        self._agent = self._procs.spawn("host_agent", HostAgent)
+        self._agent = await self._start_agent(self._mesh)
         self.about = await self._ask("about")
         if found := differences(self.name, versions(), self.about.versions):
             raise HostRefused(
                 f"{'; '.join(found)}: install the same on all hosts, with the same composer-mesh"
             )
         await self._ask("beat", 1, 0)
+
+    async def _start_agent(self, mesh: HostMesh) -> Any:
+        """Start the agent's process until it is ready.
+
+        A second start finds in memory what the first one read from a slow disk. Only an agent could
+        kill the first, which does nothing and ends with the worker.
+        """
+        name = f"{self.name}-agent"
+        while True:
+            self._procs = mesh.spawn_procs(name=monarch_name(name))
+            agent = self._procs.spawn("host_agent", HostAgent)
+            try:
+                await until_ready(agent, name, self.name, IMPORT_S)
+            except ProcessLate as late:
+                self._note_late(late)
+            else:
+                return agent
 
     async def close(self, deadline_s: float) -> None:
         """Release the host, whose worker then ends. Waits for its answer, at most `deadline_s`."""

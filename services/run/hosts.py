@@ -29,7 +29,7 @@ from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import MeshError, Recorder
+from composer_mesh.mesh.supervision import MeshError, ProcessLate, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.planning.placement_solver import described_hosts
@@ -178,7 +178,7 @@ class RunHosts:
                 f"{worker.name} cannot join: the run began on one host, so its weights travel in "
                 "the memory of that host: resume it with weights.transport = 'rdma'"
             )
-        host = RemoteHost(worker.name, worker.address, cluster.lease_s)
+        host = RemoteHost(worker.name, worker.address, cluster.lease_s, self._note_late)
         self._used.add(worker.address)
         self._all.append(host)
         try:
@@ -195,6 +195,9 @@ class RunHosts:
         detail = f"{worker.address}, {about.hostname}, {about.machine.cores} cores"
         self.record("host_joined", "", f"{worker.name}: {detail}", host=worker.name)
         self._watching.start(f"waiting for the end of {worker.name}", self._until_lost(host))
+
+    def _note_late(self, late: ProcessLate) -> None:
+        self.record("start_repeated", late.actor, late.why_repeated, host=late.host)
 
     async def _until_lost(self, host: RemoteHost) -> None:
         assert host.lost is not None

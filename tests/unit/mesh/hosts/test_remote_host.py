@@ -40,7 +40,7 @@ class _Endpoint:
 
 @pytest.fixture
 async def host() -> RemoteHost:
-    host = RemoteHost("host-0", "tls://10.0.0.5:22300", lease_s=15.0)
+    host = RemoteHost("host-0", "tls://10.0.0.5:22300", lease_s=15.0, note_late=print)
     host._agent = Silent()
     return host
 

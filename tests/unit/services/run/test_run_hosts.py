@@ -12,6 +12,7 @@ import pytest
 from composer_mesh.mesh.hosts.agent import HostDescription
 from composer_mesh.mesh.hosts.remote import HostRefused
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce, read_roster
+from composer_mesh.mesh.supervision import ProcessLate
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.run import hosts as run_hosts
@@ -22,13 +23,18 @@ GB = 1 << 30
 
 
 class FakeRemote:
-    """A worker that sees the files of the run, unless it is `blind`."""
+    """A worker that sees the files of the run, unless it is `blind`.
+
+    The first start of its agent is `late`.
+    """
 
     blind: ClassVar[bool] = False
+    late: ClassVar[bool] = False
     all: ClassVar[list[FakeRemote]] = []
 
-    def __init__(self, name: str, address: str, lease_s: float) -> None:
+    def __init__(self, name: str, address: str, lease_s: float, note_late: Any) -> None:
         self.name, self.address, self.lease_s = name, address, lease_s
+        self.note_late = note_late
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.closed = False
         self.all.append(self)
@@ -39,6 +45,8 @@ class FakeRemote:
 
     async def attach(self, deadline_s: float) -> None:
         assert deadline_s > 0
+        if self.late:
+            self.note_late(ProcessLate(f"{self.name}-agent", self.name, "30s", 1))
 
     async def sees(self, path: Path) -> str | None:
         return None if self.blind else await asyncio.to_thread(path.read_text)
@@ -153,6 +161,15 @@ async def test_a_scheduler_s_hosts_are_waited_for_until_all_have_announced_thems
     announce(tmp_path / ROSTER, record("gpu-0", A))
     await attaching
     assert [(one.name, one.address) for one in FakeRemote.all] == [("gpu-0", A), ("gpu-1", B)]
+
+
+async def test_a_late_start_of_an_agent_is_told(
+    build: Build, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRemote, "late", True)
+    await build(kind="hosts", workers=[A]).attach()
+    assert [event for event, _ in events] == ["start_repeated", "host_joined"]
+    assert events[0][1] == "its process was not ready within 30s"
 
 
 async def test_stacks_are_read_on_the_host_of_their_processes(build: Build) -> None:
