@@ -128,14 +128,14 @@ class Lag:
 
 def config_of(level: Level) -> Config:
     """Return a run that may lag, with as many workers as its episodes in flight give it."""
-    room = (level.tokens + 3 * level.words + 100) * (level.turns + 1)
+    context = (level.tokens + 3 * level.words + 100) * (level.turns + 1)
     return Config.model_validate(
         {
             "run": {"name": "rollouts", "steps": 1, "deadline_s": 3600.0},
             "data": {"task": "toolbox"},
-            "policy": {"max_context": room, "vocab_size": 512},
+            "policy": {"max_context": context, "vocab_size": 512},
             "generator": {"max_new_tokens": level.tokens},
-            "trainer": {"microbatch_tokens": room},
+            "trainer": {"microbatch_tokens": context},
             "schedule": {
                 "prompts_per_step": max(1, level.in_flight // (2 * GROUP)),
                 "group_size": GROUP,

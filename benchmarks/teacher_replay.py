@@ -64,12 +64,12 @@ async def ask_all(
     settings: PanelSettings, states: list[FrozenState], at_once: int | None = None
 ) -> tuple[Answered, float]:
     """Query every state through a new pool; return replies and seconds of each, and in all."""
-    room = asyncio.Semaphore(at_once or len(states))
+    limit = asyncio.Semaphore(at_once or len(states))
     async with await service.spawn(TeacherReplayActor, n=REPLICAS, load=(settings,)) as pool:
         found: Answered = {}
 
         async def ask(state: FrozenState) -> None:
-            async with room:
+            async with limit:
                 began = time.perf_counter()
                 replies = await pool.query(state, n=len(settings.teachers))
                 found[state.state_id] = (replies, time.perf_counter() - began)

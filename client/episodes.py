@@ -39,9 +39,9 @@ class Sampler:
 
     def ask(self, context: Sequence[int], count: int = 1) -> Any:
         """Return the future of some answers to a context."""
-        room = self.max_context - len(context)
+        remaining = self.max_context - len(context)
         settings = types.SamplingParams(
-            max_tokens=min(self.max_new_tokens, room),
+            max_tokens=min(self.max_new_tokens, remaining),
             temperature=self.temperature,
             stop=self.chat.stop_ids,
         )
@@ -86,7 +86,7 @@ def hinted_turns(
     `rollouts` are those of the traces, in their order. Hints that hold the answer are left out.
     """
     named = {trace.trace_id: one for trace, one in zip(traces, rollouts, strict=True)}
-    # The room of one more token, which a request about a prompt samples.
+    # Context for one more token, which a request about a prompt samples.
     sites = hinted_sites(traces, chat, attrgetter("answer"), limit, max_context - 1)
     return [Hinted(named[view.trace_id], view) for view in sites.views]
 

@@ -70,7 +70,7 @@ class MeshHost:
         self.activity = ActivityLog()
         self._preload = tuple(preload)
         self.heartbeat = heartbeat
-        self.room_s = 0.0
+        self.capacity_wait_s = 0.0
         """Longest wait for a host with capacity, for processes whose host was lost."""
         self._start_deadline_s = start_deadline_s
         self._stop_deadline_s = stop_deadline_s

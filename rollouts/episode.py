@@ -149,9 +149,9 @@ class EpisodePlayer:
         growing, sampling = _Growing(), sample.sampling
         messages = await self._environments.begin(session, sample.episode)
         growing.read(await encoded(messages, partial(self._chat.first_prompt, messages)))
-        _check_room(sample.trace_id, len(growing.ids), sampling)
-        while (room := sampling.max_context - len(growing.ids)) > 0:
-            request = self._request(sample, growing, room)
+        _check_prompt_fits(sample.trace_id, len(growing.ids), sampling)
+        while (remaining := sampling.max_context - len(growing.ids)) > 0:
+            request = self._request(sample, growing, remaining)
             growing.act(await self._generation.generate(request, sample.group))
             text = self._chat.action_text(growing.turns[-1].action_ids)
             step = await self._environments.step(session, text)
@@ -165,13 +165,13 @@ class EpisodePlayer:
         trace = _trace(sample, growing, outcome)
         return Played(trace, growing.prompt_tokens, growing.cached_tokens)
 
-    def _request(self, sample: Sample, growing: _Growing, room: int) -> GenerationRequest:
+    def _request(self, sample: Sample, growing: _Growing, remaining: int) -> GenerationRequest:
         sampling = sample.sampling
         request_id = f"{sample.trace_id}-{len(growing.turns):02d}"
         return GenerationRequest(
             request_id,
             growing.ids[:],
-            min(sampling.max_new_tokens, room),
+            min(sampling.max_new_tokens, remaining),
             sampling.temperature,
             seed_of(sampling.seed, request_id),
             list(self._chat.stop_ids),
@@ -187,7 +187,7 @@ class PromptTooLong(ValueError):
     failure_class = "data"
 
 
-def _check_room(trace_id: str, prompt: int, sampling: Sampling) -> None:
+def _check_prompt_fits(trace_id: str, prompt: int, sampling: Sampling) -> None:
     if prompt + sampling.max_new_tokens > sampling.max_context:
         raise PromptTooLong(
             f"{trace_id} begins with {prompt} tokens and a turn may take "

@@ -28,18 +28,18 @@ more than it saves. Within a branch of several nodes every shared id is computed
 WORTH = 0.9
 """Largest ratio of positions computed with sharing to those without at which it is used."""
 
-ROOM = 512
+ROW_CAPACITY = 512
 """Ids of a row of several nodes, which do not see each other: what attention computes of that is
 lost, but a row so short costs less than the forward and the padding that it saves."""
 
 ROW_SHARE = 4
-"""The part of what it follows up to which a row of several nodes may be longer than `ROOM`."""
+"""A row of several nodes may exceed `ROW_CAPACITY` up to this part of what it follows."""
 
 ONE_ROW = 1 << 62
-"""The room of trees in one row, whose attention computes little of what a mask hides."""
+"""The capacity for trees in one row, whose attention computes little of what a mask hides."""
 
 WIDE = 4
-"""Rooms up to which the first level may have a mask, which grows with the square of its width."""
+"""Row capacities up to which the first level may have a mask, whose size is its width squared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,17 +115,19 @@ class Level:
         """Whether it has rows of several nodes, which do not all follow each other."""
         return sum(len(branch.nodes) for branch in self.branches) > self.rows
 
-    def place(self, previous: Level | None, room: int) -> None:
+    def place(self, previous: Level | None, row_capacity: int) -> None:
         """Give each branch its row and column: the longest first, where it fits first."""
         siblings: dict[int, list[Branch]] = {}
         for number, branch in enumerate(self.branches):
-            root = 0 if room == ONE_ROW else number
+            root = 0 if row_capacity == ONE_ROW else number
             follows = root if branch.parent is None else branch.parent.branch.row
             siblings.setdefault(follows, []).append(branch)
         for follows, branches in siblings.items():
             before = 0 if previous is None else previous.before[follows] + previous.ends[follows]
             branches.sort(key=lambda branch: -branch.ids)
-            longest = _row_length([one.ids for one in branches], room_after(before, room))
+            longest = _row_length(
+                [one.ids for one in branches], row_capacity_after(before, row_capacity)
+            )
             first = self.rows
             for branch in branches:
                 self._place(branch, first, longest, follows, before)
@@ -143,15 +145,15 @@ class Level:
         self.ends[row] += size
 
 
-def room_after(before: int, room: int) -> int:
+def row_capacity_after(before: int, row_capacity: int) -> int:
     """Return how many ids a row of several nodes may have that follows so many others."""
-    return max(room, before // ROW_SHARE)
+    return max(row_capacity, before // ROW_SHARE)
 
 
-def _row_length(sizes: Sequence[int], room: int) -> int:
+def _row_length(sizes: Sequence[int], row_capacity: int) -> int:
     """Return the length of rows for branches, so that the last row is about as full as others."""
     total = sum(sizes)
-    rows = max(1, -(-total // max(1, room, *sizes)))
+    rows = max(1, -(-total // max(1, row_capacity, *sizes)))
     return max(*sizes, -(-total // rows))
 
 
@@ -164,18 +166,21 @@ class PrefixTree:
 
     @classmethod
     def of(
-        cls, sequences: Sequence[list[int]], shortest: int = MIN_SHARED, room: int | None = None
+        cls,
+        sequences: Sequence[list[int]],
+        shortest: int = MIN_SHARED,
+        row_capacity: int | None = None,
     ) -> PrefixTree:
         """Share what at least two sequences begin with, in spans of at least `shortest` ids.
 
-        Subtrees of at most `room` ids, by default `ROOM`, are in one piece.
+        Subtrees of at most `row_capacity` ids, by default `ROW_CAPACITY`, are in one piece.
         """
         order = sorted(range(len(sequences)), key=lambda index: sequences[index])
         ordered = [sequences[index] for index in order]
-        room = ROOM if room is None else room
-        building = _Building(ordered, shared_lengths(ordered), max(1, shortest), room)
+        row_capacity = ROW_CAPACITY if row_capacity is None else row_capacity
+        building = _Building(ordered, shared_lengths(ordered), max(1, shortest), row_capacity)
         levels = building.levels()
-        if levels[0].divides and levels[0].width > WIDE * room:
+        if levels[0].divides and levels[0].width > WIDE * row_capacity:
             levels = building.levels(divided_roots=False)
         leaves: list[Node | None] = [None] * len(sequences)
         for place, index in enumerate(order):
@@ -243,7 +248,7 @@ class _Building:
     ordered: Sequence[list[int]]
     shared: list[int]
     shortest: int
-    room: int
+    row_capacity: int
     leaves: dict[int, Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -260,7 +265,7 @@ class _Building:
         levels: list[Level] = []
         for branches in self._branches:
             levels.append(Level(branches))
-            levels[-1].place(levels[-2] if len(levels) > 1 else None, self.room)
+            levels[-1].place(levels[-2] if len(levels) > 1 else None, self.row_capacity)
         return levels
 
     def _split(
@@ -268,11 +273,12 @@ class _Building:
     ) -> list[_Neighbours]:
         """Add the branches of neighbours that share `start` ids; return what is split further."""
         rest: list[_Neighbours] = []
-        room = room_after(start, self.room) if parent is not None or divided_roots else 0
+        divided = parent is not None or divided_roots
+        row_capacity = row_capacity_after(start, self.row_capacity) if divided else 0
         for first, last in self._families(low, high, start, self.shortest):
             level = 0 if parent is None else parent.branch.level + 1
             branch = Branch(level, parent)
-            if self._unique(first, last, start) <= room:
+            if self._unique(first, last, start) <= row_capacity:
                 self._grow(branch, first, last, start)
             else:
                 rest += self._add(branch, (first, last, start, parent))

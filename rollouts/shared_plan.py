@@ -15,7 +15,7 @@ from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.packing import spread
 from composer_mesh.rollouts.prefix_tree import (
     MIN_SHARED,
-    ROOM,
+    ROW_CAPACITY,
     WORTH,
     PrefixTree,
     shared_length,
@@ -129,7 +129,7 @@ def shared_microbatches(
 ) -> list[list[int]]:
     """Group parts, by their indices, into microbatches of at most `budget` tokens: first fit.
 
-    A part is not added where that pads more than `ROOM` tokens: a forward more costs less.
+    A part is not added where that pads more than `ROW_CAPACITY` tokens: a forward more costs less.
     """
     groups: list[_Group] = []
     joined = _in_one_row if sharing == "row" else _side_by_side
@@ -167,7 +167,7 @@ class _Group:
         """Add a part, unless that would exceed the budget or pad too much."""
         shape = self.joined(self.shape, part.shape)
         tokens = positions(shape)
-        if tokens > budget or tokens - positions(self.shape) - part.tokens > ROOM:
+        if tokens > budget or tokens - positions(self.shape) - part.tokens > ROW_CAPACITY:
             return False
         self.parts.append(index)
         self.shape = shape

@@ -35,7 +35,7 @@ from composer_mesh.planning.model_refusals import (
     UnsupportedSharing,
 )
 from composer_mesh.rollouts.expert_choices import ExpertChoices
-from composer_mesh.rollouts.prefix_tree import MIN_SHARED, ROOM, PrefixTree
+from composer_mesh.rollouts.prefix_tree import MIN_SHARED, ROW_CAPACITY, PrefixTree
 
 STATES = "decoder_states"
 PROBE_IDS = 3
@@ -143,7 +143,7 @@ class LanguageModel:
         prompt = [*range(PROBE_IDS)] * MIN_SHARED
         sequences = [[*prompt, last, 0] for last in range(PROBE_IDS)]
         apart = self._padded(sequences).whole()
-        trees = [PrefixTree.of(sequences, room=room) for room in (0, ROOM)]
+        trees = [PrefixTree.of(sequences, row_capacity=ids) for ids in (0, ROW_CAPACITY)]
         found = [float((apart - self._shared(tree).whole()).abs().max()) for tree in trees]
         return max(found), float(apart.abs().max())
 

@@ -202,15 +202,15 @@ class AgentEpisode:
 
     def _request(self, prompt: Prompt, ask: Ask) -> GenerationRequest:
         sampling = self._sampling
-        room = sampling.max_context - len(prompt.ids)
-        if room <= 0:
+        remaining = sampling.max_context - len(prompt.ids)
+        if remaining <= 0:
             raise ContextFull(
                 f"the prompt has {len(prompt.ids)} tokens and the context of this run is "
                 f"{sampling.max_context}: send less, or raise policy.max_context"
             )
         request_id = f"{self._sample.trace_id}-{self._asked:02d}"
         self._asked += 1
-        most = min(sampling.max_new_tokens, room)
+        most = min(sampling.max_new_tokens, remaining)
         return GenerationRequest(
             request_id,
             list(prompt.ids),

@@ -206,13 +206,13 @@ class EpisodeEngine:
     ) -> list[Generated]:
         ids = await self._prompt_ids(prompt, tools)
         sampling = self._sample.sampling
-        room = sampling.max_context - len(ids)
-        if room <= 0:
+        remaining = sampling.max_context - len(ids)
+        if remaining <= 0:
             raise ContextFull(
                 f"a prompt of {len(ids)} tokens leaves no place in a context of "
                 f"{sampling.max_context}: end the conversation, or raise policy.max_context"
             )
-        longest = min(room, sampling.max_new_tokens, max_tokens or sampling.max_new_tokens)
+        longest = min(remaining, sampling.max_new_tokens, max_tokens or sampling.max_new_tokens)
         requests = [self._request(ids, longest, greedy) for _ in range(n)]
         group = self._sample.group
         async with asyncio.TaskGroup() as tasks:

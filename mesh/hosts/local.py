@@ -16,6 +16,7 @@ from composer_mesh.mesh.environment import without_noise
 from composer_mesh.mesh.fork_server.owner import ForkServers
 from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.monarch_exit import end_client_at_exit
 from composer_mesh.mesh.monarch_log import open_log
 
 
@@ -35,6 +36,7 @@ class LocalHost:
             open_log("controller")  # where no command has done it
             with without_noise():
                 self._mesh = this_host()
+            end_client_at_exit()
         return self._mesh
 
     async def command(

@@ -25,6 +25,7 @@ from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAgent, HostDescription
 from composer_mesh.mesh.hosts.host import is_lost, unless_lost
 from composer_mesh.mesh.hosts.versions import differences, versions
+from composer_mesh.mesh.monarch_exit import end_client_at_exit
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.process_start import until_ready
@@ -115,6 +116,7 @@ class RemoteHost:
             self._mesh = attach_to_workers(
                 workers=[self.address], ca="trust_all_connections", name=monarch_name(self.name)
             )
+        end_client_at_exit()
         try:
             await self._mesh.initialized
         except RuntimeError as error:

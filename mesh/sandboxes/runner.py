@@ -97,9 +97,9 @@ class Streams:
     def _read(self, descriptor: int) -> bool:
         piece = os.read(descriptor, CHUNK)
         kept = self.kept[descriptor]
-        room = self._limit - len(kept)
-        kept += piece[:room]
-        self.cut = self.cut or len(piece) > room
+        remaining = self._limit - len(kept)
+        kept += piece[:remaining]
+        self.cut = self.cut or len(piece) > remaining
         return bool(piece)
 
     def _feed(self, waiting: select.poll) -> None:

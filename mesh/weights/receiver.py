@@ -49,7 +49,7 @@ class WeightReceiver:
         memories, self._memories = self._memories, ()
         sizes = [part.layout.nbytes for part in handle.parts]
         if [memory.numel() for memory in memories] != sizes:
-            memories = tuple(_room(nbytes) for nbytes in sizes)
+            memories = tuple(_staging_memory(nbytes) for nbytes in sizes)
         for memory in memories:
             unstamp(memory)
         await self._unless_abandoned(self._fetch(handle, memories), handle.version)
@@ -88,7 +88,7 @@ class WeightReceiver:
         reading.result()
 
 
-def _room(nbytes: int) -> Tensor:
+def _staging_memory(nbytes: int) -> Tensor:
     """Allocate staging memory; pinned if the process copies from it to a GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=own_device().type == "cuda")
 

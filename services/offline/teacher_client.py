@@ -86,11 +86,11 @@ class TeacherClient:
 
     async def _may_ask_again(self, replies: Sequence[TeacherReply], seen: int) -> bool:
         """Wait for the cause of a refusal to pass; return False if no retry can help."""
-        if is_short(replies) and await self._room(seen):
+        if is_short(replies) and await self._settled_since(seen):
             return True
         return await self._rests.over(_refused(replies, FailureKind.SUSPENDED), self._stopping)
 
-    async def _room(self, seen: int) -> bool:
+    async def _settled_since(self, seen: int) -> bool:
         """Return whether a paid request was settled since; wait while one may still be."""
         while self._settled == seen and self._asking and not self._stopping.is_set():
             await self._changed.wait()

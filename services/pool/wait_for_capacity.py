@@ -21,10 +21,10 @@ async def wait_for_capacity(
 ) -> T:
     """Return the result of `take`, retrying until a host has capacity; for displaced processes.
 
-    Raises `NoCapacity` after `host.room_s` without one. The wait is recorded, with its reason.
+    Records the wait and its reason. Raises `NoCapacity` after `host.capacity_wait_s`.
     """
     loop, told = asyncio.get_running_loop(), False
-    end = loop.time() + host.room_s
+    end = loop.time() + host.capacity_wait_s
     while True:
         try:
             return take()
@@ -32,7 +32,7 @@ async def wait_for_capacity(
             if loop.time() >= end:
                 raise
             if host.supervisor is not None and not told:
-                host.supervisor.note("waits_for_room", name, str(error))
+                host.supervisor.note("waits_for_capacity", name, str(error))
             told = True
         await asyncio.sleep(look_s)
 

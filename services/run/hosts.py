@@ -99,7 +99,7 @@ class RunHosts:
         No process of the run is started before all are attached.
         """
         workers = await self._workers()
-        self.mesh.room_s = self.config.cluster.attach_s
+        self.mesh.capacity_wait_s = self.config.cluster.attach_s
         self._listen(workers[0].address)
         await together(*(self._attach(one) for one in workers))
 

@@ -79,7 +79,7 @@ def versions(oldest: int | None, newest: int | None) -> str:
     return str(oldest) if oldest == newest else f"{oldest}–{newest}"
 
 
-def path_of(trace: Trace, room: int) -> Text:
+def path_of(trace: Trace, width: int) -> Text:
     """Format a rollout turn by turn, with a mark after each action that failed.
 
     If the text is too long, all actions but the last are shortened, then the middle ones omitted.
@@ -89,11 +89,11 @@ def path_of(trace: Trace, room: int) -> Text:
     middle = range(1, len(steps) - 1)
     by_length = sorted(middle, key=lambda place: -cell_len(steps[place][0]))
     for place in [*by_length, *range(min(1, len(steps) - 1))]:
-        if _drawn(steps).cell_len <= room:
+        if _drawn(steps).cell_len <= width:
             break
         steps[place] = (_shortened(steps[place][0]), steps[place][1])
     for kept in reversed(middle):
-        if _drawn(steps).cell_len <= room:
+        if _drawn(steps).cell_len <= width:
             break
         steps[kept:-1] = [(LEFT_OUT, False)]
     return _drawn(steps)
@@ -132,12 +132,12 @@ def _late(one: Listed, _: Trace | None, __: int) -> Text:
     return Text("" if one.late is None else f"{one.late.reward:.2f}", style="magenta")
 
 
-def _errors(one: Listed, _: Trace | None, room: int) -> Text:
+def _errors(one: Listed, _: Trace | None, width: int) -> Text:
     """List as many error kinds as fit, and the number of omitted ones."""
     counts = {kind: one.row.error_kinds.count(kind) for kind in dict.fromkeys(one.row.error_kinds)}
     named = [plain_text(kind) + (f"×{n}" if n > 1 else "") for kind, n in counts.items()]
     shown = list(named)
-    while len(shown) > 1 and len(_listed(shown, len(named))) > room:
+    while len(shown) > 1 and len(_listed(shown, len(named))) > width:
         shown.pop()
     return Text(_listed(shown, len(named)), style="red")
 
@@ -166,5 +166,5 @@ STEP = Column("step", _plain(lambda one: one.step or "-"), right=True)
 ERRORS = Column("errors", _errors)
 PATH = Column(
     "what it did",
-    lambda _, trace, room: Text() if trace is None else path_of(trace, room),
+    lambda _, trace, width: Text() if trace is None else path_of(trace, width),
 )

@@ -26,7 +26,7 @@ HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2"}
 class TwoHosts:
     """Two hosts on this machine, each with a loopback address for its own."""
 
-    room_s = 0.0
+    capacity_wait_s = 0.0
 
     def __init__(self, host: MeshHost, near: bool = False) -> None:
         self._host, self._near = host, near

@@ -75,7 +75,7 @@ class KubernetesLauncher:
         """Apply the plan's files, which must be written; the secret one is removed afterwards."""
         try:
             kubectl = Kubectl(run_name(order.output), _namespace(order), self._context())
-            self._make_room(kubectl)
+            self._delete_earlier(kubectl)
             self._apply(kubectl, order, plan)
         except programs.ProgramFailed as failed:
             raise LaunchFailed(str(failed)) from None
@@ -141,7 +141,7 @@ class KubernetesLauncher:
         """Return the current context; empty in a pod, which needs none."""
         return self.run(["kubectl", "config", "current-context"], check=False).stdout.strip()
 
-    def _make_room(self, kubectl: Kubectl) -> None:
+    def _delete_earlier(self, kubectl: Kubectl) -> None:
         """Delete the objects of an earlier run of this name; refuse while it is running."""
         job = self._job(kubectl)
         state, word = state_of(job, self._pods(kubectl))

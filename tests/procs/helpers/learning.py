@@ -29,7 +29,7 @@ from composer_mesh.actors.reference import score_pairs
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample, StepBatch
-from composer_mesh.rollouts.prefix_tree import ROOM
+from composer_mesh.rollouts.prefix_tree import ROW_CAPACITY
 
 Metrics = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -68,8 +68,8 @@ LEVELS = {
     "activation_checkpointing": True,
 }
 """With prompts so long that what follows them is another level of the tree."""
-LONG_PROMPT = ROOM + 20
-LONGEST = {"policy": {"max_context": 2 * ROOM}}
+LONG_PROMPT = ROW_CAPACITY + 20
+LONGEST = {"policy": {"max_context": 2 * ROW_CAPACITY}}
 SEVERAL = {"updates_per_batch": 2, "epochs": 2}
 CORRECTED: dict[str, Any] = {
     "loss": {

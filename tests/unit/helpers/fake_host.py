@@ -122,7 +122,7 @@ class FakeHost:
     """
 
     name = "localhost"
-    room_s = 0.0
+    capacity_wait_s = 0.0
 
     def __init__(self) -> None:
         self.supervisor = None

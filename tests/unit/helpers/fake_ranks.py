@@ -52,7 +52,7 @@ class FakeHost:
     """Starts fakes, but none of the names in `refused`, and none on a host that is `lost_host`."""
 
     def __init__(self) -> None:
-        self.room_s = 60.0
+        self.capacity_wait_s = 60.0
         self.actors: list[FakeRank] = []
         self.refused: set[str] = set()
         self.lost_host = ""

@@ -206,7 +206,7 @@ class FakeHost:
     """Starts fake teachers; `prepare` may set up each before it is used."""
 
     name = "localhost"
-    room_s = 0.0
+    capacity_wait_s = 0.0
 
     def __init__(self, log: Log) -> None:
         self.log, self.prepare = log, _as_it_is

@@ -63,7 +63,7 @@ class InProcessHost:
     """Starts actors here."""
 
     name = "localhost"
-    room_s = 0.0
+    capacity_wait_s = 0.0
     supervisor = None
 
     def __init__(self) -> None:

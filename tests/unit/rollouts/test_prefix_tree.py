@@ -44,8 +44,8 @@ def test_every_sequence_is_its_path_and_no_shared_span_is_there_twice(seed: int)
     rng = random.Random(seed)
     sequences = branching(rng, seed % 7)
     rng.shuffle(sequences)
-    shortest, room = rng.randrange(1, 6), rng.choice([0, 8, 40, 1000])
-    tree = PrefixTree.of(sequences, shortest, room)
+    shortest, row_capacity = rng.randrange(1, 6), rng.choice([0, 8, 40, 1000])
+    tree = PrefixTree.of(sequences, shortest, row_capacity)
     assert [path(tree, index) for index in range(len(sequences))] == sequences
     for level in tree.levels:
         used = [
@@ -69,7 +69,7 @@ def test_every_sequence_is_its_path_and_no_shared_span_is_there_twice(seed: int)
 
 def test_a_group_is_its_prompt_once_and_its_answers() -> None:
     sequences = [[*PROMPT, answer, answer + 1] for answer in range(8)]
-    tree = PrefixTree.of(sequences, room=0)
+    tree = PrefixTree.of(sequences, row_capacity=0)
     assert [[len(node.ids) for node in level.nodes] for level in tree.levels] == [[40], [2] * 8]
     assert [(level.rows, level.width) for level in tree.levels] == [(1, 40), (2, 8)]
     assert (tree.ids, tree.computed) == (56, 56)
@@ -99,7 +99,7 @@ def test_small_roots_beside_a_wide_one_are_not_divided() -> None:
 
 
 def test_long_answers_have_rows_of_their_own() -> None:
-    tree = PrefixTree.of([[*PROMPT, *[answer] * 30] for answer in range(4)], room=0)
+    tree = PrefixTree.of([[*PROMPT, *[answer] * 30] for answer in range(4)], row_capacity=0)
     assert [(level.rows, level.width) for level in tree.levels] == [(1, 40), (4, 30)]
     assert tree.levels[1].follows == [0, 0, 0, 0]
 

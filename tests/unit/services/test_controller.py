@@ -303,18 +303,18 @@ async def test_an_episode_fills_its_context_and_ends_there_without_success(
     assert (len(whole.turns) > 1, whole.success) == (True, True)
     answer = max(len(turn.action_ids) for turn in whole.turns)
     last = []
-    for room in range(
+    for remaining in range(
         answer, needed - opening - 1
     ):  # whoever lacks only the stop token has said all
         world = make_world(seed=13)
-        sample = sample_of(world, room, answer)
+        sample = sample_of(world, remaining, answer)
         trace = await trace_of(world, sample)
-        assert len(trace.token_ids()) <= opening + room
+        assert len(trace.token_ids()) <= opening + remaining
         assert trace.token_ids() == whole.token_ids()[: len(trace.token_ids())]
         assert (trace.success, trace.reward) == (False, 0.0)
         assert world.sessions == {}
         cut = trace.turns[-1].stop_reason == "length"
-        assert not cut or len(trace.token_ids()) == opening + room
+        assert not cut or len(trace.token_ids()) == opening + remaining
         last.append((len(trace.turns), cut))
     assert {cut for _, cut in last} == {True, False}
     assert {turns for turns, _ in last} == set(range(last[0][0], len(whole.turns) + 1))

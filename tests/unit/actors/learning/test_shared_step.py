@@ -29,7 +29,7 @@ def without_tokens(metrics: dict[str, float | None]) -> dict[str, float | None]:
     return {name: value for name, value in metrics.items() if name not in shared}
 
 
-@pytest.mark.parametrize("room", [0, prefix_tree.ROOM])
+@pytest.mark.parametrize("row_capacity", [0, prefix_tree.ROW_CAPACITY])
 @pytest.mark.parametrize(("budget", "packing"), [(512, False), (512, True), (100_000, False)])
 def test_five_steps_have_the_losses_and_weights_of_dense_ones(
     make: Make,
@@ -37,11 +37,11 @@ def test_five_steps_have_the_losses_and_weights_of_dense_ones(
     rng: random.Random,
     budget: int,
     packing: bool,
-    room: int,
+    row_capacity: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In levels of single nodes, and with small groups in one row."""
-    monkeypatch.setattr(prefix_tree, "ROOM", room)
+    monkeypatch.setattr(prefix_tree, "ROW_CAPACITY", row_capacity)
     trainer = {"microbatch_tokens": budget, "lr": 1e-3}
     model, dense = make(**ALL_ON, trainer=trainer)
     trainer |= {"prefix_sharing": True, "packing": packing}
@@ -92,11 +92,11 @@ def test_one_long_sequence_beside_many_short_ones_of_groups_keeps_to_the_budget(
     assert sum(map(len, ids)) > 1.5 * budget
 
 
-@pytest.mark.parametrize("room", [0, prefix_tree.ROOM])
+@pytest.mark.parametrize("row_capacity", [0, prefix_tree.ROW_CAPACITY])
 def test_error_sites_of_a_trace_and_the_other_traces_share_what_comes_before_them(
-    build_model: Any, rng: random.Random, room: int, monkeypatch: pytest.MonkeyPatch
+    build_model: Any, rng: random.Random, row_capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_tree, "ROOM", room)
+    monkeypatch.setattr(prefix_tree, "ROW_CAPACITY", row_capacity)
     (prompt, *turns), hint = prompts(rng, 13), [11, 12, 13]
     views = []
     for trace in range(3):

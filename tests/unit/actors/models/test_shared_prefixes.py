@@ -21,13 +21,13 @@ from composer_mesh.rollouts import prefix_tree
 SEEDS = [(name, seed) for name in MODELS for seed in range(6 if name == "Qwen3" else 2)]
 
 
-@pytest.mark.parametrize("room", [0, 64, 4096])
+@pytest.mark.parametrize("row_capacity", [0, 64, 4096])
 @pytest.mark.parametrize(("name", "seed"), SEEDS)
 def test_random_trees_have_the_states_and_gradients_of_dense_rows(
-    name: str, room: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    name: str, row_capacity: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In levels of single nodes, in branches, and in one row for each root."""
-    monkeypatch.setattr(prefix_tree, "ROOM", room)
+    monkeypatch.setattr(prefix_tree, "ROW_CAPACITY", row_capacity)
     assert_same(built(MODELS[name]), random_tree(seed))
 
 
@@ -37,9 +37,11 @@ def test_a_tree_in_one_row_has_the_states_and_gradients_of_dense_rows(name: str,
     assert_same(built(MODELS[name]), random_tree(seed), "row")
 
 
-@pytest.mark.parametrize("room", [0, 512])
-def test_checkpointed_layers_share_as_well(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "ROOM", room)
+@pytest.mark.parametrize("row_capacity", [0, 512])
+def test_checkpointed_layers_share_as_well(
+    row_capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_tree, "ROW_CAPACITY", row_capacity)
     model = built(MODELS["Qwen3"])
     for layer in decoder_layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -47,11 +49,11 @@ def test_checkpointed_layers_share_as_well(room: int, monkeypatch: pytest.Monkey
     assert_same(model, [[*prompt, one, one + 1] for one in range(3, 8)])
 
 
-@pytest.mark.parametrize("room", [0, 512])
+@pytest.mark.parametrize("row_capacity", [0, 512])
 def test_adapters_get_the_gradients_of_dense_rows(
-    room: int, monkeypatch: pytest.MonkeyPatch
+    row_capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_tree, "ROOM", room)
+    monkeypatch.setattr(prefix_tree, "ROW_CAPACITY", row_capacity)
     model = built(MODELS["Qwen3"])
     add_adapters(model, LoraConfig(rank=2, dropout=0.0), seed=0)
     prompt = list(range(3, 40))

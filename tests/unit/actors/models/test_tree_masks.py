@@ -136,7 +136,9 @@ def test_layers_of_each_kind_get_their_own_mask_where_windows_differ(blocks: boo
 
 def test_a_level_of_equal_paths_has_one_mask_for_all_rows() -> None:
     prompt = [*range(100)] * 2
-    tree = PrefixTree.of([[*prompt, *[200 + last] * (28 + last)] for last in range(4)], room=0)
+    tree = PrefixTree.of(
+        [[*prompt, *[200 + last] * (28 + last)] for last in range(4)], row_capacity=0
+    )
     first, second = masks_of(tree, FULL, blocks=False)
     assert first is None
     assert tree.levels[1].rows == 4

@@ -44,7 +44,7 @@ def pinned(made: Router[RoutingTarget], place: int) -> Ticket[RoutingTarget]:
     return ticket
 
 
-def test_a_call_goes_to_the_seat_with_the_fewest_under_way() -> None:
+def test_a_call_goes_to_the_replica_with_the_fewest_under_way() -> None:
     made = router(2, 0, 1)
     made.targets[1].calls = 99
     taken = [made.take(made.ticket()) for _ in range(4)]
@@ -58,7 +58,7 @@ def test_of_equals_the_one_with_the_fewest_calls_so_far_is_taken() -> None:
 
 
 @pytest.mark.parametrize("state", [state for state in ReplicaState if state.value != "ready"])
-def test_a_seat_that_is_not_ready_gets_nothing_new(state: ReplicaState) -> None:
+def test_a_replica_that_is_not_ready_gets_nothing_new(state: ReplicaState) -> None:
     made = router(0, 3)
     made.targets[0].state = state
     assert made.take(made.ticket()) is made.targets[1]
@@ -66,7 +66,7 @@ def test_a_seat_that_is_not_ready_gets_nothing_new(state: ReplicaState) -> None:
     assert made.take(made.ticket()) is None
 
 
-def test_a_draining_seat_takes_what_is_bound_to_it_and_nothing_else() -> None:
+def test_a_draining_replica_takes_what_is_bound_to_it_and_nothing_else() -> None:
     made = router(0, 4)
     made.targets[0].state = ReplicaState.DRAINING
     anybody, bound = made.ticket(), pinned(made, 0)
@@ -74,7 +74,7 @@ def test_a_draining_seat_takes_what_is_bound_to_it_and_nothing_else() -> None:
     assert made.take(bound) is made.targets[0]
 
 
-def test_a_bound_call_waits_for_its_seat_while_another_has_room() -> None:
+def test_a_bound_call_waits_for_its_slot_while_another_has_capacity() -> None:
     made = router(4, 0)
     bound = pinned(made, 0)
     assert made.take(bound) is None
@@ -84,7 +84,7 @@ def test_a_bound_call_waits_for_its_seat_while_another_has_room() -> None:
     assert made.grants([made.targets[0]]) == [(bound, made.targets[0])]
 
 
-def test_bound_and_unbound_waiters_of_a_seat_go_in_the_order_of_arrival() -> None:
+def test_bound_and_unbound_waiters_of_a_replica_go_in_the_order_of_arrival() -> None:
     made = router(1, 1, max_outstanding=1)
     waiting = [made.ticket(), pinned(made, 0), pinned(made, 1), made.ticket(), pinned(made, 0)]
     for ticket in waiting:
@@ -107,7 +107,7 @@ def test_a_call_that_comes_back_stands_before_those_that_came_after_it() -> None
     assert made.grants() == [(early, made.targets[0])]
 
 
-def test_a_tried_seat_gets_a_call_again_only_where_there_is_no_other() -> None:
+def test_a_tried_replica_gets_a_call_again_only_where_there_is_no_other() -> None:
     made = router(0, 4)
     ticket = made.ticket()
     ticket.tried = (made.targets[0],)
@@ -162,9 +162,9 @@ def test_those_that_leave_are_the_least_bound_then_least_busy_then_latest() -> N
 class AnyOrder(RuleBasedStateMachine):
     """Calls, ends, deaths and growth in any order; `waiting` and `running` are what must hold."""
 
-    @initialize(size=st.integers(1, 4), room=st.integers(1, 3))
-    def start(self, size: int, room: int) -> None:
-        self.router = router(*[0] * size, max_outstanding=room)
+    @initialize(size=st.integers(1, 4), outstanding=st.integers(1, 3))
+    def start(self, size: int, outstanding: int) -> None:
+        self.router = router(*[0] * size, max_outstanding=outstanding)
         self.everyone = list(self.router.targets)
         self.waiting: list[Ticket[RoutingTarget]] = []
         self.running: list[tuple[Ticket[RoutingTarget], RoutingTarget]] = []
@@ -215,13 +215,13 @@ class AnyOrder(RuleBasedStateMachine):
             assert not (self.router.may_find_target if ticket.pin is None else ticket.pin.serving)
 
     @invariant()
-    def no_seat_has_more_than_it_may(self) -> None:
+    def no_replica_has_more_than_it_may(self) -> None:
         for target in self.everyone:
             count = sum(other is target for _, other in self.running)
             assert target.outstanding == count <= self.router.max_outstanding
 
     @invariant()
-    def nobody_waits_where_there_is_room(self) -> None:
+    def nobody_waits_below_the_bound(self) -> None:
         assert self.router.waiting == len(self.waiting)
         for ticket in self.waiting:
             targets = (

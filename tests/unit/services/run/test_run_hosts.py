@@ -69,7 +69,7 @@ class FakeMesh:
     """Knows the hosts that have joined it."""
 
     def __init__(self) -> None:
-        self.room_s = 0.0
+        self.capacity_wait_s = 0.0
         self.hosts: dict[str, FakeRemote] = {}
 
     def join(self, host: FakeRemote) -> None:

@@ -142,14 +142,14 @@ def test_an_empty_list_says_so() -> None:
     assert page(listing([], "group", False, 50), [], 80) == ["no rollout fits", ""]
 
 
-@pytest.mark.parametrize("room", [1, 10, 30, 60, 200])
-def test_a_path_leaves_out_its_middle_and_keeps_its_end(room: int, toolbox: ToolboxTask) -> None:
+@pytest.mark.parametrize("width", [1, 10, 30, 60, 200])
+def test_a_path_leaves_out_its_middle_and_keeps_its_end(width: int, toolbox: ToolboxTask) -> None:
     longest = max(traces_of(toolbox), key=lambda trace: len(trace.turns))
-    whole, cut = path_of(longest, 10_000).plain, path_of(longest, room).plain
+    whole, cut = path_of(longest, 10_000).plain, path_of(longest, width).plain
     last = whole.rpartition(" → ")[2]
     assert cut.endswith(last)
     assert whole.count(" → ") == len(longest.turns) - 1
-    assert len(cut) <= max(room, len(last) + 40)
+    assert len(cut) <= max(width, len(last) + 40)
 
 
 def test_messages_that_nobody_sampled_belong_to_the_opening() -> None:

@@ -38,7 +38,7 @@ class FakeWorld:
 
 
 class RanksOfFakes:
-    """`TrainerRanks` over processes that are fakes; its second seat can be refused."""
+    """`TrainerRanks` over processes that are fakes; its second process can be refused."""
 
     version = VERSION
 

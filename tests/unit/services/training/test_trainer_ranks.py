@@ -181,14 +181,14 @@ async def test_ranks_wait_for_a_host_with_room_and_say_so_once(
     ranks = TrainerRanks(two, host, placements, look_s=0.0)  # type: ignore[arg-type]
     starting = asyncio.create_task(ranks.start())
     await placements.asked_often.wait()
-    assert host.notes == [("waits_for_room", "trainer-0", "no host has room for trainer-1")]
+    assert host.notes == [("waits_for_capacity", "trainer-0", "no host has room for trainer-1")]
     placements.free.set()
     await starting
     assert [told["on"] for told in host.told] == ["a", "b"]
 
 
 async def test_the_wait_for_a_host_has_an_end(host: FakeHost, build_config: Any) -> None:
-    host.room_s = 1e-9
+    host.capacity_wait_s = 1e-9
     ranks = TrainerRanks(build_config(trainer={"ranks": 2}), host, Full())  # type: ignore[arg-type]
     with pytest.raises(NoCapacity):
         await ranks.start()
