@@ -29,10 +29,10 @@ QUANTIZING = 53
 """Of AdamW with 8-bit state, whose codes are found as int64."""
 ORTHOGONALIZING = 13
 """Of Muon, for a square matrix: 12, and 1 for buffers of its products."""
-OWNING = 25
+OWNING = 26
 """Of Muon of sharded rows, for the whole matrix that a rank owns in a round: what arrives, what is
-computed of it, what leaves, and this rank's rows of the other matrices of the round: 24, and 1 for
-buffers of its products."""
+computed of it, what leaves, and this rank's rows of the other matrices of the round: 24, and 2 that
+the exchange may hold for a moment after it."""
 
 
 def block_size(shape: Sequence[int]) -> int:

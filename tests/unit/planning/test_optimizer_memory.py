@@ -161,7 +161,7 @@ def test_an_update_of_sharded_muon_allocates_what_is_planned_for_it(
 
 
 def assert_planned(allocated: int, planned: int) -> None:
-    """What is planned has up to a byte of each value for buffers that plain products lack."""
+    """What is planned has up to two bytes of each value that are not always allocated."""
     assert 0.9 * planned < allocated < 1.01 * planned
 
 
