@@ -1,4 +1,4 @@
-"""Waits at the exit of a process until Monarch's client in it has ended."""
+"""Shuts Monarch's client down at the exit of a process, and waits until it has ended."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.machine import NAME
-from composer_mesh.mesh.process_start import until_ready
+from composer_mesh.mesh.process_readiness import until_ready
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import (
     STOPPED,

@@ -27,8 +27,8 @@ from composer_mesh.mesh.hosts.host import is_lost, unless_lost
 from composer_mesh.mesh.hosts.versions import differences, versions
 from composer_mesh.mesh.monarch_exit import end_client_at_exit
 from composer_mesh.mesh.monarch_log import LOGS
+from composer_mesh.mesh.process_readiness import until_ready
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
-from composer_mesh.mesh.process_start import until_ready
 from composer_mesh.mesh.processes import BOOTSTRAP
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.supervision import HostLost, MeshError, ProcessLate, call

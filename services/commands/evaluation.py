@@ -19,7 +19,7 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.task import heldout_of
-from composer_mesh.services.commands.training import clear_output, prepare
+from composer_mesh.services.commands.training import prepare, refuse_or_set_aside
 from composer_mesh.services.directory.claim import RUNS, claimed
 from composer_mesh.services.evaluation.output import about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target, target_of
@@ -53,7 +53,7 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
             part.gold(part.episode("heldout", 0).payload)
     output: Path = arguments.output or RUNS / f"{config.run.name}-eval"
     if not arguments.resume:
-        clear_output(output, named=arguments.output is not None)
+        refuse_or_set_aside(output, named=arguments.output is not None)
     with claimed(output):
         who = arguments.model or arguments.policy or ""
         told = about(target, who, arguments.samples, arguments.max_tokens)

@@ -78,7 +78,7 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         if arguments.resume or (arguments.auto_resume and may_be_resumed(output)):
             resumed = refuse_unfit(output, config)
         elif not arguments.auto_resume:
-            clear_output(output, named=arguments.output is not None)
+            refuse_or_set_aside(output, named=arguments.output is not None)
     except RunFinished as finished:
         if not arguments.auto_resume:
             raise
@@ -97,7 +97,7 @@ def _half(config: Config, output: Path | None, source: Path | None, signals: Com
             f"--from-traces {source} has no {STORE_FILE} but must be the directory of a run: "
             "correct it, or resume a run of an older version once, which makes it"
         )
-    clear_output(place, named=output is not None)
+    refuse_or_set_aside(place, named=output is not None)
     with claimed(place):
         prepare(place, signals)
         from composer_mesh.services.partial_runs.command import partial_run_command
@@ -115,7 +115,7 @@ def refuse_an_island(config: Config, why: str) -> None:
         )
 
 
-def clear_output(output: Path, named: bool) -> None:
+def refuse_or_set_aside(output: Path, named: bool) -> None:
     """Refuse a used directory that the user named; move an earlier run out of a default one."""
     if named:
         refuse_a_used(output)

@@ -74,7 +74,7 @@ def test_a_draining_replica_takes_what_is_bound_to_it_and_nothing_else() -> None
     assert made.take(bound) is made.targets[0]
 
 
-def test_a_bound_call_waits_for_its_slot_while_another_has_capacity() -> None:
+def test_a_bound_call_waits_for_its_replica_while_another_has_capacity() -> None:
     made = router(4, 0)
     bound = pinned(made, 0)
     assert made.take(bound) is None
