@@ -9,9 +9,16 @@ that `torch.set_num_threads` is not needed. A GPU is never used just because it 
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from composer_mesh.mesh.process_resources import own_gpu_share, own_gpus
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables in which torch reads how to allocate GPU memory; the second is the older name."""
+EXPANDABLE = "expandable_segments:True"
+"""Freed memory serves tensors of other sizes: a trainer holds up to 15 % less (`docs/gpu.md`)."""
 
 
 class NoGpuHere(Exception):
@@ -32,14 +39,17 @@ def own_device() -> torch.device:
     """Return CUDA device 0 where this process was assigned GPUs, else the CPU.
 
     The process sees only its assigned GPUs. If it has a share of a GPU, torch is limited to that
-    share of its memory. Outside of a run it is the CPU. Raises `NoGpuHere` if an assigned GPU
-    cannot be used.
+    share of its memory. Its memory grows in expandable segments, unless the environment says how
+    torch allocates. Outside of a run it is the CPU. Raises `NoGpuHere` if an assigned GPU cannot be
+    used.
     """
     gpus = own_gpus()
     if not gpus:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise NoGpuHere(gpus)
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = EXPANDABLE
     device = torch.device("cuda", 0)
     if (share := own_gpu_share()) < 1:
         torch.cuda.set_per_process_memory_fraction(share, device)

@@ -44,8 +44,8 @@ SHARED_CODE = 200 * MB
 """Libraries that all processes of a host share; counted once per host."""
 CUDA_PROCESS = 3 * GB
 """Host memory of a process that uses a GPU: CUDA's libraries, pinned buffers. An estimate."""
-CUDA_CONTEXT = GB
-"""GPU memory of a process next to its tensors: context, workspaces, NCCL. An estimate."""
+CUDA_CONTEXT = 3 * GB // 2
+"""GPU memory of a process next to its tensors; 1.3 to 1.5 GB on an H100 (`docs/gpu.md`)."""
 SLACK = 0.25
 """Memory that an allocator holds beyond temporaries, as a fraction of them."""
 SCORE_BYTES = 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.configs.weights import WeightTransport
-from composer_mesh.mesh.device import own_device
+from composer_mesh.mesh.process_resources import own_gpus
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.checksums import checksum, flat
 from composer_mesh.mesh.weights.choice import open_receiver
@@ -90,7 +90,7 @@ class WeightReceiver:
 
 def _staging_memory(nbytes: int) -> Tensor:
     """Allocate staging memory; pinned if the process copies from it to a GPU."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=own_device().type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=bool(own_gpus()))
 
 
 def _shape(handle: WeightsHandle, part: Part) -> Shape:

@@ -28,7 +28,7 @@ def rows_of(count: int) -> Tensor:
 
 
 def whole_jsd(student: Tensor, teacher: Tensor, beta: float, temperature: float = 1.0) -> Tensor:
-    mask = rows_of(len(student))
+    mask = rows_of(len(student)).to(student.device)
     return generalized_jsd(
         student, teacher, mask, jsd_beta=beta, temperature=temperature, normalizer=NORMALIZER
     )

@@ -4,83 +4,42 @@
 the upstream functions that each case names; null stands for NaN.
 """
 
-import json
-from pathlib import Path
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from upstream_cases import TOLERANCES, check_advantages, check_preference, stored
 
 from composer_mesh.losses import advantages, preference
 from composer_mesh.losses.policy import token_logprobs
 
-UPSTREAM = Path(__file__).parent / "upstream"
-TOLERANCE = {
-    torch.float64: {"rtol": 1e-9, "atol": 1e-11},
-    torch.float32: {"rtol": 5e-5, "atol": 2e-6},
-}
-
 
 def cases(family: str) -> list[Any]:
-    stored = json.loads((UPSTREAM / f"{family}.json").read_text())["cases"]
     return [
         pytest.param(case, id=f"{i}-{case['function']}-{case['source'].split('@')[0]}")
-        for i, case in enumerate(stored)
+        for i, case in enumerate(stored(family)["cases"])
     ]
 
 
-def tensors(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: tensor(values, dtype) for name, values in case["inputs"].items()}
-
-
-def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
-    """A tensor of the dtype; of counts and masks what they are."""
-
-    found = torch.tensor(nan_for_null(values))
-    if not found.is_floating_point():
-        return found
-    return torch.tensor(nan_for_null(values), dtype=dtype)
-
-
-def nan_for_null(value: Any) -> Any:
-    if isinstance(value, list):
-        return [nan_for_null(v) for v in value]
-    return float("nan") if value is None else value
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", cases("advantages"))
 def test_advantages_are_those_of_the_published_code(
     case: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    found = getattr(advantages, case["function"])(**tensors(case, dtype), **case["settings"])
-    torch.testing.assert_close(found, tensor(case["expected"], dtype), **TOLERANCE[dtype])
+    check_advantages(case, dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", cases("preference"))
 def test_preference_losses_and_gradients_are_those_of_the_published_code(
     case: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    inputs = tensors(case, dtype)
-    answers = [inputs[name].requires_grad_() for name in ("chosen", "rejected")]
-    result = getattr(preference, case["function"])(**inputs, **case["settings"])
-    loss = result.loss
-    gradients = torch.autograd.grad(loss, answers)
-    expected = torch.tensor(case["loss"], dtype=dtype)
-    torch.testing.assert_close(loss, expected, **TOLERANCE[dtype])
-    for found, name in zip(gradients, ("chosen", "rejected"), strict=True):
-        wanted = tensor(case["gradients"][name], dtype)
-        torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
-    for name, value in case.get("rewards", {}).items():
-        wanted = torch.tensor(value, dtype=dtype)
-        torch.testing.assert_close(getattr(result, name), wanted, **TOLERANCE[dtype])
+    check_preference(case, dtype)
 
 
-@pytest.mark.parametrize(
-    "case", json.loads((UPSTREAM / "preference_tokens.json").read_text())["cases"]
-)
+@pytest.mark.parametrize("case", stored("preference_tokens")["cases"])
 def test_ld_dpo_and_wpo_on_whole_logits_are_those_of_the_published_code(
     case: dict[str, Any],
 ) -> None:

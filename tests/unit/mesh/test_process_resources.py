@@ -1,13 +1,15 @@
 """A process takes exactly the cores and GPUs that it was told, and computes on them."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from composer_mesh.mesh.device import NoGpuHere, own_device
+from composer_mesh.mesh.device import ALLOCATOR, NoGpuHere, own_device
 from composer_mesh.mesh.process_resources import (
     ShareMissing,
     bind,
@@ -114,3 +116,40 @@ def test_a_process_with_a_gpu_computes_on_the_first_that_it_sees(
 ) -> None:
     monkeypatch.setenv("COMPOSER_MESH_GPUS", "0")
     assert own_device() == torch.device("cuda", 0)
+
+
+def test_gpu_memory_grows_in_expandable_segments_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMPOSER_MESH_GPUS", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for given in ({}, {"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}):
+        for name in ALLOCATOR:
+            monkeypatch.setenv(name, "")  # so that what is set below ends with the test
+            monkeypatch.delenv(name)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert own_device() == torch.device("cuda", 0)
+        found = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
+        assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+def test_a_process_that_was_forked_after_torchs_import_has_expandable_segments() -> None:
+    source = """
+import os, torch
+from composer_mesh.mesh.device import own_device
+os.environ["COMPOSER_MESH_GPUS"], os.environ["COMPOSER_MESH_GPU_SHARE"] = "0", "0.1"
+if child := os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+kept = torch.zeros(1 << 20, device=own_device())
+assert all(one["is_expandable"] for one in torch.cuda.memory_snapshot())
+try:
+    torch.zeros(torch.cuda.mem_get_info()[1] // 5, dtype=torch.uint8, device=own_device())
+except torch.OutOfMemoryError:
+    raise SystemExit(0)
+raise SystemExit("more than the share was given")
+"""
+    environ = {name: os.environ[name] for name in os.environ if name not in ALLOCATOR}
+    subprocess.run([sys.executable, "-c", source], env=environ, check=True, timeout=120)

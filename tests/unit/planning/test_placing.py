@@ -165,7 +165,7 @@ def test_a_model_that_no_gpu_holds_is_refused_with_its_parts() -> None:
         CannotPlace, match=r"may use 0\.01 x 24\.0 = 0\.24 GB each, 2\.\d+ GB"
     ) as no:
         on(SERVER, overrides=("placement.trainer.gpus=0.01",))
-    assert "trainer needs of each GPU: CUDA 1.00 + activations" in str(no.value)
+    assert "trainer needs of each GPU: CUDA 1.50 + activations" in str(no.value)
     assert "or raise placement.trainer.gpus" in str(no.value)
 
 
