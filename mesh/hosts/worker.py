@@ -112,8 +112,8 @@ class _Worker:
         if (why := self._until_it_listens(serving, address)) is not None:
             return self._say(name, why, LEFT_ALONE)
         record = Record(name, address, sys.executable, os.getpid(), this_host())
-        _write(sys.stdout, f"{name} listens on {address}")
         with self._announced(record):
+            _write(sys.stdout, f"{name} listens on {address}")
             return self._say(name, *self._until_it_ends(serving))
 
     def _until_it_listens(self, serving: int, address: str) -> str | None:
