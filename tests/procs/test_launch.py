@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from live_run import (
     wait_until,
 )
 
-from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.processes import is_alive, kill
 from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.handle import read_handle
@@ -81,7 +80,7 @@ def run(tmp_path: Path) -> Iterator[Launched]:
     yield run
     if (run.root / "launch.json").exists():
         for pid in run.living():
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
 
 
 def words(run: Launched, cache: Path, *more: str, config: Path = PRESET) -> list[str]:

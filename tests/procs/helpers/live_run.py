@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from commands import Process, finished, forked, started
 
-from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.processes import is_alive, kill
 from composer_mesh.mesh.pyspy import find_pyspy
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.rollouts.traces import Trace
@@ -186,5 +186,5 @@ def launched(
         yield run
     finally:
         for pid in run.living():
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
         process.wait()

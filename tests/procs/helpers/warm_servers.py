@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from commands import SERVERS
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.fork_server import owner
 from composer_mesh.mesh.fork_server.protocol import FOLDER, import_signature
+from composer_mesh.mesh.processes import kill
 from composer_mesh.services.run.preload import PRELOAD
 
 
@@ -39,5 +39,5 @@ def warm_servers() -> Iterator[None]:
             for variable in (FOLDER, SERVERS):
                 os.environ.pop(variable, None)
             for pid, _ in started:
-                os.kill(pid, signal.SIGKILL)
+                kill(pid)
                 programs.reap(pid)
