@@ -24,16 +24,15 @@ from monarch.actor import Channel, Port, PortReceiver
 
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S, Item, MessageBatcher, messages_of
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, call
+from composer_mesh.mesh.supervision import ActorDied, RemoteError, call
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 CALL, CANCEL, RESULT, ERROR, LOAD = "call", "cancel", "result", "error", "load"
 
-OPEN_DEADLINE_S = 120.0
-"""Longest wait for an actor to take calls; it is known to be alive, and may be busy."""
-OPEN_AGAIN_S = 5.0
-"""First wait until an actor is asked again, doubled each time: Monarch drops a message, without an
-error, that finds no memory in its process."""
+OPEN_DEADLINE_S = 45.0
+"""Longest wait for an actor to take calls. It is known to be alive, and by default counts as hung
+after 30 s. Without an answer the link between the two processes is broken: Monarch opens it once,
+and drops every later message without an error where that found no memory."""
 
 current_caller: ContextVar[str] = ContextVar("current_caller", default="")
 """Within an endpoint that a `CallStream` called: the caller's name."""
@@ -67,7 +66,7 @@ class CallStream:
 
         A caller has one stream to an actor; calls and answers wait for others at most
         `longest_wait_s`. `failed` is called where the actor takes no calls, though it is not known
-        to be dead, and where answers can no longer be read.
+        to be dead, and where answers can no longer be read: only a new process connects again.
         """
         self._failed = failed
         self.caller, self.actor = caller, actor
@@ -128,25 +127,11 @@ class CallStream:
         await self._tasks.close()
 
     async def _connect(self, ref: Any, answers: Port[list[Item]]) -> None:
-        self._calls = await self._opened(ref, answers)
+        opened = ref.open_calls.call_one(self.caller, answers, self._longest_wait_s)
+        self._calls = await call(opened, OPEN_DEADLINE_S, self.actor, "open_calls")
         early, self._early = self._early, []
         for items in messages_of(early):
             self._send(items)
-
-    async def _opened(self, ref: Any, answers: Port[list[Item]]) -> Port[list[Item]]:
-        """Ask for the port of calls until an answer comes, at most `OPEN_DEADLINE_S`."""
-        waited, wait_s = 0.0, OPEN_AGAIN_S
-        while True:
-            opened = ref.open_calls.call_one(self.caller, answers, self._longest_wait_s)
-            try:
-                found: Port[list[Item]] = await call(opened, wait_s, self.actor, "open_calls")
-            except DeadlineExceeded:
-                waited += wait_s
-                if waited >= OPEN_DEADLINE_S:
-                    raise DeadlineExceeded(self.actor, "open_calls", waited) from None
-                wait_s = min(2 * wait_s, OPEN_DEADLINE_S - waited)
-            else:
-                return found
 
     def _send(self, items: list[Item]) -> None:
         if self._calls is None:
@@ -211,12 +196,7 @@ class StreamServer:
     def open(
         self, caller: str, answers: Port[list[Item]], longest_wait_s: float = LONGEST_WAIT_S
     ) -> Port[list[Item]]:
-        """Return the port that a caller sends its calls to; they are answered to `answers`.
-
-        A caller opens again only if no answer reached it: what it opened before is dropped.
-        """
-        for task in self._dropped(caller):
-            task.cancel()
+        """Return the port that a caller sends its calls to; they are answered to `answers`."""
         calls, receiver = Channel[list[Item]].open()
         self.answer_to(caller, answers.send, longest_wait_s)
         self._reading[caller] = asyncio.create_task(self._read(caller, receiver))
@@ -252,15 +232,11 @@ class StreamServer:
 
     async def hang_up(self, caller: str) -> None:
         """Cancel the calls of a caller that is dead. Waits until they have ended."""
-        await cancel_and_wait(self._dropped(caller))
-
-    def _dropped(self, caller: str) -> list[asyncio.Task[None]]:
-        """Forget a caller; return the tasks that still work for it."""
-        running = list(self._running.pop(caller, {}).values())
         reading = self._reading.pop(caller, None)
+        running = list(self._running.pop(caller, {}).values())
+        await cancel_and_wait([*running, *([] if reading is None else [reading])])
         if (answers := self._answers.pop(caller, None)) is not None:
             answers.close()
-        return running if reading is None else [*running, reading]
 
     async def _read(self, caller: str, receiver: PortReceiver[list[Item]]) -> None:
         while True:
