@@ -7,9 +7,10 @@
 The batches since the checkpoint are stored here, so nothing is sampled twice and versions continue
 from s. A step and the sync of the version before it may run concurrently: a death interrupts both
 and is repaired once; then the newest version is served, and the step is retried. Replayed steps are
-trained as before, including teacher outputs: the teachers pull the trainer's versions again, and a
-moving average starts from its state at the checkpoint. If that is lost, steps that had teacher
-outputs are trained without them. The event `trainer_restarted` reports the differences.
+trained as before, including teacher outputs: the teachers pull the trainer's versions again, a
+moving average starts from its state at the checkpoint, and a step that had teacher outputs waits
+for the replacement of a lost teacher. If the average is lost, such steps are trained without them.
+The event `trainer_restarted` reports the differences.
 
 Checkpoints are written concurrently with steps. A step's batch is stored until a later checkpoint
 is on disk; a checkpoint that a death interrupted is written when its step has been replayed. If the

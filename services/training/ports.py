@@ -39,11 +39,12 @@ class Step(Protocol):
     """One attempt at an optimizer step, implemented by `MeshTraining`.
 
     Trains version v+1 on the batch of version v, and refuses the batch of any other version.
-    Without `teacher_outputs` SDPO teachers in separate processes are not asked, and a step with
-    views counts itself in `sdpo/lost_steps`.
+    `teacher_outputs` is about SDPO teachers in separate processes. True: the step waits for the
+    replacement of a lost one. False: none is queried, and a step with views counts itself in
+    `sdpo/lost_steps`. None: `sdpo.when_lost` decides.
     """
 
-    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> Metrics: ...
+    async def train(self, batch: StepBatch, teacher_outputs: bool | None = None) -> Metrics: ...
 
 
 class Teachers(KeepsAverage, Protocol):

@@ -3,7 +3,6 @@
 A single attempt: `fault_tolerant_trainer` handles ranks that die during it.
 """
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
+from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.divergences import TurnDivergences
@@ -60,14 +59,16 @@ class MeshTraining:
         self._trainer, self._record = config.trainer, record
         self._deadline_s = config.run.deadline_s + config.islands.longest_wait_s
 
-    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
+    async def train(self, batch: StepBatch, teacher_outputs: bool | None = None) -> dict[str, Any]:
         """Train one optimizer step on all ranks. Waits for teacher outputs and the slowest rank.
 
-        Without `teacher_outputs` no teacher is queried, and the step lacks the SDPO channel.
+        `teacher_outputs` is True if the step requires them, False if no teacher is queried and the
+        step lacks the SDPO channel, and None if `sdpo.when_lost` decides.
         """
         ranks, alive = self._ranks(), list[SpawnedActor]()
-        if self._teachers is not None and batch.views and teacher_outputs:
-            alive = await self._teachers.ready(batch.step)
+        required = bool(teacher_outputs)
+        if self._teachers is not None and batch.views and teacher_outputs is not False:
+            alive = await self._teachers.ready(batch.step, required)
         packed = await PackedBatch.of(batch)
         work: list[Coroutine[Any, Any, Any]] = [
             rank.call("train", packed, len(alive), deadline_s=self._deadline_s) for rank in ranks
@@ -82,7 +83,7 @@ class MeshTraining:
                 trainer.packing,
                 trainer.sharing,
             )
-            work.append(self._teachers.feed(batch, plans, alive, ranks))
+            work.append(self._teachers.feed(batch, plans, alive, ranks, required))
         replies: list[TrainReply] = (await together(*work))[: len(ranks)]
         for kind, text in replies[0].new_events:
             self._record(kind, ranks[0].name, text)
@@ -149,19 +150,9 @@ class RestoredTeachers:
         return files
 
     async def restore(self, checkpoint: Path | None, version: int) -> bool:
-        """Load a checkpoint's average, None for the initial one; returns whether it exists.
-
-        A teacher that dies during this is replaced and takes the average from the others.
-        """
+        """Load a checkpoint's average, None for the initial one; returns whether it exists."""
         file = None if checkpoint is None else checkpoint / AVERAGE_FILE
         if file is not None and not file.exists():
             return False
-        asked = [self._restored(one, version, file) for one in self._teachers.alive()]
-        return any(await asyncio.gather(*asked))
-
-    async def _restored(self, teacher: SpawnedActor, version: int, file: Path | None) -> bool:
-        try:
-            await teacher.call("restore", version, file, deadline_s=self._deadline_s)
-        except ActorDied:
-            return False
-        return True
+        await self.follow()  # or replacements would wait for weights that died with a rank
+        return await self._teachers.restore(version, file)

@@ -9,7 +9,8 @@ calls are made here.
     trainer                           trains 0  ...
 
 A teacher that dies, fails or is late is replaced, within the restart budget of its slot. The
-running step is trained without the channel, or waits for the replacement, as `sdpo.when_lost` says.
+running step is trained without the channel, or waits for the replacement, as `sdpo.when_lost` says;
+a step that requires its teacher outputs always waits.
 If a slot's budget is spent the others continue; without any teacher, the run ends.
 """
 
@@ -106,14 +107,27 @@ class SdpoTeachers:
         self._fixed_head_brought = False
         await asyncio.gather(*(self._forget(one) for one in self._members.members if one.serving))
 
-    async def ready(self, step: int) -> list[SpawnedActor]:
-        """Return the teachers for a step. Waits for replacements if `sdpo.when_lost` is "wait".
+    async def restore(self, version: int, average: Path | None) -> bool:
+        """Load the moving average of a version, None for the initial one, in every teacher.
+
+        Waits for replacements; a teacher that fails is replaced, and all load it again, as a
+        replacement may have copied the average of before. Returns False if no teacher is left.
+        """
+        while True:
+            if replacing := self._replacing():
+                await asyncio.wait(replacing)
+            teachers = self.alive()
+            asked = (self._restored(teacher, version, average) for teacher in teachers)
+            if all(await asyncio.gather(*asked)) and self.alive() == teachers:
+                return bool(teachers)
+
+    async def ready(self, step: int, required: bool = False) -> list[SpawnedActor]:
+        """Return the teachers for a step. Waits for replacements if `required` or configured.
 
         Raises the error of a failed replacement if no teacher is left.
         """
-        slots = range(self._config.sdpo.replicas)
-        replacing = [task for task in map(self._members.replacement, slots) if task is not None]
-        if replacing and self._config.sdpo.when_lost == "wait":
+        replacing = self._replacing()
+        if replacing and self._waits(required):
             await asyncio.wait(replacing)
         alive = self.alive()
         if not alive and all(task.done() for task in replacing):
@@ -128,26 +142,43 @@ class SdpoTeachers:
         plans: Sequence[RankPlan],
         teachers: Sequence[SpawnedActor],
         ranks: Sequence[SpawnedActor],
+        required: bool = False,
     ) -> None:
-        """Deliver a step's teacher outputs to the ranks. Waits until all are read or given up."""
+        """Deliver a step's teacher outputs to the ranks. Waits until all are read or given up.
+
+        They are never given up if `required`.
+        """
         count = len(teachers)
         shares = [requests_for(place, batch, plans, count) for place in range(count)]
         work = StepWork(self._config, batch.step, ranks, self._deadline_s)
+        waits = self._waits(required)
         try:
             if not self._fixed_head_brought:
-                await self._insist(teachers[0], work.bring_head)
+                await self._insist(teachers[0], work.bring_head, waits)
                 self._fixed_head_brought = not self._config.sdpo.follows_trainer
             await together(
-                *(self._serve(work, t, share) for t, share in zip(teachers, shares, strict=True))
+                *(
+                    self._serve(work, teacher, share, waits)
+                    for teacher, share in zip(teachers, shares, strict=True)
+                )
             )
         except _Lost as lost:
             self._record("sdpo_lost", "", f"step {batch.step + 1}: {lost}")
             await asyncio.gather(*(work.lose(rank, str(lost)) for rank in ranks))
 
+    def _replacing(self) -> list[asyncio.Task[None]]:
+        """Return the running replacements of teachers."""
+        tasks = map(self._members.replacement, range(self._config.sdpo.replicas))
+        return [task for task in tasks if task is not None]
+
+    def _waits(self, required: bool) -> bool:
+        """Whether a step waits for the replacement of a teacher that it loses."""
+        return required or self._config.sdpo.when_lost == "wait"
+
     async def _serve(
-        self, work: StepWork, teacher: SpawnedActor, requests: Sequence[Request]
+        self, work: StepWork, teacher: SpawnedActor, requests: Sequence[Request], waits: bool
     ) -> None:
-        """Serve one teacher's share; its replacement continues if `sdpo.when_lost` is "wait"."""
+        """Serve one teacher's share; its replacement continues if the step waits for it."""
         left = list(requests)
 
         async def serve(server: SpawnedActor) -> None:
@@ -155,12 +186,15 @@ class SdpoTeachers:
                 await work.bring_head(server)
             await work.run(server, left)
 
-        await self._insist(teacher, serve)
+        await self._insist(teacher, serve, waits)
 
     async def _insist(
-        self, teacher: SpawnedActor, ask: Callable[[SpawnedActor], Coroutine[Any, Any, None]]
+        self,
+        teacher: SpawnedActor,
+        ask: Callable[[SpawnedActor], Coroutine[Any, Any, None]],
+        waits: bool,
     ) -> None:
-        """Query a teacher, again with its replacement if `sdpo.when_lost` is "wait"."""
+        """Query a teacher, again with its replacement if the step waits for it."""
         while True:
             try:
                 return await while_alive(teacher, ask(teacher))
@@ -169,7 +203,7 @@ class SdpoTeachers:
                 if died is None:
                     raise
                 self._lose(teacher, died.reason)
-                if self._config.sdpo.when_lost == "skip":
+                if not waits:
                     raise _Lost(str(died)) from None
                 teacher = await self._successor(teacher)
 
@@ -209,6 +243,16 @@ class SdpoTeachers:
         """Return the teachers that can be queried, all of which are at the same version."""
         actors = [one.actor for one in self._members.members if one.serving]
         return [actor for actor in actors if actor is not None and actor.alive]
+
+    async def _restored(self, teacher: SpawnedActor, version: int, average: Path | None) -> bool:
+        try:
+            await teacher.call("restore", version, average, deadline_s=self._deadline_s)
+        except Exception as error:  # supervision boundary: judged by _end_of
+            if (died := self._end_of(teacher, error)) is None:
+                raise
+            self._lose(teacher, died.reason)
+            return False
+        return True
 
     async def _forget(self, teacher: Replica) -> None:
         with contextlib.suppress(ActorDied):  # it is replaced

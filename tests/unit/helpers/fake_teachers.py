@@ -128,6 +128,9 @@ class FakeTeacher(FakeActor):
         return [Written(AVERAGE_FILE, 1, 2)]
 
     async def restore(self, version: int, file: Path | None) -> int:
+        await self.pass_gate("restore")
+        if self.error is not None:
+            raise self.error from RemoteError(self.name, "restore", "traceback")
         self.log.append(("restore", self.name, version, file))
         self.version = version
         return version
@@ -144,6 +147,17 @@ class FakeTeacher(FakeActor):
         self.log.append(("adopt", self.name, handles[0].version))
         self.version = handles[0].version
         return self.version
+
+
+class PublishingRank(FakeActor):
+    """Publishes weights of a version that hold nothing."""
+
+    def __init__(self, name: str, version: int) -> None:
+        super().__init__(name, [])
+        self.version = version
+
+    async def publish(self) -> WeightsHandle:
+        return weights(self.version)
 
 
 class FakeRank(FakeActor):

@@ -130,18 +130,17 @@ class World:
 
     # --- a step, teachers, weights
 
-    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
+    async def train(self, batch: StepBatch, teacher_outputs: bool | None = None) -> dict[str, Any]:
         self._try("train")
         batch.check_trains(self.version)
-        if teacher_outputs and batch.views:
+        taught = teacher_outputs is not False and bool(batch.views)
+        if taught:
             assert self.taught_version == self.version
         said = 0.25 if self.average is None else self.average
         self.version += 1
-        self.weight = (
-            self.weight * 0.5 + batch.step + (said if teacher_outputs and batch.views else 0.0)
-        )
+        self.weight = self.weight * 0.5 + batch.step + (said if taught else 0.0)
         self.log.append(("train", batch.step, teacher_outputs))
-        lost = {} if teacher_outputs or not batch.views else {"sdpo/lost_steps": 1}
+        lost = {} if taught or not batch.views else {"sdpo/lost_steps": 1}
         return {"loss/total": self.weight, **lost}
 
     async def forget(self) -> None:

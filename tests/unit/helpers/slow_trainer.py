@@ -58,7 +58,7 @@ class SlowWorld(fake_trainer.World):
         self.free.set()
         return await super().begin_again(checkpoint)
 
-    async def train(self, batch: StepBatch, teacher_outputs: bool = True) -> dict[str, Any]:
+    async def train(self, batch: StepBatch, teacher_outputs: bool | None = None) -> dict[str, Any]:
         self.training += 1
         assert self.training == 1
         try:

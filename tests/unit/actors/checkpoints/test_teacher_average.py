@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from fake_teachers import Ring, config, weights
+from fake_teachers import FakeTeacher, PublishingRank, Ring, config, weights
 
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
+from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.step import RestoredTeachers
 
@@ -22,7 +23,8 @@ async def served(build_config: Any, replicas: int = 2) -> tuple[Ring, RestoredTe
     await ring.begin()
     await ring.sdpo.pull(weights(VERSION))
     ring.log.clear()
-    return ring, RestoredTeachers(list, ring.sdpo, 5.0)
+    ranks = cast(list[SpawnedActor], [PublishingRank("trainer.2", VERSION - 2)])
+    return ring, RestoredTeachers(lambda: ranks, ring.sdpo, 5.0)
 
 
 async def test_one_teacher_keeps_the_average_and_the_same_one_writes_it(build_config: Any) -> None:
@@ -81,5 +83,43 @@ async def test_a_run_without_a_checkpoint_goes_back_to_the_initial_policy(
     ring, teachers = await served(build_config, replicas=1)
     assert await teachers.restore(None, 0)
     assert ring.of("restore") == [("restore", "sdpo_teacher", 0, None)]
+
+
+async def test_a_teacher_that_died_with_the_trainer_is_replaced_before_the_average_is_restored(
+    build_config: Any,
+) -> None:
+    ring, teachers = await served(build_config, replicas=1)
+    trainer = PublishingRank("trainer", VERSION)
+    await ring.sdpo.pull(weights(VERSION), cast(SpawnedActor, trainer))
+    trainer.die()
     ring.host.started[0].die()
-    assert not await teachers.restore(None, 0)
+    assert await asyncio.wait_for(teachers.restore(None, 0), 5)
+    assert ring.log[-1] == ("restore", "sdpo_teacher", 0, None)
+    assert ring.host.started[1].version == 0
+
+
+@pytest.mark.parametrize("how", ["dies", "fails"])
+async def test_all_teachers_restore_the_average_again_after_one_is_replaced(
+    build_config: Any, how: str
+) -> None:
+    ring, teachers = await served(build_config)
+    first, second = ring.host.started
+    gate = first.block("restore")
+    restoring = asyncio.create_task(teachers.restore(None, 0))
+    await ring.settle()
+    if how == "dies":
+        first.die()
+    else:
+        first.error = MemoryError()
+        gate.set()
+    assert await asyncio.wait_for(restoring, 5)
+    names = [entry[1] for entry in ring.of("restore")]
+    assert names == ["sdpo_teacher-1", "sdpo_teacher-0", "sdpo_teacher-1"]
+    assert (ring.host.started[2].version, second.version) == (0, 0)
+
+
+async def test_an_average_is_not_restored_where_no_teacher_is_left(build_config: Any) -> None:
+    ring, teachers = await served(build_config, replicas=1)
+    ring.host.prepare = FakeTeacher.die
+    ring.host.started[0].die()
+    assert not await asyncio.wait_for(teachers.restore(None, 0), 5)

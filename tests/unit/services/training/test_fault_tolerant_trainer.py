@@ -118,7 +118,16 @@ async def test_a_step_that_had_lost_its_signals_is_trained_again_without_them(
     run.trainer._since[0].metrics["sdpo/lost_steps"] = 1
     world.fails["train"] = [DEATH]
     await run.trainer.train(batch(1))
-    assert world.log[-2:] == [("train", 0, False), ("train", 1, True)]
+    assert world.log[-2:] == [("train", 0, False), ("train", 1, None)]
+
+
+async def test_a_step_that_had_its_signals_requires_them_when_it_is_trained_again(
+    run: Running,
+) -> None:
+    run.world.fails["train"] = [*[None] * 2, DEATH]
+    await run.steps(0, 3)
+    outputs = [entry[2] for entry in run.world.log if entry[0] == "train"]
+    assert outputs == [None, None, True, True, None]
 
 
 async def test_ranks_that_die_again_while_they_catch_up_begin_once_more(

@@ -12,14 +12,16 @@ from fake_teachers import FakeTeacher, Ring, batch, config, training, weights
 from composer_mesh.mesh.supervision import ActorDied
 
 
-async def killed(ring: Ring, settings: Any, where: str) -> dict[str, Any]:
+async def killed(
+    ring: Ring, settings: Any, where: str, required: bool | None = None
+) -> dict[str, Any]:
     """A step whose first teacher dies at a point: the metrics that the step ends with."""
     teacher, rank = ring.host.started[0], ring.ranks[0]
     if where == "reading":
         rank.block(1)  # a read of memory that is gone would wait for long
     else:
         teacher.block({"head": "head", "computing": 1}[where])
-    step = asyncio.create_task(training(ring, settings).train(batch()))
+    step = asyncio.create_task(training(ring, settings).train(batch(), required))
     await ring.settle()
     assert not step.done()
     teacher.die()
@@ -54,13 +56,14 @@ async def test_with_skip_every_rank_is_told(build_config: Any) -> None:
     assert sorted(ring.of("lose")) == [("lose", f"trainer-{n}", 0) for n in (0, 1)]
 
 
+@pytest.mark.parametrize(("when_lost", "required"), [("wait", None), ("skip", True)])
 @pytest.mark.parametrize("where", ["computing", "reading"])
-async def test_with_wait_the_replacement_serves_what_was_not_delivered(
-    build_config: Any, where: str
+async def test_the_replacement_serves_what_was_not_delivered_to_a_step_that_waits(
+    build_config: Any, where: str, when_lost: str, required: bool | None
 ) -> None:
-    ring = Ring(settings := config(build_config, when_lost="wait"), ranks=[3])
+    ring = Ring(settings := config(build_config, when_lost=when_lost), ranks=[3])
     await ring.begin()
-    await killed(ring, settings, where)
+    await killed(ring, settings, where, required)
     assert ring.ranks[0].lost == ""
     taken = {micro: views for micro, _, views in ring.ranks[0].taken}
     assert taken == {n: ((f"t{n}", 0),) for n in range(3)}
@@ -102,14 +105,16 @@ async def test_the_next_step_has_the_replacement(build_config: Any) -> None:
     assert ring.host.started[1].served == 3
 
 
-@pytest.mark.parametrize(("when_lost", "teachers"), [("skip", 0), ("wait", 1)])
+@pytest.mark.parametrize(
+    ("when_lost", "required", "teachers"), [("skip", None, 0), ("wait", None, 1), ("skip", True, 1)]
+)
 async def test_a_step_that_begins_while_the_only_teacher_is_gone(
-    build_config: Any, when_lost: str, teachers: int
+    build_config: Any, when_lost: str, required: bool | None, teachers: int
 ) -> None:
     ring = Ring(settings := config(build_config, when_lost=when_lost), ranks=[3])
     (dead,) = await ring.begin()
     dead.die()
-    await training(ring, settings).train(batch())
+    await training(ring, settings).train(batch(), required)
     assert ring.of("train") == [("train", "trainer-0", 0, teachers)]
     lost = [event for event in ring.events if event[0] == "sdpo_lost"]
     assert len(lost) == 1 - teachers

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import fake_trainer
 import pytest
-from fake_teachers import FakeActor, Ring, config, weights
+from fake_teachers import PublishingRank, Ring, config
 
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.ports import Teachers
 from composer_mesh.services.training.step import RestoredTeachers
@@ -18,17 +17,10 @@ from composer_mesh.services.training.step import RestoredTeachers
 VERSION = 3
 
 
-class Rank(FakeActor):
-    """A rank at version 3."""
-
-    async def publish(self) -> WeightsHandle:
-        return weights(VERSION)
-
-
 async def over_fake_actors(build_config: Any) -> RestoredTeachers:
     ring = Ring(config(build_config, teacher="ema", replicas=2))
     await ring.begin()
-    ranks = cast(list[SpawnedActor], [Rank("trainer", [])])
+    ranks = cast(list[SpawnedActor], [PublishingRank("trainer", VERSION)])
     return RestoredTeachers(lambda: ranks, ring.sdpo, 5.0)
 
 
