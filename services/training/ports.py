@@ -51,8 +51,8 @@ class Teachers(KeepsAverage, Protocol):
     """SDPO teachers in separate processes, as a trainer restart needs them.
 
     `forget` prepares them to serve replayed steps; `restore` resets a moving average to its state
-    at a checkpoint, or at the run's start, and returns whether it could; `follow` makes them pull
-    the trainer's current weights.
+    at a checkpoint, or at the run's start, and returns whether the checkpoint has one; `follow`
+    makes them pull the trainer's current weights.
     """
 
     async def forget(self) -> None: ...

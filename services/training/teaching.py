@@ -107,30 +107,30 @@ class SdpoTeachers:
         self._fixed_head_brought = False
         await asyncio.gather(*(self._forget(one) for one in self._members.members if one.serving))
 
-    async def restore(self, version: int, average: Path | None) -> bool:
+    async def restore(self, version: int, average: Path | None) -> None:
         """Load the moving average of a version, None for the initial one, in every teacher.
 
         Waits for replacements; a teacher that fails is replaced, and all load it again, as a
-        replacement may have copied the average of before. Returns False if no teacher is left.
+        replacement may have copied the average of before. Raises the error of a failed replacement
+        if no teacher is left.
         """
         while True:
-            if replacing := self._replacing():
-                await asyncio.wait(replacing)
-            teachers = self.alive()
+            await self._replaced()
+            if not (teachers := self.alive()):
+                raise self._members.last_death()
             asked = (self._restored(teacher, version, average) for teacher in teachers)
             if all(await asyncio.gather(*asked)) and self.alive() == teachers:
-                return bool(teachers)
+                return
 
     async def ready(self, step: int, required: bool = False) -> list[SpawnedActor]:
         """Return the teachers for a step. Waits for replacements if `required` or configured.
 
         Raises the error of a failed replacement if no teacher is left.
         """
-        replacing = self._replacing()
-        if replacing and self._waits(required):
-            await asyncio.wait(replacing)
+        if self._waits(required):
+            await self._replaced()
         alive = self.alive()
-        if not alive and all(task.done() for task in replacing):
+        if not alive and not self._replacing():
             raise self._members.last_death()
         if not alive:
             self._record("sdpo_lost", "", f"step {step + 1}: no SDPO teacher is alive")
@@ -170,6 +170,11 @@ class SdpoTeachers:
         """Return the running replacements of teachers."""
         tasks = map(self._members.replacement, range(self._config.sdpo.replicas))
         return [task for task in tasks if task is not None]
+
+    async def _replaced(self) -> None:
+        """Wait until no teacher is being replaced."""
+        while replacing := self._replacing():
+            await asyncio.wait(replacing)
 
     def _waits(self, required: bool) -> bool:
         """Whether a step waits for the replacement of a teacher that it loses."""

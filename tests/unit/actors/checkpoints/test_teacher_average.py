@@ -11,6 +11,7 @@ from fake_teachers import FakeTeacher, PublishingRank, Ring, config, weights
 
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.step import RestoredTeachers
 
@@ -118,8 +119,11 @@ async def test_all_teachers_restore_the_average_again_after_one_is_replaced(
     assert (ring.host.started[2].version, second.version) == (0, 0)
 
 
-async def test_an_average_is_not_restored_where_no_teacher_is_left(build_config: Any) -> None:
+async def test_an_average_that_no_teacher_is_left_for_ends_the_run_with_the_reason(
+    build_config: Any,
+) -> None:
     ring, teachers = await served(build_config, replicas=1)
     ring.host.prepare = FakeTeacher.die
     ring.host.started[0].die()
-    assert not await asyncio.wait_for(teachers.restore(None, 0), 5)
+    with pytest.raises(ActorDied, match="sdpo_teacher died"):
+        await asyncio.wait_for(teachers.restore(None, 0), 5)

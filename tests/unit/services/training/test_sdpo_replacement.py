@@ -120,6 +120,26 @@ async def test_a_step_that_begins_while_the_only_teacher_is_gone(
     assert len(lost) == 1 - teachers
 
 
+class DiesAsItServes(Ring):
+    """The first replacement dies at the moment when it serves."""
+
+    def record(self, *event: str, **fields: Any) -> None:
+        super().record(*event, **fields)
+        if event[0] == "actor_restarted" and len(self.events) == 1:
+            self.host.started[-1].die()
+
+
+async def test_a_step_that_waits_outlasts_a_replacement_that_dies_as_it_serves(
+    build_config: Any,
+) -> None:
+    ring = DiesAsItServes(settings := config(build_config), ranks=[3])
+    (dead,) = await ring.begin()
+    dead.die()
+    await training(ring, settings).train(batch(), True)
+    assert ring.of("train") == [("train", "trainer-0", 0, 1)]
+    assert [event[0] for event in ring.events] == ["actor_restarted"] * 2
+
+
 async def test_with_skip_the_others_serve_a_step_that_begins_without_one(build_config: Any) -> None:
     ring = Ring(settings := config(build_config, replicas=2), ranks=[3])
     dead, _ = await ring.begin()
