@@ -97,7 +97,7 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             self._become(request, streams, connection)
-        self.statuses.forget(pid)
+        self.statuses.begin(pid)
         for descriptor in streams:
             os.close(descriptor)
         self._asking[connection] = pid

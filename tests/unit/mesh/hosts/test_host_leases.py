@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh.hosts import worker as workers
-from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.lease import Lease, LeaseRenewal
 from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
 from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
@@ -109,30 +108,6 @@ def test_a_worker_that_anybody_could_use_does_not_start(
     with pytest.raises((WorkerRefused, ValueError), match=said):
         worker_command(options)
     assert started == []
-
-
-def test_how_a_child_has_ended_is_noted_by_its_parent(tmp_path: Path) -> None:
-    noting = (
-        "import pathlib, subprocess, sys, threading, time\n"
-        "from composer_mesh.mesh.hosts.exit_status import ExitStatuses\n"
-        "statuses = ExitStatuses(pathlib.Path(sys.argv[1]))\n"
-        "threading.Thread(target=statuses.keep, daemon=True).start()\n"
-        "child = subprocess.Popen(['sh', '-c', 'read line; exit 7'], stdin=subprocess.PIPE)\n"
-        "time.sleep(1)\n"
-        "print(child.pid, flush=True)\n"
-        "child.stdin.close()\n"  # nobody may collect it before its end is noted
-        "while statuses.of(child.pid) is None: time.sleep(0.01)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", noting, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    statuses = ExitStatuses(tmp_path)
-    assert statuses.of(int(done.stdout)) == "its process exited with code 7"
-    assert statuses.of(1) is None
 
 
 def test_a_worker_without_its_process_ends_with_all_that_it_started(tmp_path: Path) -> None:
