@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
 from composer_mesh.services.launch.slurm.places import Places
 
 PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-STEP_S, LIMIT_S, RUN_S = 240.0, 240.0, 900.0
+STEP_S, LIMIT_S, RUN_S = 600.0, 240.0, 900.0
 CANCEL_S = 15.0
 ENDLESS = {**SHORT, "run.steps": 5000, "eval.episodes": 2, "trainer.lr_schedule": "constant"}
 
@@ -46,12 +46,17 @@ class JobRun(LiveRun):
         return log.read_text() if log.exists() else ""
 
     def until_step(self, count: int) -> None:
-        wait_until(
-            lambda: len(self.lines("metrics.jsonl")) >= count, f"step {count}\n{self.log}", STEP_S
-        )
+        self._wait(lambda: len(self.lines("metrics.jsonl")) >= count, f"step {count}", STEP_S)
 
     def until_said(self, words: str, deadline_s: float) -> None:
-        wait_until(lambda: words in self.log, f"{words!r} in\n{self.log}", deadline_s)
+        self._wait(lambda: words in self.log, f"{words!r} in the log", deadline_s)
+
+    def _wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+        try:
+            wait_until(condition, what, deadline_s)
+        except AssertionError as error:
+            error.add_note(self.log)  # as it is now, not as it was before the wait
+            raise
 
     def steps(self) -> list[int]:
         return [step["step"] for step in self.objects("metrics.jsonl")]
