@@ -7,7 +7,8 @@
 # `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served, `make bench-skyrl` measures SkyRL beside it,
 # `make test-islands` lets islands meet in an S3 server,
 # `make test-browser` drives the dashboard in a headless Chromium, `make gpu-check` measures a GPU,
-# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input.
+# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input,
+# `make audit` looks the locked packages up among known vulnerabilities.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
@@ -58,7 +59,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: types-of-benchmarks names-in-tests imports lock sbom clean s3 test-islands bench-skyrl
+.PHONY: types-of-benchmarks names-in-tests imports lock sbom audit clean s3 test-islands bench-skyrl
 
 help:
 	@sed '/^$$/q' Makefile
@@ -369,6 +370,18 @@ sbom: $(STAMPS)/package
 	@mkdir -p build
 	$(STAMPS)/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml \
 		--output-reproducible --of JSON -o build/sbom.cdx.json $(BIN)/python
+
+PIP_AUDIT := $(STAMPS)/pip-audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off
+
+# Known vulnerabilities of the locked packages and of what is installed, torch among them, as PyPI lists them. A package
+# that could not be looked up fails too. Before it, what is installed is compared with the lock file.
+audit: $(STAMPS)/dev sbom
+	COMPOSER_MESH_TEST_SBOM=build/sbom.cdx.json $(BIN)/python -m pytest tests/unit/docs/test_lock_files.py -q -rs
+	$(PYTHON) -m venv $(STAMPS)/pip-audit && $(STAMPS)/pip-audit/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'
+	$(BIN)/python -c 'import json; print(*("{}=={}".format(one["name"], one["version"].split("+")[0]) \
+		for one in json.load(open("build/sbom.cdx.json"))["components"]), sep="\n")' > build/sbom.txt
+	$(PIP_AUDIT) -r requirements/run.txt -r requirements/dev.txt
+	$(PIP_AUDIT) -r build/sbom.txt
 
 $(STAMPS)/tasks: $(STAMPS)/package
 	$(PIP) freeze --exclude-editable | grep -E '^(torch|numpy)==' > $(STAMPS)/tasks-constraints.txt

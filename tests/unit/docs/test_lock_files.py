@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from packaging.markers import Marker
+from packaging.markers import Marker, default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -94,3 +97,18 @@ def test_the_makefile_installs_the_locked_packages_with_hashes_and_the_same_torc
     assert "INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r\n" in MAKEFILE
     assert "then $(INSTALL_LOCKED) requirements/run.txt; fi" in MAKEFILE
     assert "then $(INSTALL_LOCKED) requirements/dev.txt; else" in MAKEFILE
+
+
+def test_the_sbom_lists_the_locked_packages_and_no_other() -> None:
+    file = os.environ.get("COMPOSER_MESH_TEST_SBOM")
+    if not file:
+        pytest.skip("set COMPOSER_MESH_TEST_SBOM to an SBOM of the environment, as make audit does")
+    found = {
+        canonicalize_name(one["name"]): Version(one["version"])
+        for one in json.loads(Path(file).read_text())["components"]
+    }
+    for package in ("torch", "pip", "setuptools"):  # as the machine has them
+        found.pop(package, None)
+    here = locked("dev", dict(default_environment()))
+    here.pop("setuptools", None)
+    assert found == here
