@@ -49,15 +49,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(command: list[str], url: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Run a server for a block, once it answers."""
+def serving(
+    command: list[str], url: str, log: Path, environment: dict[str, str] | None
+) -> Iterator[int]:
+    """Run a server for a block, once it answers; yields its pid."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=environment, start_new_session=True
         )
     try:
         wait_until_ready(process, f"{url}/api/v1/healthz", log)
-        yield
+        yield process.pid
     finally:
         os.killpg(process.pid, signal.SIGINT)
         try:
