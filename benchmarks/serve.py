@@ -49,8 +49,7 @@ from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
 from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
-from composer_mesh.services.serve_env.http_server import http_config, listening
-from composer_mesh.services.serve_env.sockets import reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 CLIENTS, MANY = 8, 64

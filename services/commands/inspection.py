@@ -29,11 +29,8 @@ def tree(arguments: argparse.Namespace) -> int:
 
 def dashboard(arguments: argparse.Namespace) -> int:
     """Serve a page of the runs below a folder until Ctrl-C."""
-    from composer_mesh.services.dashboard.options import (
-        DashboardOptions,
-        check_dashboard_installed,
-    )
-    from composer_mesh.services.serve_env.options import ServeRefused
+    from composer_mesh.services.dashboard.options import NEEDED, DashboardOptions
+    from composer_mesh.services.web.options import ServeRefused, check_installed
 
     try:
         options = DashboardOptions(
@@ -44,7 +41,7 @@ def dashboard(arguments: argparse.Namespace) -> int:
             any_address=arguments.any_address,
             control=arguments.control,
         )
-        check_dashboard_installed()
+        check_installed(NEEDED, "dashboard")
         from composer_mesh.services.dashboard.command import dashboard_command
 
         say = functools.partial(print, flush=True)

@@ -18,7 +18,7 @@ from composer_mesh.services.checks.accepting import UsageError, use_umask
 from composer_mesh.services.checks.policy_folder import check_policy_files
 from composer_mesh.services.directory.claim import RUNS, claimed
 from composer_mesh.services.pool.process_placement import ProcessPlacements
-from composer_mesh.services.serve_env.options import ServeOptions, ServeRefused
+from composer_mesh.services.web.options import ListenOptions, ServeRefused
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if config.run.import_paths:
         add_import_paths(config.run.import_paths)
     try:
-        options = ServeOptions(
+        options = ListenOptions(
             host=arguments.host,
             port=arguments.port,
             allowed_hosts=tuple(arguments.allow_host),

@@ -70,11 +70,12 @@ def play(arguments: argparse.Namespace) -> int:
 
 def serve_env(arguments: argparse.Namespace) -> int:
     """Serve a task to OpenEnv and MCP clients."""
-    from composer_mesh.services.serve_env import options as serving
     from composer_mesh.services.serve_env.command import serve_env as serve
+    from composer_mesh.services.serve_env.options import ServeOptions
+    from composer_mesh.services.web.options import ServeRefused
 
     try:
-        options = serving.ServeOptions(
+        options = ServeOptions(
             host=arguments.host,
             port=arguments.port,
             processes=arguments.processes,
@@ -87,5 +88,5 @@ def serve_env(arguments: argparse.Namespace) -> int:
         return serve(arguments.task, arguments.set, options, arguments.token_env, say)
     except ValidationError as error:
         raise UsageError(first_refused_option(error)) from None
-    except serving.ServeRefused as refused:
+    except ServeRefused as refused:
         raise UsageError(str(refused)) from refused

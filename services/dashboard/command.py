@@ -11,10 +11,9 @@ from contextlib import asynccontextmanager
 from composer_mesh.services.dashboard.access import Sessions
 from composer_mesh.services.dashboard.app import Dashboard, make_app
 from composer_mesh.services.dashboard.options import DashboardOptions
-from composer_mesh.services.serve_env.access import Access
-from composer_mesh.services.serve_env.http_server import http_config, listening
-from composer_mesh.services.serve_env.options import ServeRefused
-from composer_mesh.services.serve_env.sockets import reusable_socket
+from composer_mesh.services.web.access import Access
+from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.options import ServeRefused
 
 CLOSING_S = 2
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 from pathlib import Path
 
-from composer_mesh.services.serve_env.options import ServeOptions, ServeRefused, checked_token
+from composer_mesh.services.web.options import ListenOptions, checked_token
 
-NEEDED = ("starlette", "uvicorn")
+NEEDED = {name: name for name in ("starlette", "uvicorn")}
 TOKEN_BYTES = 24
 
 
-class DashboardOptions(ServeOptions):
+class DashboardOptions(ListenOptions):
     """Where the runs are, and where the page is served; `control` lets it stop and scale runs."""
 
     folder: Path
@@ -26,12 +25,3 @@ class DashboardOptions(ServeOptions):
         """
         found = checked_token(self, token_env)
         return found or (secrets.token_urlsafe(TOKEN_BYTES) if self.control else "")
-
-
-def check_dashboard_installed() -> None:
-    """Raise ServeRefused where the packages of the extra are missing."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ServeRefused(
-            f"{', '.join(missing)} is not installed: pip install 'composer-mesh[dashboard]'"
-        )

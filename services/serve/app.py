@@ -22,14 +22,14 @@ from starlette.routing import Route
 from composer_mesh.services.serve import listings, requests
 from composer_mesh.services.serve.access import client
 from composer_mesh.services.serve.archives import Archives
-from composer_mesh.services.serve.bodies import read_body
-from composer_mesh.services.serve.errors import UNAVAILABLE, UNSUPPORTED, Refused
 from composer_mesh.services.serve.operations import Accepted
 from composer_mesh.services.serve.requests import ClientRequest, parsed
 from composer_mesh.services.serve.rest_routes import RestRoutes
 from composer_mesh.services.serve.results import Result, try_again
 from composer_mesh.services.serve.server import TrainingServer
 from composer_mesh.services.serve.training_data import read_training_request
+from composer_mesh.services.web.bodies import read_body
+from composer_mesh.services.web.errors import UNAVAILABLE, UNSUPPORTED, Refused
 
 WAIT_S = 20.0
 """Seconds that `retrieve_future` waits for an answer; SDKs wait 45 for it."""

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-from composer_mesh.services.serve.errors import NOT_FOUND, Refused
 from composer_mesh.services.serve.records import Saved
+from composer_mesh.services.web.errors import NOT_FOUND, Refused
 
 VALID_S = 900.0
 

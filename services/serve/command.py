@@ -37,9 +37,8 @@ from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
 from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
-from composer_mesh.services.serve_env.http_server import http_config, listening
-from composer_mesh.services.serve_env.options import ServeOptions
-from composer_mesh.services.serve_env.sockets import reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.options import ListenOptions
 
 LOG = "operations.sqlite"
 BACKLOG, CLOSING_S = 2048, 5
@@ -49,7 +48,7 @@ Say = Callable[[str], None]
 
 
 def serve_command(
-    config: Config, output: Path, options: ServeOptions, keys: Sequence[str], say: Say
+    config: Config, output: Path, options: ListenOptions, keys: Sequence[str], say: Say
 ) -> int:
     """Serve clients until a signal; return the exit status. The folder is locked by the caller."""
     check_same_policy(config, output)
@@ -60,7 +59,7 @@ def serve_command(
 async def _serve(
     config: Config,
     output: Path,
-    options: ServeOptions,
+    options: ListenOptions,
     keys: Sequence[str],
     listener: socket.socket,
     say: Say,
@@ -98,7 +97,7 @@ class Parts:
 
     config: Config
     output: Path
-    options: ServeOptions
+    options: ListenOptions
     mesh: ServeMesh
     chat: ChatFormat
 

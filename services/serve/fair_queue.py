@@ -11,8 +11,8 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from composer_mesh.services.serve.errors import TOO_MANY, Refused, bad
 from composer_mesh.services.serve.operations import Operation
+from composer_mesh.services.web.errors import TOO_MANY, Refused, bad
 
 MOST_TIMES = 10_000
 """Clients above which those that are not ahead of the others are forgotten."""

@@ -42,12 +42,12 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import StopReason
 from composer_mesh.services.serve import requests
 from composer_mesh.services.serve.access import client
-from composer_mesh.services.serve.bodies import read_body
-from composer_mesh.services.serve.errors import Refused
 from composer_mesh.services.serve.protobuf_messages import STOP, SampleResponse
 from composer_mesh.services.serve.records import SCHEME
 from composer_mesh.services.serve.results import Result
 from composer_mesh.services.serve.server import TrainingServer
+from composer_mesh.services.web.bodies import read_body
+from composer_mesh.services.web.errors import Refused
 
 PREFIXES = ("/v1", "/oai/api/v1")
 WAIT_S = 3600.0

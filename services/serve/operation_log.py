@@ -17,10 +17,10 @@ from typing import Any
 
 from composer_mesh.actors.served_models.messages import ModelSpec, Shape
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
-from composer_mesh.services.serve.errors import bad
 from composer_mesh.services.serve.operations import Accepted, OperationRequest
 from composer_mesh.services.serve.records import Model, Sampler, Saved, Session
 from composer_mesh.services.serve.results import MediaType, Result
+from composer_mesh.services.web.errors import bad
 
 QUEUED, DONE, FAILED, EXPIRED = 0, 1, 2, 3
 MEDIA: tuple[MediaType, ...] = ("json", "protobuf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,14 @@ from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.serve_env.options import (
+from composer_mesh.services.store.whole_files import write_whole
+from composer_mesh.services.web.options import (
     SHORTEST_TOKEN,
-    ServeOptions,
+    ListenOptions,
     ServeRefused,
+    check_installed,
     checked_token,
 )
-from composer_mesh.services.store.whole_files import write_whole
 
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "google.protobuf": "protobuf"}
 NOTED, LONGEST_NOTE = "serve.json", 1_000_000
@@ -32,7 +32,7 @@ PREFIX = "tml-"
 """What SDKs want a key to begin with."""
 
 
-def checked_keys(options: ServeOptions, names: Sequence[str]) -> list[str]:
+def checked_keys(options: ListenOptions, names: Sequence[str]) -> list[str]:
     """Return the keys of clients, from the environment variables that hold them.
 
     Raises ServeRefused for an address that may not be listened on, none beyond loopback, and keys
@@ -54,11 +54,7 @@ def checked_keys(options: ServeOptions, names: Sequence[str]) -> list[str]:
 
 def check_serves(config: Config) -> None:
     """Raise ServeRefused where packages are missing, or the config asks for what is not served."""
-    missing = [own for name, own in NEEDED.items() if not _installed(name)]
-    if missing:
-        raise ServeRefused(
-            f"{', '.join(missing)} is not installed: pip install 'composer-mesh[serve]'"
-        )
+    check_installed(NEEDED, "serve")
     trainer = config.trainer
     others = {
         "trainer.context_parallel": (trainer.context_parallel, 1),
@@ -141,7 +137,7 @@ def check_same_policy(config: Config, output: Path) -> None:
             )
 
 
-def tokenizer_of(config: Config, options: ServeOptions, folder: Path) -> str:
+def tokenizer_of(config: Config, options: ListenOptions, folder: Path) -> str:
     """Return what clients load their tokenizer from; the folder for clients of this machine."""
     if config.serve.tokenizer:
         return config.serve.tokenizer
@@ -151,10 +147,3 @@ def tokenizer_of(config: Config, options: ServeOptions, folder: Path) -> str:
 def base_model_of(config: Config) -> str:
     """Return the name by which clients ask for the policy."""
     return config.serve.base_model or config.run.name
-
-
-def _installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from composer_mesh.actors.served_models.messages import ModelSpec
-from composer_mesh.services.serve.errors import bad
+from composer_mesh.services.web.errors import bad
 
 SavedKind = Literal["training", "sampler"]
 SEGMENTS: dict[SavedKind, str] = {"training": "weights", "sampler": "sampler_weights"}

@@ -13,9 +13,9 @@ from functools import partial
 
 from composer_mesh.actors.served_models.messages import ModelSpec
 from composer_mesh.services.serve import operation_log as log
-from composer_mesh.services.serve.errors import BAD_REQUEST, Refused, bad, unknown
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.records import Model, Sampler, Saved, Session
+from composer_mesh.services.web.errors import BAD_REQUEST, Refused, bad, unknown
 
 TOUCH_S = 60.0
 """Seconds between two writes of a session's last use."""

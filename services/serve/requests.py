@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from composer_mesh.services.serve.errors import bad
+from composer_mesh.services.web.errors import bad
 
 Name = Annotated[str, Field(max_length=500)]
 Seq = Annotated[int, Field(ge=0, le=2**62)]

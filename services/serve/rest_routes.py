@@ -19,9 +19,9 @@ from starlette.routing import Route
 from composer_mesh.services.serve import listings, requests
 from composer_mesh.services.serve.access import client
 from composer_mesh.services.serve.archives import Archives
-from composer_mesh.services.serve.bodies import read_body
 from composer_mesh.services.serve.paging import cursor, page_of
 from composer_mesh.services.serve.server import TrainingServer
+from composer_mesh.services.web.bodies import read_body
 
 CHECKPOINT = "/api/v1/training_runs/{id}/checkpoints/{kind}/{name}"
 

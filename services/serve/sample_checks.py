@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from composer_mesh.configs.serve import ServeConfig
-from composer_mesh.services.serve.errors import bad
 from composer_mesh.services.serve.requests import Sample
 from composer_mesh.services.serve.sampling_lane import target_ids
 from composer_mesh.services.serve.training_data import DataLimits, check_tokens
+from composer_mesh.services.web.errors import bad
 
 
 def check_sample(request: Sample, data: DataLimits, limits: ServeConfig) -> None:

@@ -25,13 +25,13 @@ from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import BackendLost, SampleBackend
-from composer_mesh.services.serve.errors import Refused
 from composer_mesh.services.serve.fair_queue import SampleQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.operations import Operation
 from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.requests import IntTensor, Sample
 from composer_mesh.services.serve.results import NO_LOGPROB, Result, failure, sample_result
+from composer_mesh.services.web.errors import Refused
 
 MOST_LOST = 3
 TextOf = Callable[[list[int]], str]

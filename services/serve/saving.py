@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from composer_mesh.services.serve.errors import bad
 from composer_mesh.services.serve.operations import Operation
 from composer_mesh.services.serve.records import Model, Sampler, Saved, SavedKind, saved_path
 from composer_mesh.services.serve.registry import Registry
+from composer_mesh.services.web.errors import bad
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from composer_mesh.actors.served_models.messages import ModelSpec
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve import requests
-from composer_mesh.services.serve.errors import GONE, Refused, bad, unknown
 from composer_mesh.services.serve.fair_queue import OpenCounts, SampleQueue, TrainingQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.operations import Accepted, Operation, OperationRequest
@@ -31,6 +30,7 @@ from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.results import Result, failure, json_result
 from composer_mesh.services.serve.sample_checks import check_sample
 from composer_mesh.services.serve.training_data import DataLimits, TrainingRequest
+from composer_mesh.services.web.errors import GONE, Refused, bad, unknown
 
 
 @dataclass(frozen=True)

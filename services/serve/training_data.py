@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from composer_mesh.actors.served_models.messages import Datum
 from composer_mesh.losses.client_channels import side_of
 from composer_mesh.losses.client_losses import CLIENT_LOSSES, ClientLoss
-from composer_mesh.services.serve.errors import bad
 from composer_mesh.services.serve.protobuf_messages import (
     DTYPE_FLOAT32,
     DTYPE_INT32,
     DTYPE_INT64,
     ForwardBackwardRequest,
 )
+from composer_mesh.services.web.errors import bad
 
 TARGETS = "target_tokens"
 _DTYPES = {DTYPE_FLOAT32: np.float32, DTYPE_INT64: np.int64, DTYPE_INT32: np.int32}

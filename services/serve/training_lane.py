@@ -22,7 +22,6 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import BackendLost, TrainBackend
 from composer_mesh.services.serve.calls import call_of
-from composer_mesh.services.serve.errors import Refused
 from composer_mesh.services.serve.fair_queue import TrainingQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.model_store import ModelStore, StateLost
@@ -31,6 +30,7 @@ from composer_mesh.services.serve.records import Model, Sampler, Saved
 from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.results import Result, failure, json_result, training_result
 from composer_mesh.services.serve.saving import Target, target_of
+from composer_mesh.services.web.errors import Refused
 
 EACH = 4
 """Operations of one model in a group."""

@@ -12,15 +12,10 @@ from composer_mesh.configs.load import load_config, resolve_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
 from composer_mesh.mesh.private_folder import own_private_folder
-from composer_mesh.services.serve_env.options import (
-    ServeOptions,
-    ServeRefused,
-    WorkerStart,
-    check_installed,
-    checked_token,
-)
+from composer_mesh.services.serve_env.options import NEEDED, ServeOptions, WorkerStart
 from composer_mesh.services.serve_env.processes import ServerProcesses
-from composer_mesh.services.serve_env.sockets import reusable_socket
+from composer_mesh.services.web.http_server import reusable_socket
+from composer_mesh.services.web.options import ServeRefused, check_installed, checked_token
 
 POLL_S = 0.5
 
@@ -36,7 +31,7 @@ def serve_env(
 
     Raises ServeRefused before anything starts.
     """
-    check_installed()
+    check_installed(NEEDED, "serve-env")
     token = checked_token(options, token_env)
     config = config_of(target, overrides)
     add_import_paths(config.run.import_paths)

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
-from composer_mesh.services.serve_env.options import ServeRefused, WorkerStart
+from composer_mesh.services.serve_env.options import WorkerStart
+from composer_mesh.services.web.options import ServeRefused
 
 START_S = 120.0
 ANSWER_S = 30.0

@@ -20,18 +20,17 @@ from typing import Any, TextIO, TypeVar
 
 from composer_mesh.mesh.environment import use_import_paths
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
-from composer_mesh.services.serve_env.access import Access
 from composer_mesh.services.serve_env.app import Served, make_app
 from composer_mesh.services.serve_env.forwarding import Forwarding
-from composer_mesh.services.serve_env.http_server import http_config, listening
 from composer_mesh.services.serve_env.late_rewards import LateRewards
 from composer_mesh.services.serve_env.mcp_sessions import McpSessions
-from composer_mesh.services.serve_env.open_sockets import OpenSocket
 from composer_mesh.services.serve_env.options import WorkerStart
 from composer_mesh.services.serve_env.session_counts import SessionCounts
 from composer_mesh.services.serve_env.session_pool import SessionPool
-from composer_mesh.services.serve_env.sockets import reusable_socket
 from composer_mesh.services.serve_env.validation import MOST_REQUEST_BYTES
+from composer_mesh.services.web.access import Access
+from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.open_sockets import OpenSocket
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task_loop import TooManyBlocked
 from composer_mesh.tasks.task_runner import TaskRunner

@@ -12,7 +12,7 @@ import httpx
 from composer_mesh.services.dashboard.access import Sessions
 from composer_mesh.services.dashboard.app import Dashboard, make_app
 from composer_mesh.services.dashboard.options import DashboardOptions
-from composer_mesh.services.serve_env.access import Access
+from composer_mesh.services.web.access import Access
 
 BASE = "http://127.0.0.1:8200"
 OWN_TAGS = {

@@ -20,8 +20,8 @@ from composer_mesh.services.dashboard.access import local_path
 from composer_mesh.services.dashboard.command import serving
 from composer_mesh.services.dashboard.options import DashboardOptions
 from composer_mesh.services.directory.control import Control
-from composer_mesh.services.serve_env.options import ServeRefused
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.web.options import ServeRefused
 
 TOKEN = "a-token-of-the-tests"
 

@@ -13,8 +13,7 @@ from starlette.routing import Route
 
 from composer_mesh.services.dashboard.live import LiveConnections
 from composer_mesh.services.dashboard.run_views import with_dead
-from composer_mesh.services.serve_env.http_server import http_config, listening
-from composer_mesh.services.serve_env.sockets import reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
 
 
 def process(name: str, state: str = "ready") -> dict[str, Any]:

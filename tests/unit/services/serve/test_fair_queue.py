@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from composer_mesh.services.serve.errors import Refused
 from composer_mesh.services.serve.fair_queue import OpenCounts, SampleQueue, TrainingQueue
 from composer_mesh.services.serve.operations import Operation, OperationRequest
+from composer_mesh.services.web.errors import Refused
 
 
 class Made:

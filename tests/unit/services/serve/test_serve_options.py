@@ -10,7 +10,7 @@ import pytest
 
 from composer_mesh.services.cli import main
 from composer_mesh.services.serve.options import check_same_policy, check_serves, checked_keys
-from composer_mesh.services.serve_env.options import ServeOptions, ServeRefused
+from composer_mesh.services.web.options import ListenOptions, ServeRefused
 
 KEY = "tml-0123456789abcdef"
 
@@ -72,7 +72,7 @@ def test_what_vllm_cannot_serve_is_refused(
 
 
 def test_beyond_loopback_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ServeOptions(host="10.1.2.3")
+    options = ListenOptions(host="10.1.2.3")
     with pytest.raises(ServeRefused, match="which other machines reach"):
         checked_keys(options, [])
     monkeypatch.setenv("ONE", KEY)
@@ -86,7 +86,7 @@ def test_beyond_loopback_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         with pytest.raises(ServeRefused, match=text):
             checked_keys(options, names)
-    assert checked_keys(ServeOptions(), []) == []
+    assert checked_keys(ListenOptions(), []) == []
 
 
 def test_a_folder_is_not_served_with_another_policy(build_config: Any, tmp_path: Path) -> None:

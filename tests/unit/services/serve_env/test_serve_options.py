@@ -5,40 +5,9 @@ from __future__ import annotations
 import pytest
 
 from composer_mesh.services.cli import main
-from composer_mesh.services.serve_env.options import (
-    ServeOptions,
-    ServeRefused,
-    WorkerStart,
-    checked_token,
-)
+from composer_mesh.services.serve_env.options import ServeOptions, WorkerStart
 
 LONG = "0123456789abcdef"
-
-
-def test_beyond_loopback_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVED", LONG)
-    assert checked_token(ServeOptions(), None) == ""
-    assert checked_token(ServeOptions(host="::1"), None) == ""
-    with pytest.raises(ServeRefused, match="--token-env"):
-        checked_token(ServeOptions(host="10.0.0.7"), None)
-    assert checked_token(ServeOptions(host="10.0.0.7"), "SERVED") == LONG
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "8.8.8.8", "::"])
-def test_public_addresses_are_named_twice(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVED", LONG)
-    with pytest.raises(ServeRefused, match="--any-address"):
-        checked_token(ServeOptions(host=host), "SERVED")
-    assert checked_token(ServeOptions(host=host, any_address=True), "SERVED") == LONG
-
-
-@pytest.mark.parametrize("token", ["", "short", "with a\nline break in it", "ключ" * 8])
-def test_a_token_that_could_be_guessed_or_not_sent_is_refused(
-    token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SERVED", token)
-    with pytest.raises(ServeRefused, match="at least 16 printable"):
-        checked_token(ServeOptions(), "SERVED")
 
 
 def test_the_token_is_in_no_text_of_a_start(build_config: object) -> None:

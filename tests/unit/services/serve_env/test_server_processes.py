@@ -10,8 +10,8 @@ import pytest
 from served_tasks import worker_start
 
 from composer_mesh.mesh.programs import ProgramFailed
-from composer_mesh.services.serve_env.options import ServeRefused
 from composer_mesh.services.serve_env.processes import ServerProcesses
+from composer_mesh.services.web.options import ServeRefused
 
 
 class FakeProgram:

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from served_tasks import SECRET, CountRows, pool_of, served
 
-from composer_mesh.services.serve_env.access import Access
 from composer_mesh.services.serve_env.app import make_app
 from composer_mesh.services.serve_env.validation import MOST_REQUEST_BYTES
+from composer_mesh.services.web.access import Access
 
 TOKEN = "a token of this test"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.services.serve_env.http_server import http_config, listening
-from composer_mesh.services.serve_env.sockets import reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:

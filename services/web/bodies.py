@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.requests import Request
 
-from composer_mesh.services.serve.errors import TOO_LARGE, UNSUPPORTED, Refused
+from composer_mesh.services.web.errors import TOO_LARGE, UNSUPPORTED, Refused
 
 BODY_S = 60.0
 """Seconds in which a request has to arrive."""

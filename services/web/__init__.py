@@ -1,0 +1,1 @@
+"""HTTP as all servers here use it: sockets, access, limits, bodies, options."""
