@@ -349,7 +349,7 @@ $(TRACKERS)/.installed:
 	$(TRACKERS)/bin/python -m pip --disable-pip-version-check install --no-compile \
 		tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' trackio==0.43.0 \
 		prometheus-client==0.26.0 opentelemetry-sdk==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2 \
-		'pydantic>=2.10,<3' 'pytest>=8.4,<10' 'pytest-timeout>=2.4,<3'
+		'pydantic>=2.13,<3' 'pytest>=8.4,<10' 'pytest-timeout>=2.4,<3'
 	@touch $@
 
 $(S3)/.installed:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from composer_mesh.configs.retired_keys import RETIRED_KEYS, new_name
+from composer_mesh.configs.validation import MANY_ERRORS, errors_of
 
 # error type -> (bound, repair), filled from the error's own context
 _TEXTS: dict[str, tuple[str, str]] = {
@@ -52,7 +53,7 @@ class ConfigError(Exception):
 
 def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
     """Return one line for each problem that pydantic found; only the first are worded."""
-    problems = error.errors(include_url=False)
+    problems = errors_of(error, with_input=True)
     worded = [_describe(root, problem) for problem in problems[:MOST_WORDED]]
     return worded + [dotted(problem["loc"]) for problem in problems[MOST_WORDED:]]
 
@@ -126,6 +127,8 @@ def _describe(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
     if kind == "missing":
         who = f"type {problem['loc'][-2]!r}" if len(path) < len(problem["loc"]) else "every run"
         return f"{dotted(path)} is not set but {who} needs it: add {_how_to_add(path)}"
+    if kind == MANY_ERRORS:
+        return f"{problem['msg']}: correct the first of them"
     if kind == "value_error":
         where = dotted(path)
         return f"{where}: {context['error']}" if where else str(context["error"])

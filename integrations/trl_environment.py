@@ -17,8 +17,9 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from composer_mesh.configs.validation import fail_fast, place_and_text
 from composer_mesh.integrations.tool_methods import UnusableTools, tool_method
 from composer_mesh.tasks.openenv.wire import (
     MOST_FRAME_BYTES,
@@ -48,7 +49,7 @@ __all__ = [
 RESET_ARGUMENTS = ("seed", "split", "index", "episode_id")
 """Columns of a data set that the server is told."""
 ENDED = "The episode has ended."
-_TOOLS = TypeAdapter(list[Tool])
+_TOOLS = fail_fast(list[Tool])
 
 
 class SessionFailed(RuntimeError):
@@ -122,7 +123,8 @@ class ServerSession:
             frame = SERVER_FRAME.validate_json(self._socket.recv(self._timeout_s))
         except (OSError, WebSocketException, ValidationError) as error:
             self.close()
-            raise SessionFailed(f"the session is lost: {type(error).__name__}: {error}") from None
+            reason = place_and_text(error) if isinstance(error, ValidationError) else error
+            raise SessionFailed(f"the session is lost: {type(error).__name__}: {reason}") from None
         if isinstance(frame, ErrorFrame):
             raise SessionFailed(f"{frame.data.code}: {frame.data.message}")
         if not isinstance(frame, ObservationFrame):

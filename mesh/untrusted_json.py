@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from composer_mesh.configs.regular_files import read_regular, unusual
+from composer_mesh.configs.validation import place_and_text
 
 MIB = 1 << 20
 LONGEST_REASON = 200
@@ -42,9 +43,7 @@ def refuse_unusual(path: Path) -> None:
 def short_reason(error: Exception) -> str:
     """Return an error in one short line; a ValidationError as the place and text of its first."""
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        text = f"{where}: {first['msg']}" if where else str(first["msg"])
+        text = place_and_text(error)
     else:
         text = str(error) or type(error).__name__
     line = text.partition("\n")[0]

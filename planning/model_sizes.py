@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.policy import Decoder, ModelSizes, PolicyConfig
 from composer_mesh.configs.sdpo import TeacherModelConfig
+from composer_mesh.configs.validation import first_error, validated
 
 KNOWN: tuple[str, ...] = get_args(Decoder)
 
@@ -98,9 +99,9 @@ def read_sizes(folder: Path) -> ModelSizes:
     found = {"num_key_value_heads": found.get("num_attention_heads"), **experts} | found
     given = {key: found[key] for key in ModelSizes.model_fields if found.get(key) is not None}
     try:
-        return ModelSizes.model_validate(given)
+        return validated(ModelSizes, given)
     except ValidationError as error:
-        raise UnknownSizes(str(file), f"has unfit sizes: {error.errors()[0]['msg']}") from None
+        raise UnknownSizes(str(file), f"has unfit sizes: {first_error(error)['msg']}") from None
 
 
 def head_width(sizes: ModelSizes) -> int:

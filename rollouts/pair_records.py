@@ -11,13 +11,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import TypeAdapter
-
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.pairs import PreferencePair, Provenance
 from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, call_text
 from composer_mesh.rollouts.traces import Message
 
-_PROVENANCE = TypeAdapter(Provenance)
+_PROVENANCE = fail_fast(Provenance)
 
 
 def pair_record(pair: PreferencePair, tools: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

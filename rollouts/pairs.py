@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import TypeAdapter
-
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.traces import Message
 
 
@@ -173,7 +172,7 @@ def teachers_margin(pair: PreferencePair) -> float:
     return (len(pair.teachers) - runner_up) / pair.asked
 
 
-_ADAPTER = TypeAdapter(PreferencePair)
+_ADAPTER = fail_fast(PreferencePair)
 
 
 def pair_to_json(pair: PreferencePair) -> bytes:

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator
 
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.expert_choices import ExpertChoices, joined
 from composer_mesh.rollouts.message_pickling import (
     IDS,
@@ -239,7 +240,7 @@ def equal_rewards(group: Iterable[Trace]) -> bool:
     return len({(one.role, one.reward, *one.turn_rewards) for one in compared}) <= len(roles)
 
 
-_ADAPTER = TypeAdapter(Trace)
+_ADAPTER = fail_fast(Trace)
 
 
 def trace_to_json(trace: Trace) -> bytes:

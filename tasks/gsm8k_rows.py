@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from composer_mesh.configs.validation import place_and_text, validated_json
 from composer_mesh.tasks.arithmetic import NotArithmetic, append_steps, read_number
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.mistakes import as_number
@@ -78,12 +79,10 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 def _problem(where: str, line: str) -> Problem:
     try:
-        raw = _Line.model_validate_json(line)
+        raw = validated_json(_Line, line)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"{where} is {_shown(line)}: {f'{key}: ' if key else ''}{first['msg']}: write one "
+            f"{where} is {_shown(line)}: {place_and_text(error)}: write one "
             'JSON object with the strings "question" and "answer"'
         ) from None
     if not raw.question.strip():

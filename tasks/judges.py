@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+from composer_mesh.configs.validation import fail_fast, place_and_text
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import waiting_for_others
 from composer_mesh.tasks.errors import JudgeFailed, UnusableTask
@@ -156,7 +157,7 @@ def json_in(text: str) -> str:
 
 def _form(answer: type[T]) -> TypeAdapter[T]:
     try:
-        return TypeAdapter(answer)
+        return fail_fast(answer)
     except PydanticSchemaGenerationError as error:
         raise UnusableTask(
             f"a judge is asked for {answer!r}, which pydantic cannot check: name a pydantic model"
@@ -190,9 +191,7 @@ def _again(text: str, problem: str) -> list[Message]:
 
 def _problem(error: ValidationError) -> str:
     """Return the first fault of an answer, without the answer's own words."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}"[:LONGEST_REASON] if where else first["msg"][:LONGEST_REASON]
+    return place_and_text(error)[:LONGEST_REASON]
 
 
 def _reason(value: Any) -> str:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, overload
 import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from composer_mesh.configs.validation import fail_fast, first_error
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -89,6 +90,7 @@ class ToolSpec:
         self.description = "\n\n".join(part for part in parts if part)
         notes = {one.arg_name: one.description for one in documented.params if one.description}
         self.arguments = _arguments_model(self.name, function, notes, is_method)
+        self._reader = fail_fast(self.arguments)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -111,13 +113,13 @@ class ToolSpec:
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments as the function takes them; raise ToolError for invalid ones."""
         try:
-            found = self.arguments.model_validate(arguments)
+            found = self._reader.validate_python(arguments)
         except ValidationError as error:
             raise self._argument_error(error) from None
         return {name: getattr(found, name) for name in type(found).model_fields}
 
     def _argument_error(self, error: ValidationError) -> ToolError:
-        first = error.errors()[0]
+        first = first_error(error)
         argument = str(first["loc"][0] if first["loc"] else "")[:MOST_SHOWN]
         fields = ", ".join(self.arguments.model_fields)
         facts = {"tool": self.name, "argument": argument, "arguments": fields}

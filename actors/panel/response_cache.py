@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from composer_mesh.actors.panel.content_cache import ContentCache, content_key
 from composer_mesh.actors.provider.client import TeacherEndpoint
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer
 
-_ADAPTER = TypeAdapter(TeacherAnswer)
+_ADAPTER = fail_fast(TeacherAnswer)
 
 
 def asked_of(teacher: TeacherEndpoint) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from composer_mesh.actors.rollout_workers.agent_episode import AgentEpisode, Ask, Exchange
+from composer_mesh.configs.validation import first_error, validated
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 
@@ -125,9 +126,9 @@ def read_as(
 ) -> R:
     """Return a body as a request of a kind; raises Refusal."""
     try:
-        request = kind.model_validate(parsed_json(body))
+        request = validated(kind, parsed_json(body))
     except ValidationError as error:
-        where = error.errors()[0]["loc"]
+        where = first_error(error)["loc"]
         raise bad_request(short_reason(error), str(where[0]) if where else None) from None
     except ValueError:
         raise bad_request("the body is not JSON: send an object") from None

@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.configs.validation import validated
 from composer_mesh.integrations.verifiers.episodes import (
     DriverEpisode,
     DriverError,
@@ -82,8 +83,8 @@ class DriverProcess:
             await self._send({"id": name, "cancel": True})
             raise
         if "episode" not in said:
-            raise failure([DriverError.model_validate(said["error"])])
-        return DriverEpisode.model_validate(said["episode"])
+            raise failure([validated(DriverError, said["error"])])
+        return validated(DriverEpisode, said["episode"])
 
     async def _send(self, order: dict[str, Any]) -> None:
         try:

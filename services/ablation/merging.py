@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.services.ablation.outcomes import FINISHED, Cost, Outcome
 from composer_mesh.services.ablation.plan import Ablation
@@ -54,7 +55,7 @@ class _Setting:
         return found + ["--eval-every"] * (self.eval_every != plan.eval_every)
 
 
-_SETTING = TypeAdapter(_Setting)
+_SETTING = fail_fast(_Setting)
 
 
 def merged_runs(study: Study, reports: Sequence[Path]) -> Merged:

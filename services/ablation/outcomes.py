@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.ablation.plan import PlannedRun, is_finished
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -73,8 +74,8 @@ class _Summary:
     judges: _Priced = field(default_factory=_Priced)
 
 
-_SUMMARY = TypeAdapter(_Summary)
-_AMOUNT = TypeAdapter(Amount)
+_SUMMARY = fail_fast(_Summary)
+_AMOUNT = fail_fast(Amount)
 
 
 def outcomes(

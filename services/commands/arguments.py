@@ -4,6 +4,7 @@ import argparse
 
 from pydantic import ValidationError
 
+from composer_mesh.configs.validation import first_error
 from composer_mesh.rollouts.money import LARGEST_USD
 
 
@@ -49,7 +50,7 @@ def add_listen(parser: argparse.ArgumentParser, port: int) -> None:
 
 def first_refused_option(error: ValidationError) -> str:
     """Return what is wrong with the first refused option of a server."""
-    first = error.errors()[0]
+    first = first_error(error, with_input=True)
     name = str(first["loc"][0]).removesuffix("_s").replace("_", "-")
     return f"--{name} is {first['input']!r}: {first['msg']}"
 

@@ -16,6 +16,7 @@ from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.services.checks.accepting import UsageError, use_umask
 from composer_mesh.services.checks.policy_folder import check_policy_files
+from composer_mesh.services.commands.arguments import first_refused_option
 from composer_mesh.services.directory.claim import RUNS, claimed
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.web.options import ListenOptions, ServeRefused
@@ -51,8 +52,7 @@ def serve(arguments: argparse.Namespace) -> int:
             say = functools.partial(print, flush=True)
             return serve_command(config, output, options, keys, say)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"--{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+        raise UsageError(first_refused_option(error)) from None
     except ServeRefused as refused:
         raise UsageError(str(refused)) from refused
 

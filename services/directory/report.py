@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.services.directory.claim import RunDirectoryError
 
@@ -53,7 +54,7 @@ class Evaluation:
         return wilson_interval(self.success, self.episodes)
 
 
-_EVALUATION = TypeAdapter(Evaluation)
+_EVALUATION = fail_fast(Evaluation)
 
 
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:

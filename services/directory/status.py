@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.machine import NAME, this_host
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.untrusted_json import MIB
@@ -99,7 +100,7 @@ class RunStatus:
         return self.state not in ENDED and (not self.here or is_alive(self.pid))
 
 
-_STATUS = TypeAdapter(RunStatus)
+_STATUS = fail_fast(RunStatus)
 
 
 def write_status(path: Path, status: RunStatus) -> None:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from composer_mesh.configs.cluster import ClusterKind
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.validation import validated
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
 from composer_mesh.services.directory.live import RunUnavailable, commands_for
 from composer_mesh.services.launch.ports import Handle
@@ -110,7 +111,7 @@ def read_handle(place: Path) -> Handle | None:
 
 
 def _handle(about: Any) -> Handle:
-    checked = HandleFile.model_validate(about)
+    checked = validated(HandleFile, about)
     values: dict[str, Any] = checked.model_dump()
     values |= {name: Path(values[name]) for name in ("run", "folder")}
     values |= {name: tuple(values[name]) for name in ("options", "setup")}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.traces import Trace, trace_from_json
 from composer_mesh.services.offline.index import TraceFileError, TraceIndex
 from composer_mesh.services.offline.stored import index_store, store_of
@@ -108,7 +109,8 @@ def _add(index: TraceIndex, seen: dict[str, Line], place: Line, line: bytes) -> 
             index.cut += 1
             return
         raise TraceFileError(
-            f"{place.path} line {place.line} is no trace ({_reason(error)}): repair or remove it"
+            f"{place.path} line {place.line} is no trace ({short_reason(error)}): repair or "
+            "remove it"
         ) from None
     if trace.split != "train" or not trace.turns:
         return
@@ -121,9 +123,3 @@ def _add(index: TraceIndex, seen: dict[str, Line], place: Line, line: bytes) -> 
     index.mark = index.mark or hashlib.sha256(line.strip()).hexdigest()
     index.task, index.traces = trace.task, index.traces + 1
     index.places.setdefault(trace.group_id, []).append(place)
-
-
-def _reason(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else str(first["msg"])[:200]

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.rows import StoreMissing
@@ -33,7 +34,7 @@ class Post:
     reward: Annotated[float, Field(allow_inf_nan=False)]
 
 
-POST = TypeAdapter(Post)
+POST = fail_fast(Post)
 
 
 class LateRewardError(Exception):

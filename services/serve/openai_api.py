@@ -31,6 +31,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
 from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer
 from composer_mesh.actors.rollout_workers.openai_completions import CompletionAnswer
 from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
+from composer_mesh.configs.validation import validated_json
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.mesh.waiting import cancel_and_wait
@@ -213,7 +214,7 @@ def _refusal_of(error: Exception) -> Refusal:
 
 def _parameters(body: bytes) -> SamplingParameters:
     try:
-        return SamplingParameters.model_validate_json(body)
+        return validated_json(SamplingParameters, body)
     except ValueError as error:
         raise bad_request(short_reason(error)) from None
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from composer_mesh.configs.validation import first_error, validated_json
 from composer_mesh.services.web.errors import bad
 
 Name = Annotated[str, Field(max_length=500)]
@@ -17,6 +18,8 @@ Seq = Annotated[int, Field(ge=0, le=2**62)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Metadata = Annotated[dict[str, Any], Field(max_length=100)]
 MOST_TOKENS = 10_000_000
+MOST_SHOWN = 10_000
+"""Bytes of the longest body of which an error shows the value: the value may be the whole body."""
 
 
 class ClientRequest(BaseModel):
@@ -37,12 +40,13 @@ Request = TypeVar("Request", bound=ClientRequest)
 def parsed(kind: type[Request], body: bytes) -> Request:
     """Read a request; raises `Refused` with the first thing that is wrong."""
     try:
-        return kind.model_validate_json(body)
+        return validated_json(kind, body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        shown = len(body) <= MOST_SHOWN
+        first = first_error(error, with_input=shown)
         where = ".".join(map(str, first["loc"]))[:200] or "the body"
-        given = repr(first.get("input"))[:80]
-        raise bad(f"{where} is {given}: {first['msg'][:300]}") from None
+        given = f" is {repr(first['input'])[:80]}" if shown else ""
+        raise bad(f"{where}{given}: {first['msg'][:300]}") from None
 
 
 class CreateSession(ClientRequest):

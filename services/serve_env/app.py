@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -34,7 +34,7 @@ from composer_mesh.services.serve_env.session_pool import SessionPool
 from composer_mesh.services.serve_env.socket_protocol import json_text, serve_socket
 from composer_mesh.services.serve_env.validation import (
     MOST_REQUEST_BYTES,
-    first_error,
+    checked,
     json_object,
 )
 from composer_mesh.tasks.errors import TaskError
@@ -169,7 +169,7 @@ class _Routes:
         return _json(answer.body, answer.status, headers)
 
     async def post_reward(self, request: Request) -> Response:
-        late = _checked(LateReward, json_object(await _body(request)))
+        late = checked(LateReward, json_object(await _body(request)))
         await self._served.rewards.post(late)
         return _json({"episode_id": late.episode_id, "reward": late.reward})
 
@@ -186,7 +186,7 @@ class _Routes:
 
     async def _query(self, request: Request, kind: type[Model]) -> Model:
         self._check_name(request)
-        return _checked(kind, json_object(await _body(request)))
+        return checked(kind, json_object(await _body(request)))
 
     def _check_name(self, request: Request) -> None:
         name = request.path_params["env"]
@@ -278,13 +278,6 @@ async def _body(request: Request) -> bytes:
         if len(found) > MOST_REQUEST_BYTES:
             raise HTTPException(413, f"send at most {MOST_REQUEST_BYTES:,} bytes")
     return bytes(found)
-
-
-def _checked(kind: type[Model], value: dict[str, Any]) -> Model:
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise first_error(error) from None
 
 
 def _seconds(request: Request) -> float:

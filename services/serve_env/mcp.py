@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from composer_mesh.configs.validation import validated
 from composer_mesh.services.serve_env.errors import Refused
 from composer_mesh.services.serve_env.session import EnvSession
 
@@ -47,7 +48,7 @@ class CallParams(BaseModel):
 def read_request(value: Mapping[str, Any]) -> RpcRequest | None:
     """Return a request; None for what is none."""
     try:
-        return RpcRequest.model_validate(value)
+        return validated(RpcRequest, value)
     except ValidationError:
         return None
 
@@ -106,7 +107,7 @@ def rpc_error(
 
 async def _called(request: RpcRequest, session: EnvSession) -> dict[str, Any]:
     try:
-        params = CallParams.model_validate(request.params or {})
+        params = validated(CallParams, request.params or {})
     except ValidationError:
         return rpc_error(request.id, INVALID_PARAMS, "params need a name and an object arguments")
     action = {"type": "call_tool", "tool_name": params.name, "arguments": params.arguments or {}}

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
@@ -29,7 +29,7 @@ from composer_mesh.services.serve_env.observations import (
     observation,
 )
 from composer_mesh.services.serve_env.tools import answer_name, answer_text, listed_tools
-from composer_mesh.services.serve_env.validation import first_error
+from composer_mesh.services.serve_env.validation import checked
 from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskTimeout
 from composer_mesh.tasks.openenv.wire import (
     ACCEPTED_ACTIONS,
@@ -92,11 +92,11 @@ class FinishAction(BaseModel):
 
 
 Action = MessageAction | CallToolAction | ListToolsAction | FinishAction
-_ACTIONS: Mapping[str, TypeAdapter[Any]] = {
-    "call_tool": TypeAdapter(CallToolAction),
-    "list_tools": TypeAdapter(ListToolsAction),
-    FINISH: TypeAdapter(FinishAction),
-    "": TypeAdapter(MessageAction),
+_ACTIONS: Mapping[str, type[Action]] = {
+    "call_tool": CallToolAction,
+    "list_tools": ListToolsAction,
+    FINISH: FinishAction,
+    "": MessageAction,
 }
 
 
@@ -124,7 +124,7 @@ class EnvSession:
 
     async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Begin an episode. Raises Refused."""
-        asked = _checked(TypeAdapter(ResetArguments), data)
+        asked = checked(ResetArguments, dict(data))
         await self.close()
         chosen = self._runner.task.pick(asked.split, asked.chosen())
         self._episode_id = asked.episode_id or uuid.uuid4().hex
@@ -249,12 +249,4 @@ def action_of(data: Mapping[str, Any]) -> Action:
     if not isinstance(kind, str) or kind not in _ACTIONS:
         known = ", ".join(name for name in _ACTIONS if name)
         raise invalid(f'the type is {str(kind)[:40]!r}: send {known}, or {{"message": TEXT}}')
-    found: Action = _checked(_ACTIONS[kind], data)
-    return found
-
-
-def _checked(kind: TypeAdapter[Any], data: Mapping[str, Any]) -> Any:
-    try:
-        return kind.validate_python(dict(data))
-    except ValidationError as error:
-        raise first_error(error) from None
+    return checked(_ACTIONS[kind], dict(data))

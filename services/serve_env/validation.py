@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from composer_mesh.mesh.untrusted_json import parsed_json
+from composer_mesh.configs.validation import errors_of, place_and_text, validated
+from composer_mesh.mesh.untrusted_json import LONGEST_REASON, parsed_json
 from composer_mesh.services.serve_env.errors import Refused
 from composer_mesh.tasks.openenv.wire import CLIENT_FRAME, ClientFrame, ErrorCode
+
+Model = TypeVar("Model", bound=BaseModel)
 
 MOST_REQUEST_BYTES = 2**20
 """Bytes of a client's longest frame or body."""
@@ -28,7 +31,7 @@ def client_frame(text: str) -> ClientFrame:
     try:
         return CLIENT_FRAME.validate_python(value)
     except ValidationError as error:
-        raise first_error(error) from None
+        raise _refusal(error) from None
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
@@ -43,10 +46,19 @@ def json_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def first_error(error: ValidationError) -> Refused:
-    """Return a validation error with its first places; what was sent is not repeated."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    places = [{**one, "loc": [str(part)[:40] for part in one["loc"]]} for one in found]
-    where = ".".join(str(part)[:40] for part in found[0]["loc"])
-    text = f"invalid message: {where}: {found[0]['msg']}"
-    return Refused(ErrorCode.VALIDATION_ERROR, text, errors=places[:MOST_ERRORS])
+def checked(kind: type[Model], value: Any) -> Model:
+    """Return a value as a model; raise Refused with its first errors, without what was sent."""
+    try:
+        return validated(kind, value)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> Refused:
+    """Return a validation error with its first places."""
+    places = [
+        {"type": one["type"], "loc": [str(part)[:40] for part in one["loc"]], "msg": one["msg"]}
+        for one in errors_of(error)[:MOST_ERRORS]
+    ]
+    text = f"invalid message: {place_and_text(error)[:LONGEST_REASON]}"
+    return Refused(ErrorCode.VALIDATION_ERROR, text, errors=places)

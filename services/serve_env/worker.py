@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from composer_mesh.configs.validation import validated_json
 from composer_mesh.mesh.environment import use_import_paths
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.services.serve_env.app import Served, make_app
@@ -141,7 +142,7 @@ def main() -> None:
     lines, answers = _own_streams()
     _allow_many_files()
     use_import_paths()
-    start = WorkerStart.model_validate_json(lines.readline())
+    start = validated_json(WorkerStart, lines.readline())
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(start, lines.readline, lambda text: print(text, file=answers)))
     os._exit(0)  # a function of the task that never returns holds up the end of an interpreter

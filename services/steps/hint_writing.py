@@ -11,9 +11,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
-from pydantic import TypeAdapter
-
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.batches import hint_sources
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.error_sites import ordered_sites
@@ -66,7 +65,7 @@ class _Stored:
     usd: float
 
 
-_STORED = TypeAdapter(_Stored)
+_STORED = fail_fast(_Stored)
 
 
 class HintWriting:

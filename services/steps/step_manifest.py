@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
+from composer_mesh.configs.validation import fail_fast
+from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.batches import Advantage
 from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
@@ -78,7 +78,7 @@ class StepManifest:
         return max((*self.groups, *self.dropped), default=-1) + 1
 
 
-_RECIPE = TypeAdapter(StepManifest)
+_RECIPE = fail_fast(StepManifest)
 COUNTERS = ("outcomes", "failures", "dropped")
 COUNTS = ("states", "skipped", "saved", "answers", "cached", "usd")
 
@@ -92,8 +92,8 @@ def manifest_from_json(step: int, body: bytes) -> StepManifest:
     """Read the manifest of a step; raises UnreadableManifest where the bytes are invalid."""
     try:
         manifest = _RECIPE.validate_python(json.loads(body))
-    except (ValueError, ValidationError) as error:
-        raise UnreadableManifest(step, str(error).partition("\n")[0]) from None
+    except ValueError as error:
+        raise UnreadableManifest(step, short_reason(error)) from None
     if manifest.step != step:
         raise UnreadableManifest(step, f"it is that of step {manifest.step}")
     return manifest

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.services.store.rows import DamagedRecord
@@ -34,7 +34,7 @@ MOST = 1 << 30
 KINDS = {"values": "float16", "turns": "int32", "lengths": "int32", "body": "uint8"}
 LARGEST = float(np.finfo(np.float16).max)
 
-_IDS = TypeAdapter(list[str])
+_IDS = fail_fast(list[str])
 
 
 def divergences_path(root: Path, step: int) -> Path:

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, with_config
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.group_experts import (
@@ -90,7 +91,7 @@ class _Head:
     """Positions, layers and experts of a token of each turn; empty if no turn has any."""
 
 
-_HEAD, _HEADS = TypeAdapter(_Head), TypeAdapter(list[_Head])
+_HEAD, _HEADS = fail_fast(_Head), fail_fast(list[_Head])
 
 
 def path_of(root: Path, group_id: int) -> Path:

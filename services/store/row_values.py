@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.services.directory.report import STORE_FILE, Evaluation
@@ -25,9 +26,9 @@ REPAIR = "train --resume moves it to quarantine/, or says what cannot go on with
 Row = TypeVar("Row")
 Values = tuple[Any, ...]
 
-_GROUP, _TRACE, _PAIR = TypeAdapter(GroupRow), TypeAdapter(TraceRow), TypeAdapter(PairRow)
-_REWARD, _STEP, _ASKED = TypeAdapter(LateReward), TypeAdapter(StepRow), TypeAdapter(TeacherQueryRow)
-_EVALUATION, _OBJECT = TypeAdapter(Evaluation), TypeAdapter(dict[str, Any])
+_GROUP, _TRACE, _PAIR = fail_fast(GroupRow), fail_fast(TraceRow), fail_fast(PairRow)
+_REWARD, _STEP, _ASKED = fail_fast(LateReward), fail_fast(StepRow), fail_fast(TeacherQueryRow)
+_EVALUATION, _OBJECT = fail_fast(Evaluation), fail_fast(dict[str, Any])
 
 
 def damaged(table: str, row: object, why: str) -> DamagedRecord:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from composer_mesh.configs.validation import first_error, validated
 from composer_mesh.tasks.code.judge.judge import JudgeLimits
 from composer_mesh.tasks.code.kinds import FLAGGING, KINDS
 from composer_mesh.tasks.errors import UnusableTask
@@ -77,9 +78,9 @@ class CodeOptions(BaseModel):
     def read(cls, options: Mapping[str, Any]) -> CodeOptions:
         """Return the options; raise UnusableTask that names the wrong one."""
         try:
-            return cls.model_validate(options)
+            return validated(cls, options)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = first_error(error)
             where = ".".join(["options", *map(str, first["loc"])])
             raise UnusableTask(f"data.{where}: {first['msg']}") from None
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from composer_mesh.configs.validation import place_and_text, validated
 from composer_mesh.tasks.code.deletions import Deletion
 from composer_mesh.tasks.code.judge.copies import deleted_texts
 from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask, file_of
@@ -226,8 +227,6 @@ def is_tree(row: Row) -> bool:
 
 def _checked(number: int, row: Row, kind: type[T]) -> T:
     try:
-        return kind.model_validate(row)
+        return validated(kind, row)
     except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UnusableTask(f"row {number} is no coding task: {where}: {first['msg']}") from None
+        raise UnusableTask(f"row {number} is no coding task: {place_and_text(error)}") from None

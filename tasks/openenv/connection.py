@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
+from composer_mesh.configs.validation import place_and_text
 from composer_mesh.tasks.openenv.errors import (
     ConnectionLost,
     ProtocolViolation,
@@ -153,9 +154,7 @@ class Connection:
         try:
             return SERVER_FRAME.validate_json(frame)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            reason = f"sent a frame that cannot be read: {shown(f'{where}: ' + first['msg'])}"
+            reason = f"sent a frame that cannot be read: {shown(place_and_text(error))}"
             raise self.fail(ProtocolViolation, reason) from None
 
     def _usable(self) -> ClientConnection:

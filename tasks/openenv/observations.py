@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from composer_mesh.configs.validation import validated
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.openenv.wire import (
     ACCEPTED_ACTIONS,
@@ -56,7 +57,7 @@ def tool_result(data: ObservationData) -> tuple[str, ToolError | None]:
     Raises UnreadableObservation for one that is no result of a call.
     """
     try:
-        called = CallToolObservation.model_validate(data.observation)
+        called = validated(CallToolObservation, data.observation)
     except ValidationError:
         raise UnreadableObservation("a call was answered by no result of a call") from None
     if called.error is not None:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from composer_mesh.configs.validation import first_error, validated
 from composer_mesh.tasks.errors import UnusableTask
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -146,9 +147,9 @@ class OpenEnvOptions(BaseModel):
 def read_options(options: Mapping[str, Any]) -> OpenEnvOptions:
     """Return validated options; raises UnusableTask with the key and the bound."""
     try:
-        return OpenEnvOptions.model_validate(dict(options))
+        return validated(OpenEnvOptions, dict(options))
     except ValidationError as error:
-        first = error.errors()[0]
+        first = first_error(error)
         key = ".".join(["data.options", *map(str, first["loc"])])
         close = ", ".join(OpenEnvOptions.model_fields)
         told = f": use one of {close}" if first["type"] == "extra_forbidden" else ""

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from composer_mesh.configs.validation import fail_fast, first_error, validated
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.openenv.begin import full, open_and_ask
 from composer_mesh.tasks.openenv.connection import Connection, reason_of
@@ -55,7 +56,7 @@ MOST_TASKS = 10**9
 ABSENT = frozenset({404, 405, 501})
 """Statuses of a server or an environment without a Task API."""
 
-TOOLS = TypeAdapter(list[Tool])
+TOOLS = fail_fast(list[Tool])
 
 
 class Server:
@@ -95,7 +96,7 @@ class Server:
         try:
             return TOOLS.validate_python(said)
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]["msg"]
+            problem = first_error(error)["msg"]
             raise self._violation(f"lists tools of another form ({shown(problem)})") from None
 
     def splits(self) -> tuple[str, list[TaskSplit]] | None:
@@ -135,9 +136,9 @@ class Server:
         """
         body = self._required(f"{REWARDS_PATH}?after={number}")
         try:
-            told = ServedRewards.model_validate(body)
+            told = validated(ServedRewards, body)
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]["msg"]
+            problem = first_error(error)["msg"]
             raise self._violation(f"tells rewards of another form ({shown(problem)})") from None
         numbers = [number, *(one.number for one in told.rewards)]
         if any(later <= earlier for earlier, later in pairwise(numbers)):

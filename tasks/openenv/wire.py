@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, TypeAdapter
 
+from composer_mesh.configs.validation import fail_fast
+
 SESSION_PATH = "/ws"
 REWARDS_PATH = "/rewards"
 HEALTH_PATH, SCHEMA_PATH, METADATA_PATH = "/health", "/schema", "/metadata"
@@ -133,7 +135,7 @@ class McpFrame(_ClientFrame):
 ClientFrame = Annotated[
     ResetFrame | StepFrame | StateFrame | CloseFrame | McpFrame, Field(discriminator="type")
 ]
-CLIENT_FRAME: TypeAdapter[ClientFrame] = TypeAdapter(ClientFrame)
+CLIENT_FRAME: TypeAdapter[ClientFrame] = fail_fast(ClientFrame)
 
 
 # Actions that every environment with tools takes.
@@ -242,7 +244,7 @@ class McpReply(_ServerFrame):
 ServerFrame = Annotated[
     ObservationFrame | StateReply | ErrorFrame | McpReply, Field(discriminator="type")
 ]
-SERVER_FRAME: TypeAdapter[ServerFrame] = TypeAdapter(ServerFrame)
+SERVER_FRAME: TypeAdapter[ServerFrame] = fail_fast(ServerFrame)
 
 
 # What an observation holds where the environment has tools.

@@ -59,6 +59,29 @@ def test_only_eight_places_start_processes() -> None:
     assert starters == [*(ROOT / "mesh" / place for place in places), in_boxes]
 
 
+def test_values_of_others_are_validated_in_one_place() -> None:
+    """`errors()` describes every error of a value, however many; configs are bounded files."""
+    configs = {"configs/load.py", "integrations/verl/agent_loop.py", "kubernetes/places.py"}
+    found = [
+        f"{path}: {name}"
+        for path in SOURCES
+        if path != ROOT / "configs" / "validation.py"
+        for name in sorted(called_names(parsed(path)))
+        if name in {"errors", "model_validate", "model_validate_json"}
+        if not any(path == ROOT / one or path.as_posix().endswith(one) for one in configs)
+    ]
+    assert found == []
+    adapters = [path for path in SOURCES if "TypeAdapter" in called_names(parsed(path))]
+    only_for_their_schema = ROOT / "services" / "serve_env" / "session.py"
+    assert adapters == [ROOT / "configs" / "validation.py", only_for_their_schema]
+
+
+def called_names(module: ast.Module) -> set[str]:
+    calls = [node.func for node in ast.walk(module) if isinstance(node, ast.Call)]
+    attributes = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+    return attributes | {call.id for call in calls if isinstance(call, ast.Name)}
+
+
 def starts_processes(module: ast.Module) -> bool:
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and node.attr in ("spawn_procs", "fork", "Popen"):
