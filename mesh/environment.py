@@ -63,6 +63,20 @@ def prepare_environment() -> None:
         os.environ.setdefault(PYSPY, beside)
 
 
+def python_module(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return the command that runs a module of ours, by this interpreter or another.
+
+    Every interpreter that runs one is started by it: without `-P` Python imports first from the
+    folder where it is started, which may hold an `inspect.py` of somebody else.
+    """
+    return [python, "-P", "-m", module, *arguments]
+
+
+def python_code(code: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return the command that runs a text of ours, isolated from variables and folders of users."""
+    return [python, "-I", "-c", code, *arguments]
+
+
 def beside_python(program: str) -> str | None:
     """Return the path of a program in this Python's own folder, which may not be on PATH."""
     path = Path(sys.executable).with_name(program)

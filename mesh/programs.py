@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 import composer_mesh
+from composer_mesh.mesh.environment import python_code
 
 RUN_S = 60.0
 MOST_ANSWER_BYTES = 1 << 25
@@ -168,7 +168,7 @@ class TiedProgram:
         if shutil.which(command[0], path=env.get("PATH", os.defpath)) is None:
             raise ProgramNotStarted(command, "it is not installed here, or not on PATH")
         life, self._life = os.pipe()
-        guard = [sys.executable, "-I", "-c", GUARD, str(PACKAGES), str(life), *command]
+        guard = python_code(GUARD, str(PACKAGES), str(life), *command)
         try:
             self._process = subprocess.Popen(
                 guard,

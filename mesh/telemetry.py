@@ -13,12 +13,12 @@ import contextlib
 import functools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.private_folder import subfolder
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.supervision import MeshError
@@ -50,7 +50,7 @@ async def start_telemetry() -> Path:
 def _start() -> Path:
     folder = subfolder("telemetry")
     env = {**os.environ, "HYPERACTOR_PROCESS_NAME": "telemetry"}
-    command = [sys.executable, "-P", "-m", STORE, str(folder), str(os.getpid())]
+    command = python_module(STORE, str(folder), str(os.getpid()))
     pid = programs.start_tied(command, env)
     atexit.register(_stop, pid)
     _wait_until_it_answers(folder, pid)

@@ -7,7 +7,6 @@ when it exceeds them. What runs in it is `template_program`.
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 
 from composer_mesh.actors.models.tokenizer import PANIC
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
@@ -52,7 +52,7 @@ class TemplateProcess:
         self._folder, self._limits = folder.absolute(), limits
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         self._program = AnsweringProgram(
-            [sys.executable, "-P", "-m", PROGRAM, str(self._folder), json.dumps(asdict(limits))],
+            python_module(PROGRAM, str(self._folder), json.dumps(asdict(limits))),
             {**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.fork_server.protocol import (
     FOLDER,
     READY,
@@ -129,7 +130,7 @@ def start(
         passed = (listening.fileno(), says)
         arguments = [*map(str, passed), str(path.parent), str(os.getpid()), *modules]
         read = {name: value for name, value in extra.items() if is_read_on_import(name)}
-        command = [sys.executable, "-P", "-m", program, *arguments]
+        command = python_module(program, *arguments)
         pid = programs.start_tied(command, {**os.environ, **read}, pass_fds=passed)
     os.close(says)
     return pid, said

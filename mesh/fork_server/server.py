@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from setproctitle import getproctitle, setproctitle
 
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.fork_server.protocol import (
     READY,
     SERVER,
@@ -192,8 +193,8 @@ def start_anew(request: ForkRequest) -> NoReturn:
     sys.stderr.write(f"composer-mesh: {name} starts without the fork server: {BAD_FORK}\n")
     sys.stderr.flush()
     arguments = [*request.arguments, str(request.asked_by)]
-    program = [sys.executable, "-P", "-m", BOOTSTRAP, *arguments]
-    os.execv(sys.executable, program)
+    program = python_module(BOOTSTRAP, *arguments)
+    os.execv(program[0], program)
 
 
 def seed_anew() -> None:

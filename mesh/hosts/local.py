@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, this_host
 
 from composer_mesh.mesh import processes
-from composer_mesh.mesh.environment import without_noise
+from composer_mesh.mesh.environment import python_module, without_noise
 from composer_mesh.mesh.fork_server.owner import ForkServers
 from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
@@ -42,9 +41,9 @@ class LocalHost:
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
     ) -> BootstrapCommand:
-        arguments = ["-P", "-m", processes.BOOTSTRAP, name, token, str(os.getpid())]
+        python, *arguments = python_module(processes.BOOTSTRAP, name, token, str(os.getpid()))
         forked = await self._fork_servers.environment(env, preload)
-        return BootstrapCommand(sys.executable, None, arguments, {**env, **forked})
+        return BootstrapCommand(python, None, arguments, {**env, **forked})
 
     async def ended(self, pid: int) -> str:
         """Wait for the exit with the kernel, which reports it before Monarch unless that reaped it.

@@ -19,7 +19,7 @@ from monarch.actor import HostMesh, ProcMesh, attach_to_workers
 
 from composer_mesh.mesh.actor import monarch_name
 from composer_mesh.mesh.background import BackgroundTasks
-from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, without_noise
+from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, python_module, without_noise
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAgent, HostDescription
@@ -167,10 +167,11 @@ class RemoteHost:
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
     ) -> BootstrapCommand:
-        arguments = ["-P", "-m", BOOTSTRAP, name, token, str(self.known.server)]
+        words = [name, token, str(self.known.server)]
+        python, *arguments = python_module(BOOTSTRAP, *words, python=self.known.python)
         env = {**self._places(), **env}
         forked = await self._ask("fork_server", env, tuple(preload), deadline_s=IMPORT_S)
-        return BootstrapCommand(self.known.python, None, arguments, {**env, **forked})
+        return BootstrapCommand(python, None, arguments, {**env, **forked})
 
     def _places(self) -> dict[str, str]:
         """Return the environment that gives the same working directory and module paths as here."""

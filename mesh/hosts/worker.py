@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from composer_mesh.mesh import programs
-from composer_mesh.mesh.environment import PRIVATE_UMASK, set_umask
+from composer_mesh.mesh.environment import PRIVATE_UMASK, python_module, set_umask
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
 from composer_mesh.mesh.hosts.lease import Lease
@@ -101,7 +101,7 @@ class _Worker:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._told.append(number))
         adopt_orphans()
-        program = [sys.executable, "-P", "-m", "composer_mesh.mesh.hosts.serve", address]
+        program = python_module("composer_mesh.mesh.hosts.serve", address)
         serving = programs.start_tied(program, env)
         try:
             return self._look_after(serving, name, address)

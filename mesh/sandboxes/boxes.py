@@ -14,13 +14,13 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.environment import python_code
 from composer_mesh.mesh.private_folder import entered_folder
 from composer_mesh.mesh.sandboxes.box_process import UIDS_A_KEEPER
 from composer_mesh.mesh.sandboxes.box_stream import Reported, job_bytes, read_reported
@@ -223,13 +223,10 @@ class Boxes:
             "spares": self._boxes,
         }
         passed = [one for one in self._descriptors.values() if one is not None]
-        command = [sys.executable, "-I", "-S", "-c", KEEPER]
+        command = python_code(KEEPER, str(programs.PACKAGES), json.dumps(settings))
+        command.insert(1, "-S")
         try:
-            return programs.start_tied(
-                [*command, str(programs.PACKAGES), json.dumps(settings)],
-                {"PATH": os.defpath},
-                [*passed, its_own.fileno()],
-            )
+            return programs.start_tied(command, {"PATH": os.defpath}, [*passed, its_own.fileno()])
         finally:
             its_own.close()
 

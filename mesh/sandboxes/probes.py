@@ -132,7 +132,7 @@ def refuse_leaks(findings: Sequence[Finding]) -> None:
 async def probed(sandbox: Boxes) -> list[Finding]:
     """Return what attacks on boxes of a sandbox get."""
     with targets(sandbox.folder) as (facts, arrived):
-        argv = ["python3", "-c", ATTACKS, json.dumps(facts)]
+        argv = ["python3", "-I", "-c", ATTACKS, json.dumps(facts)]
         result = await sandbox.run(FileTree({}), argv, limits=SMALL)
         try:
             got: dict[str, str] = json.loads(result.stdout)
@@ -171,7 +171,7 @@ async def _daemon(sandbox: Sandbox) -> Finding:
 
 async def _run(sandbox: Sandbox, source: str) -> Any:
     limits = replace(SMALL, processes=16)
-    return await sandbox.run(FileTree({}), ["python3", "-c", source], limits=limits)
+    return await sandbox.run(FileTree({}), ["python3", "-I", "-c", source], limits=limits)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from composer_mesh.mesh.environment import add_import_paths, prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.services.checks.accepting import UsageError, use_umask
+from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.checks.policy_folder import check_policy_files
 from composer_mesh.services.commands.arguments import first_refused_option
 from composer_mesh.services.directory.claim import RUNS, claimed
@@ -45,7 +46,7 @@ def serve(arguments: argparse.Namespace) -> int:
             print(f"{config.run.name} can be served from {output}")
             return 0
         use_umask(config)
-        with claimed(output):
+        with claimed(output), held_keys(config):
             _prepare(output)
             from composer_mesh.services.serve.command import serve_command
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.object_store.port import ObjectStore, StoreUnavailable
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
@@ -99,7 +100,7 @@ def job_of(replica: Replica, root: Path, options: JobOptions, secrets: Mapping[s
     python = replica.config.cluster.python or "python"
     return Job(
         f"{root.name}-{replica.rank}",
-        (python, "-P", "-m", "composer_mesh", "island-job", "--output", output),
+        tuple(python_module("composer_mesh", "island-job", "--output", output, python=python)),
         {CONFIG: dump_toml(replica.config)},
         options,
         secrets,

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.hosts.certificates import write_private
 from composer_mesh.services.checks.keys import all_key_variables
 from composer_mesh.services.launch.ports import Order, Plan
@@ -30,7 +31,9 @@ def controller_command(
 ) -> list[str]:
     """Return the controller's command; `how` is --resume, --auto-resume, or nothing."""
     file = run / FOLDER / CONFIG_FILE if config is None else config
-    return [python, "-P", "-m", "composer_mesh", "train", str(file), "--output", str(run), *how]
+    return python_module(
+        "composer_mesh", "train", str(file), "--output", str(run), *how, python=python
+    )
 
 
 def worker_command(
@@ -49,7 +52,9 @@ def worker_command(
     cluster = config.cluster
     without = [word for name in all_key_variables(config) for word in ("-u", name)]
     words = ["env", *without] if without else []
-    words += [python, "-P", "-m", "composer_mesh", "worker", *where, "--roster", str(roster)]
+    words += python_module(
+        "composer_mesh", "worker", *where, "--roster", str(roster), python=python
+    )
     if authority is not None:
         words += ["--authority", str(authority)]
     wait_s = cluster.attach_s if wait_s is None else wait_s

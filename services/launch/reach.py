@@ -16,6 +16,7 @@ from pathlib import Path
 
 from composer_mesh.configs.cluster import ClusterKind
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.services.directory.claim import RUNS
 from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.directory.status import ENDED, newest_live_run, read_status
@@ -110,7 +111,7 @@ def command_there(
     handle: Handle, prefix: Sequence[str], run: Path, words: Sequence[str], terminal: bool
 ) -> list[str]:
     """Return the local command that runs `composer-mesh WORDS` on the controller's host."""
-    own = [handle.python, "-P", "-m", "composer_mesh", *words]
+    own = python_module("composer_mesh", *words, python=handle.python)
     inside = ["sh", "-c", ENTER, "sh", str(handle.folder), "env", f"{THERE}={run}", *own]
     reach = list(prefix)
     program = Path(reach[0]).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,11 +37,11 @@ def checked_keys(options: ListenOptions, names: Sequence[str]) -> list[str]:
     """Return the keys of clients, from the environment variables that hold them.
 
     Raises ServeRefused for an address that may not be listened on, none beyond loopback, and keys
-    that are short, equal, or that SDKs refuse to send.
+    that are short, equal, or that SDKs refuse to send. No process of the server inherits them.
     """
     if not names:
         checked_token(options, None)
-    keys = [checked_token(options, name) for name in names]
+    keys = [checked_token(options, name, dict(os.environ)) for name in names]
     for name, key in zip(names, keys, strict=True):
         if not key.startswith(PREFIX):
             raise ServeRefused(
@@ -49,6 +50,8 @@ def checked_keys(options: ListenOptions, names: Sequence[str]) -> list[str]:
             )
         if keys.count(key) > 1:
             raise ServeRefused(f"--key-env is {name}, whose key another client has: choose another")
+    for name in names:
+        del os.environ[name]
     return keys
 
 

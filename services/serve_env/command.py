@@ -12,6 +12,7 @@ from composer_mesh.configs.load import load_config, resolve_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
 from composer_mesh.mesh.private_folder import own_private_folder
+from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.serve_env.options import NEEDED, ServeOptions, WorkerStart
 from composer_mesh.services.serve_env.processes import ServerProcesses
 from composer_mesh.services.web.http_server import reusable_socket
@@ -37,6 +38,7 @@ def serve_env(
     add_import_paths(config.run.import_paths)
     ended = _ended_by_signals()
     with (
+        held_keys(config),  # an environment server asks no model API
         TemporaryDirectory(dir=own_private_folder()) as folder,
         reusable_socket(options.host, options.port) as held,  # keeps the port among restarts
     ):

@@ -6,12 +6,12 @@ Each has a thread here, which asks it once a second whether it serves.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
 from composer_mesh.services.serve_env.options import WorkerStart
 from composer_mesh.services.web.options import ServeRefused
@@ -22,7 +22,7 @@ STOP_S = 20.0
 EVERY_S = 1.0
 MOST_FAST_FAILURES = 5
 """Starts in a row that may fail before the server gives up."""
-COMMAND = (sys.executable, "-m", "composer_mesh.services.serve_env.worker")
+COMMAND = python_module("composer_mesh.services.serve_env.worker")
 
 
 class Program(Protocol):

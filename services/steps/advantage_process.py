@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from composer_mesh.losses.custom_function import CustomFunctionError
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
 
 PROGRAM = "composer_mesh.services.steps.advantage_program"
@@ -36,9 +36,7 @@ class AdvantageProcess:
 
     def __init__(self, import_path: str, limit_s: float) -> None:
         self._path, self._limit_s = import_path, limit_s
-        self._program = AnsweringProgram(
-            [sys.executable, "-P", "-m", PROGRAM], os.environ, shows_errors=True
-        )
+        self._program = AnsweringProgram(python_module(PROGRAM), os.environ, shows_errors=True)
         weakref.finalize(self, self._program.close)
         self._loaded, self._one_at_a_time = False, threading.Lock()
 

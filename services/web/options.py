@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from ipaddress import ip_address
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,11 +40,13 @@ class ListenOptions(BaseModel):
         return self.host == "localhost" or _is_loopback(self.host)
 
 
-def checked_token(options: ListenOptions, token_env: str | None) -> str:
+def checked_token(
+    options: ListenOptions, token_env: str | None, environ: MutableMapping[str, str] = os.environ
+) -> str:
     """Return the token that clients must send; empty on loopback without `token_env`.
 
-    Raises ServeRefused for an address that may not be listened on, or without a token beyond
-    loopback.
+    It is taken out of the environment, which the processes of a server inherit. Raises ServeRefused
+    for an address that may not be listened on, or without a token beyond loopback.
     """
     try:
         check_listen(join("tcp", options.host, options.port), any_address=options.any_address)
@@ -57,12 +59,13 @@ def checked_token(options: ListenOptions, token_env: str | None) -> str:
             f"--host is {options.host}, which other machines reach: name the environment variable "
             "with the token that clients must send, with --token-env"
         )
-    token = os.environ.get(token_env, "")
+    token = environ.get(token_env, "")
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
         raise ServeRefused(
             f"--token-env is {token_env}, which holds {len(token)} characters: set it to at least "
             f"{SHORTEST_TOKEN} printable ASCII ones"
         )
+    del environ[token_env]
     return token
 
 

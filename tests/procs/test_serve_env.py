@@ -57,6 +57,28 @@ def test_a_killed_process_loses_its_sessions_alone_and_is_replaced(tmp_path: Pat
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
+def test_no_process_of_a_server_searches_its_folder_or_inherits_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inspect.py").write_text("open('executed', 'w').close()\n")
+    monkeypatch.setenv("SERVED", "a token of the tests")
+    monkeypatch.setenv("JUDGE_KEY", "a key of the tests")
+    judge = 'judges={budget={usd=1}, models=[{name="a", base_url="http://127.0.0.1:1", model="m", '
+    judge += 'api_key_env="JUDGE_KEY", prompt_usd_per_million=1, completion_usd_per_million=1}]}'
+    words = ("serve-env", "toolbox", "--port", "0", "--token-env", "SERVED", "--set", judge)
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        command = started(words, out, err, tmp_path)
+    try:
+        wait_until(lambda: address(tmp_path) != "", "a server", RUN_DEADLINE_S)
+        (worker,) = workers(command.pid)
+        inherited = psutil.Process(worker).environ()
+        assert {"SERVED", "JUDGE_KEY"} - inherited.keys() == {"SERVED", "JUDGE_KEY"}
+        assert not (tmp_path / "executed").exists()
+    finally:
+        command.kill()
+        command.wait(RUN_DEADLINE_S)
+
+
 def plays_an_episode(url: str) -> None:
     with connect(f"ws{url.removeprefix('http')}/ws") as socket:
         frames = [

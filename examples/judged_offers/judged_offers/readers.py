@@ -9,7 +9,7 @@ from typing import Any
 
 from judged_offers.task import THANKS
 
-COMMAND = [sys.executable, "-m", "composer_mesh"]
+COMMAND = [sys.executable, "-P", "-m", "composer_mesh"]
 BONUS = 0.5
 
 

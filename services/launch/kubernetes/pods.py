@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from composer_mesh.mesh.environment import python_code, python_module
 from composer_mesh.planning.memory import GB, MB, SHARED_CODE
 from composer_mesh.planning.placement_solver import WITH_CONTROLLER
 from composer_mesh.planning.process_specs import processes_of
@@ -107,7 +108,8 @@ def _controller_command(order: Order) -> list[str]:
 
 def _claim_command(order: Order, launch: str) -> list[str]:
     module = "composer_mesh.services.launch.kubernetes.claim"
-    command = [places.python_there(order), "-P", "-m", module, str(places.run_there(order)), launch]
+    run, python = str(places.run_there(order)), places.python_there(order)
+    command = python_module(module, run, launch, python=python)
     return [*command, "--resume"] if order.resume else command
 
 
@@ -202,7 +204,7 @@ def _memory(group: Group) -> str:
 def _probe(order: Order, **times: int) -> Table:
     """Return a probe of whether the worker accepts connections; its lease covers the rest."""
     roster = str(places.roster_there(order))
-    command = [places.python_there(order), "-I", "-c", LISTENS, roster]
+    command = python_code(LISTENS, roster, python=places.python_there(order))
     return {"exec": {"command": command}, "timeoutSeconds": 10, **times}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,6 @@ def test_beyond_loopback_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ONE", KEY)
     monkeypatch.setenv("TWO", "abc-0123456789abcdef")
     monkeypatch.setenv("SHORT", "tml-1")
-    assert checked_keys(options, ["ONE"]) == [KEY]
     for names, text in (
         (["TWO"], "begin with 'tml-'"),
         (["SHORT"], "holds 5"),
@@ -86,6 +86,8 @@ def test_beyond_loopback_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         with pytest.raises(ServeRefused, match=text):
             checked_keys(options, names)
+    assert checked_keys(options, ["ONE"]) == [KEY]
+    assert "ONE" not in os.environ  # no process of the server inherits it
     assert checked_keys(ListenOptions(), []) == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from composer_mesh.services.web.options import ListenOptions, ServeRefused, checked_token
@@ -16,6 +18,12 @@ def test_beyond_loopback_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ServeRefused, match="--token-env"):
         checked_token(ListenOptions(host="10.0.0.7"), None)
     assert checked_token(ListenOptions(host="10.0.0.7"), "SERVED") == LONG
+
+
+def test_no_process_of_the_server_inherits_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVED", LONG)
+    assert checked_token(ListenOptions(), "SERVED") == LONG
+    assert "SERVED" not in os.environ
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "8.8.8.8", "::"])
