@@ -18,6 +18,7 @@ from composer_mesh.actors.models.policy import converted, load_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.step_plan import pair_groups, pair_tokens
 
@@ -81,9 +82,11 @@ def score_pairs(
     for group in pair_groups(pairs, fitting, budget):
         chosen, rejected = answer_logprobs(model, [pairs[place] for place in group], ld_alpha)
         scores.update(zip(group, _listed(chosen, rejected), strict=True))
+        made_progress(f"{len(scores)} of {len(pairs)} pairs")
     for place in set(places) - set(fitting):
         sides = answer_logprobs_by_sides(model, pairs[place], ld_alpha)
         (scores[place],) = _listed(*sides)
+        made_progress(f"{len(scores)} of {len(pairs)} pairs")
     return [scores[place] for place in places]
 
 

@@ -25,6 +25,7 @@ from composer_mesh.actors.served_models.snapshots import LoadedSnapshots, Snapsh
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 
@@ -132,7 +133,11 @@ def _end(error: Exception) -> None:
 
 
 def _scored(model: Any, sequences: Sequence[list[int]], request: ScoreRequest) -> list[Scores]:
-    return [scored(model, ids, request) for ids in sequences]
+    found: list[Scores] = []
+    for ids in sequences:
+        found.append(scored(model, ids, request))
+        made_progress(f"{len(found)} of {len(sequences)} sequences")
+    return found
 
 
 def _in_use(one: LoadedSnapshot) -> bool:

@@ -188,7 +188,7 @@ class SleepingTrainer(TrainerActor):
         transport = choose(config.weights)
         self._publisher = WeightPublisher(nn.Linear(1, 1).state_dict, transport=transport)
         self._config = config.sdpo
-        self._teacher_outputs = MeshSource(config.sdpo, config.run.deadline_s)
+        self._teacher_outputs = MeshSource(config.sdpo)
         self.policy_version = 0
 
 

@@ -21,6 +21,7 @@ from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.message_batcher import Item
 from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.processes import resident_bytes
+from composer_mesh.mesh.progress import PROGRESS
 
 remove_opened()  # a process that only imports Monarch leaves no log
 
@@ -29,7 +30,8 @@ class MeshActor(Actor):
     """An actor with a kind, an activity and, if it serves a policy, a policy version.
 
     Endpoints of a subclass are `async` and `concurrent_endpoint`; a long computation belongs into
-    `asyncio.to_thread`, so that `describe` still answers.
+    `asyncio.to_thread`, so that `describe` still answers. It reports each part that it completes
+    by `progress.made_progress`: the deadlines of calls bound the time without progress.
     """
 
     kind: ClassVar[str] = "actor"
@@ -52,6 +54,7 @@ class MeshActor(Actor):
             "cpu_seconds": time.process_time(),
             "policy_version": self.policy_version,
             "activity": self.activity,
+            "progress": PROGRESS.report(),
             "in_use": self.in_use(),
             **self.details(),
         }

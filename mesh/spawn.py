@@ -6,6 +6,7 @@ Callers decide which actors a run has; `supervision` handles their deaths.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.connection_guard import guard_connections
+from composer_mesh.mesh.deadlines import Deadlines
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.garbage_collection import collect_rarely, leave_out_loaded
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
@@ -68,6 +70,8 @@ class MeshHost:
         collect_rarely()
         self.supervisor = supervisor
         self.activity = ActivityLog()
+        self.deadlines = Deadlines(self._note)
+        self._hang_s: dict[str, float] = {}
         self._preload = tuple(preload)
         self.heartbeat = heartbeat
         self.capacity_wait_s = 0.0
@@ -135,9 +139,21 @@ class MeshHost:
             self._watching.start(f"waiting for the end of {name}", self._watch_process(spawned))
         ]
         if self.heartbeat is not None:
-            answers = self._watch_answers(spawned, self.heartbeat)
+            answers = self._watch_answers(spawned, self._heartbeat_of(name, self.heartbeat))
             self._watches[name].append(self._watching.start(f"heartbeat of {name}", answers))
         return spawned
+
+    def _heartbeat_of(self, name: str, rules: HeartbeatRules) -> HeartbeatRules:
+        """Return the rules of a process: one that replaces a hung one has twice the time to answer.
+
+        It may do the same work, which may hold Python's lock or have got no core.
+        """
+        hang_s = self._hang_s.pop(slot_of(name), rules.hang_s)
+        return HeartbeatRules(rules.every_s, max(hang_s, rules.hang_s))
+
+    def _note(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+        if self.supervisor is not None:
+            self.supervisor.note(kind, actor, detail, **fields)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         """End the run: an actor must be watched, and killable."""
@@ -153,9 +169,10 @@ class MeshHost:
             lambda: spawned.call("describe", deadline_s=2 * rules.hang_s), rules, spawned.last
         )
         if spawned.alive:
-            if self.supervisor is not None:
-                about = {"host": spawned.host.name, "kind": spawned.kind}
-                self.supervisor.note("actor_hung", spawned.name, rules.silence(), **about)
+            self._hang_s[slot_of(spawned.name)] = next_s = 2 * rules.hang_s
+            about = {"host": spawned.host.name, "kind": spawned.kind}
+            detail = f"{rules.silence()}; its replacement has {next_s:g} s"
+            self._note("actor_hung", spawned.name, detail, **about)
             self.kill(spawned, f"{rules.silence()} and was killed")
 
     async def _watch_process(self, spawned: SpawnedActor) -> None:
@@ -191,9 +208,8 @@ class MeshHost:
             except ProcessLate as late:
                 if self._closing or time.monotonic() >= deadline:
                     raise ProcessLate(name, host.name, late.limit, starts) from None
-                if self.supervisor is not None:
-                    about = {"host": host.name, "kind": actor_class.kind}
-                    self.supervisor.note("start_repeated", name, late.why_repeated, **about)
+                about = {"host": host.name, "kind": actor_class.kind}
+                self._note("start_repeated", name, late.why_repeated, **about)
 
     async def _start_on(
         self,
@@ -235,7 +251,16 @@ class MeshHost:
         )
         pid: int = about["pid"]
         return SpawnedActor(
-            name, about["kind"], ref, pid, actor_class, procs, host, death, activity=self.activity
+            name,
+            about["kind"],
+            ref,
+            pid,
+            actor_class,
+            procs,
+            host,
+            death,
+            activity=self.activity,
+            deadlines=self.deadlines,
         )
 
     def _check(self, name: str, actor_class: type[MeshActor]) -> None:
@@ -314,3 +339,12 @@ class MeshHost:
     def _expect(self, name: str) -> None:
         if self.supervisor is not None:
             self.supervisor.expect_stop(name)
+
+
+def slot_of(name: str) -> str:
+    """Return an actor's name without the number of its process.
+
+    >>> slot_of("generator-0.2"), slot_of("trainer")
+    ('generator-0', 'trainer')
+    """
+    return re.sub(r"\.\d+$", "", name)

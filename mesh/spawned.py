@@ -14,12 +14,20 @@ from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.deadlines import Deadlines, Patience
 from composer_mesh.mesh.heartbeat import LastAnswer
 from composer_mesh.mesh.hosts.host import Host
-from composer_mesh.mesh.supervision import ActorDied, call
+from composer_mesh.mesh.progress import Report
+from composer_mesh.mesh.supervision import ActorDied, MeshError, call
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 T = TypeVar("T")
+
+DESCRIBE = "describe"
+"""The endpoint that answers immediately, also where it reports that the actor's work stands still.
+"""
+PROGRESS_S = 30.0
+"""Longest wait for a report of progress; a silent actor counts as hung after as long by default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +48,7 @@ class SpawnedActor:
     death: asyncio.Future[ActorDied] | None = field(default=None, repr=False)
     last: LastAnswer = field(default_factory=LastAnswer, repr=False)
     activity: ActivityLog = field(default_factory=ActivityLog, repr=False)
+    deadlines: Deadlines = field(default_factory=Deadlines, repr=False)
 
     @property
     def alive(self) -> bool:
@@ -49,12 +58,25 @@ class SpawnedActor:
     async def call(
         self, endpoint: str, *args: Any, deadline_s: float = 120.0, **kwargs: Any
     ) -> Any:
-        """Call one endpoint. Waits for its answer, at most `deadline_s`."""
+        """Call one endpoint. Waits for its answer while the actor makes progress.
+
+        Raises `DeadlineExceeded` after `deadline_s` without progress, or a multiple of it where the
+        same work has missed it before.
+        """
+        patience = Patience(self, endpoint, deadline_s)
+        late = None if endpoint == DESCRIBE else patience.more_s
         reply = getattr(self.ref, endpoint).call_one(*args, **kwargs)
         with self.activity.call(self.name, endpoint):
-            answer: Any = await call(reply, deadline_s, self.name, endpoint, self.death)
+            answer: Any = await call(reply, patience.bound_s, self.name, endpoint, self.death, late)
         self.last.record_answer()
         return answer
+
+    async def progress(self, deadline_s: float) -> Report | None:
+        """Return the actor's progress; None where it does not answer or reports none."""
+        try:
+            return Report.of(await self.call(DESCRIBE, deadline_s=min(deadline_s, PROGRESS_S)))
+        except MeshError:
+            return None
 
 
 async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T], news_s: float = 0.0) -> T:

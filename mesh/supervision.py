@@ -2,7 +2,7 @@
 
     MeshError
     ├── ActorDied          the actor or its process is gone
-    ├── DeadlineExceeded   no answer in time; the actor may still be working
+    ├── DeadlineExceeded   neither answer nor progress in time; the actor may still be working
     ├── HostLost           the host can start nothing any more
     ├── ProcessLate        a process was not ready in time
     ├── SessionLost        the actor of a session is gone, and the session's state with it
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -30,6 +30,7 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 
 remove_opened()  # a process that only imports Monarch leaves no log
 T = TypeVar("T")
+Late = Callable[[], Awaitable[float]]
 
 STOPPED = "it was stopped"
 """Reason of a planned end, for callers that still wait for the actor."""
@@ -37,6 +38,8 @@ STOPPED_BY_US = "stopped by client"
 """What Monarch reports to those who wait for an actor that its process stops."""
 INFRASTRUCTURE = "infrastructure"
 """Failure class of every death; `failures` has the others."""
+CODE = "code"
+"""Failure class of work that fails in every process."""
 
 
 class Recorder(Protocol):
@@ -62,18 +65,28 @@ class ActorDied(MeshError):
 
 
 class DeadlineExceeded(MeshError):
-    """An endpoint did not answer within its deadline."""
+    """An endpoint neither answered nor made progress within its deadline.
 
-    def __init__(self, actor: str, endpoint: str, seconds: float) -> None:
-        super().__init__(actor, endpoint, seconds)
+    `last` says what its actor completed last, where it reports progress. `final` says that the
+    deadline was doubled as often as it may be: no new process helps.
+    """
+
+    def __init__(
+        self, actor: str, endpoint: str, seconds: float, last: str = "", final: bool = False
+    ) -> None:
+        super().__init__(actor, endpoint, seconds, last, final)
         self.actor = actor
         self.endpoint = endpoint
         self.seconds = seconds
+        self.last = last
+        self.failure_class = CODE if final else INFRASTRUCTURE
 
     def __str__(self) -> str:
+        how = f"gave no answer within {self.seconds:g} s"
+        if self.last:
+            how = f"made no progress for {self.seconds:g} s ({self.last})"
         return (
-            f"{self.actor}.{self.endpoint} gave no answer within {self.seconds:g} s: "
-            "raise run.deadline_s, or give the call less work"
+            f"{self.actor}.{self.endpoint} {how}: raise run.deadline_s, or give the call less work"
         )
 
 
@@ -152,18 +165,26 @@ async def call(
     actor: str,
     endpoint: str = "call",
     death: asyncio.Future[ActorDied] | None = None,
+    late: Late | None = None,
 ) -> T:
     """Await the answer of an endpoint, at most `deadline_s`; raises the errors above.
 
     A deadline ends the wait, not the work at the other end. `death` ends the wait too: a message to
-    a dead process may never be answered.
+    a dead process may never be answered. `late` is called each time the deadline has passed, and
+    returns for how many seconds more to wait, or raises `DeadlineExceeded`.
     """
     answer = reply.as_asyncio()
     answer.add_done_callback(heard)  # also if nothing awaits it any more
     either: list[asyncio.Future[Any]] = [answer] if death is None else [answer, death]
-    await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-    if not answer.done():
-        answer.cancel()
+    try:
+        await _first_of(either, deadline_s, late)
+    except DeadlineExceeded:
+        if not any(one.done() for one in either):
+            raise
+    finally:
+        if not answer.done():
+            answer.cancel()
+    if answer.cancelled():
         if death is not None and death.done():
             raise ActorDied(death.result().actor, death.result().reason)
         raise DeadlineExceeded(actor, endpoint, deadline_s)
@@ -177,6 +198,18 @@ async def call(
         )
     except Exception as error:  # it could not be rebuilt in this process
         raise RemoteError(actor, endpoint, f"{type(error).__name__}: {error}") from error
+
+
+async def _first_of(
+    either: list[asyncio.Future[Any]], deadline_s: float, late: Late | None
+) -> None:
+    """Wait until one of some futures is done, or the deadline and what `late` adds has passed."""
+    left_s = deadline_s
+    while not any(one.done() for one in either):
+        done, _ = await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if done or late is None:
+            return
+        left_s = await late()
 
 
 def heard(answer: asyncio.Future[Any]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from composer_mesh.configs.regular_files import open_regular, read_regular
+from composer_mesh.mesh.progress import made_progress
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
@@ -39,6 +40,7 @@ def written(folder: Path, paths: Iterable[Path]) -> list[Written]:
 
 def _noted(folder: Path, path: Path) -> Written:
     to_disk(path)
+    made_progress(f"{path.name} on disk")
     return Written(path.relative_to(folder).as_posix(), path.stat().st_size, crc32_of(path))
 
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composer_mesh.configs.regular_files import open_regular
+from composer_mesh.mesh.progress import made_progress
 
 FILE_BYTES = 1 << 30
 """Bytes of a file, unless one tensor alone has more; a file is built in memory."""
@@ -45,6 +46,19 @@ class TensorsOnly(dcp.DefaultLoadPlanner):
         del value
         name = read_item.dest_index.fqn
         raise ValueError(f"{name} is no tensor: a checkpoint holds only tensors")
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        made_progress(f"{read_item.dest_index.fqn} of a checkpoint")
+
+
+class ReportedSave(dcp.DefaultSavePlanner):
+    """torch's save planner, which reports each tensor that is handed to a file."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        made_progress(f"{write_item.index.fqn} for a checkpoint")
+        return found
 
 
 class ShardReader(HuggingFaceStorageReader):
@@ -74,7 +88,13 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Non
     """Write this rank's part of the tensors; collective over `group`, None for a single rank."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     writer = HuggingFaceStorageWriter(str(folder), _files(whole), save_distributed=True)
-    dcp.save(whole, storage_writer=writer, process_group=group, no_dist=group is None)
+    dcp.save(
+        whole,
+        storage_writer=writer,
+        planner=ReportedSave(),
+        process_group=group,
+        no_dist=group is None,
+    )
 
 
 def shard_files(folder: Path, rank: int) -> list[Path]:

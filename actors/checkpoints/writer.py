@@ -26,6 +26,7 @@ from composer_mesh.actors.checkpoints.state import (
 )
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import local
+from composer_mesh.mesh.progress import made_progress
 
 Export = Callable[[Path, dict[str, Tensor]], None]
 """Writes a model folder from the policy's complete tensors."""
@@ -53,6 +54,7 @@ class CheckpointWriter:
         """Copy a state, which may change afterwards."""
         tensors: Any = self._stager.stage(dict(state.tensors))
         self._copied = TrainingState(state.version, tensors, state.figures, state.rng)
+        made_progress("the copy of a checkpoint's state")
 
     def write(self, folder: Path, export: bool) -> list[Written]:
         """Write the copied state; return this rank's files, which are on disk by then.
@@ -70,6 +72,7 @@ class CheckpointWriter:
                 state.write_figures(folder)
                 if export and self._export is not None:
                     self._export(folder, self._whole(state, folder))
+                    made_progress("the model folder of a checkpoint")
                     if self._adapters is not None:
                         self._adapters(folder, _of_kind(state, ADAPTERS))
             return written(folder, self._own(folder))

@@ -18,6 +18,7 @@ from composer_mesh.actors.engines.port import (
     RequestAborted,
     Weights,
 )
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 Answer = asyncio.Future[GenerationResult]
@@ -183,6 +184,7 @@ class EngineLoop:
             return
         (weights, done), self._staged = self._staged, None
         await self._thread.run(self._engine.swap, weights)
+        made_progress("new weights to decode with")
         if not done.done():
             done.set_result(None)
 
@@ -195,6 +197,7 @@ class EngineLoop:
         busy = True
         while busy and self._staged is None and not self._closing:
             self.tokens += self._engine.step()
+            made_progress("a decoding step")
             busy = self._engine.busy
             finished, self._finished = self._finished, []
             if finished:

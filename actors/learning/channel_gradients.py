@@ -78,6 +78,8 @@ class ChannelGradients:
         self._current_bounds: dict[str, tuple[float, float]] = {}
         self._channels = [POLICY, *(name for name in ("sdpo", "replay") if on(config, name))]
         self._apart: dict[str, Gradients] | None = None
+        self.norms: dict[str, float] = {}
+        """Norms of the channels' gradients in the last update that was measured."""
         if self._bounds or self._every:
             # What is compiled later gives its buffers away in the backward, unless it is told.
             torch._functorch.config.donated_buffer = False
@@ -92,7 +94,7 @@ class ChannelGradients:
         `channel_weights` are those of the step. Where a schedule has lowered one, the channel's
         bounds are lowered by the same factor.
         """
-        self._apart = None
+        self._apart, self.norms = None, {}
         factors = {name: channel_weights[name] / self._peaks[name] for name in self._bounds}
         self._current_bounds = {
             name: (low * factors[name], high * factors[name] if high < FREE[1] else high)
@@ -139,6 +141,7 @@ class ChannelGradients:
         if self._apart is None:
             return None
         norms = self._ranks.gather({name: self._summed(name) for name in self._channels})[0]
+        self.norms = norms
         factors = dict.fromkeys(norms, 1.0)
         finite = all(map(math.isfinite, norms.values()))
         if self._bounds and finite:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from composer_mesh.losses.custom_function import CustomFunctionError, Function
+from composer_mesh.mesh.progress import made_progress
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class RunningCall:
                 return function(*inputs, **kwargs)
             finally:
                 self._called = None
+                made_progress(f"a call of {name}")
 
         return call
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients
 from composer_mesh.actors.learning.channel_weights import ChannelWeights
 from composer_mesh.actors.learning.mixture_losses import MixtureLosses
+from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel, answer_sequences
 from composer_mesh.actors.learning.running_call import RunningCall
@@ -24,7 +25,7 @@ from composer_mesh.actors.learning.update_gradients import (
     UpdatePass,
     content_of,
 )
-from composer_mesh.actors.learning.weight_update import WeightUpdate
+from composer_mesh.actors.learning.weight_update import NormNotFinite, WeightUpdate
 from composer_mesh.actors.models.backend import Optimizers
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
@@ -32,6 +33,7 @@ from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.minibatches import minibatches, plan_views
@@ -162,6 +164,7 @@ class ThreeChannelStep:
         `source` returns the teacher output for the views of each microbatch. If it raises
         `TeacherOutputsLost` on any rank, the update restarts without the SDPO channel, which the
         rest of the step lacks too. The weights do not change before `before_update` has returned.
+        Raises `GradientNotFinite` for an update, on all ranks.
         """
         if self._config.sdpo.on and batch.views and source is None:
             raise ValueError(f"step {batch.step} has {len(batch.views)} views but no signal")
@@ -187,10 +190,14 @@ class ThreeChannelStep:
             sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums)))
             shares = self._gradients.finish()
             sums[-1].figures.update(shares or {})
-            norm, rate = self._update.apply(
-                batch.step, nothing if norms else before_update, summed=shares is not None
-            )
+            try:
+                norm, rate = self._update.apply(
+                    batch.step, nothing if norms else before_update, summed=shares is not None
+                )
+            except NormNotFinite as error:
+                raise self._not_finite(batch.step, done, error) from None
             norms.append(norm)
+            made_progress(f"update {len(norms)} of {len(parts)} of step {batch.step + 1}")
             self._policy.updated()
             first += _most_microbatches(plans)
         self.divergences = list(divergences.values()) if self._ranks.first_of_share else []
@@ -200,6 +207,14 @@ class ThreeChannelStep:
         if len(sums) > 1:
             total.figures["policy/updates"] = len(sums)
         return self._metrics(batch, total, sum(norms) / len(norms), rate)
+
+    def _not_finite(self, step: int, done: UpdatePass, why: NormNotFinite) -> GradientNotFinite:
+        """Return the error of an update with the evidence of all ranks, which all have it."""
+        found = [one for rank in self._ranks.gather(done.checks.found()) for one in rank]
+        weights = sum(self._ranks.gather(self._update.not_finite()))
+        return GradientNotFinite(
+            step, why.norm, why.rate, weights, self._gradients.norms, list(dict.fromkeys(found))
+        )
 
     @torch.no_grad()
     def _before_updates(self, parts: Sequence[StepBatch], use: UseOfStates, replayed: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients, ChannelLosses
 from composer_mesh.actors.learning.mixture_losses import MixtureLosses
+from composer_mesh.actors.learning.not_finite import FiniteChecks, Part
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import (
     SIDES,
@@ -35,6 +36,7 @@ from composer_mesh.actors.teacher_outputs.messages import TeacherOutput
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.preference import PreferenceLoss
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
 from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.prefix_tree import unique_ids
@@ -70,7 +72,13 @@ class UpdatePass:
     """Forwards of a sharded reference in each microbatch; empty for one on this rank alone."""
     sums: StepSums = field(default_factory=StepSums)
     divergences: list[TurnDivergences] = field(default_factory=list)
+    checks: FiniteChecks = field(default_factory=FiniteChecks)
     lost: bool = False
+
+    def end_part(self, part: Part) -> None:
+        """Note what a part has computed, and report it as progress."""
+        self.checks.note(part, self.sums.losses)
+        made_progress(f"{part.name} of step {self.batch.step + 1}")
 
 
 class UpdateGradients:
@@ -94,6 +102,7 @@ class UpdateGradients:
                 self._train_microbatch(index, plan.microbatches[index], one)
             else:
                 self._dummy_forward(index, one)
+                made_progress(f"{_microbatch(index, rounds)} of step {batch.step + 1}")
             if one.lost and not self._sharded:
                 return  # other ranks of a sharded model would wait for the rest
         if self._replay_on:
@@ -106,8 +115,10 @@ class UpdateGradients:
         pairs, plan = one.batch.pairs, one.plan
         groups = pair_groups(pairs, plan.pairs, self._budget)
         with self._gradients.of("replay"):
-            for group in groups:
-                self._pair_loss([pairs[place] for place in group], None, one).backward()
+            for number, group in enumerate(groups, start=1):
+                own = [pairs[place] for place in group]
+                self._pair_loss(own, None, one).backward()
+                one.end_part(Part.of(f"group {number} of {len(groups)} of pairs", pairs=own))
             for _ in range(one.rounds.pairs - len(groups)):
                 self._model.dummy_forward().backward()
             self._train_large_pairs([pairs[place] for place in plan.large_pairs], one)
@@ -137,14 +148,17 @@ class UpdateGradients:
             one.sums.figures["tokens/dense"] += sum(map(len, [*own, *others]))
             one.sums.figures["tokens/computed"] += len(hidden.computed)
         if samples:
-            part = hidden.part(slice(len(own)), max(map(len, own)))
-            self._trace_losses(index, microbatch, samples, part, one, losses)
+            states = hidden.part(slice(len(own)), max(map(len, own)))
+            self._trace_losses(index, microbatch, samples, states, one, losses)
         else:
             self._skip_traces(index, one)
         if pairs:
-            part = hidden.part(slice(len(own), None), max(map(len, others)))
-            losses.replay = self._pair_loss(pairs, part, one)
+            states = hidden.part(slice(len(own), None), max(map(len, others)))
+            losses.replay = self._pair_loss(pairs, states, one)
+        part = Part.of(_microbatch(index, one.rounds), samples, pairs)
+        one.checks.watch(part, hidden.computed)
         self._gradients.backward(losses)
+        one.end_part(part)
 
     def _trace_losses(
         self,
@@ -222,6 +236,7 @@ class UpdateGradients:
         for pair in pairs:
             result = self._replay.backward_by_sides(self._model, pair, len(one.batch.pairs))
             self._add_pair_figures(result, one)
+            one.end_part(Part.of("a long pair", pairs=[pair]))
         for _ in range(one.rounds.large_pairs - len(pairs) if self._sharded else 0):
             with torch.no_grad():
                 for _ in SIDES:
@@ -247,6 +262,10 @@ class UpdateGradients:
         one.sums.add("replay", result.loss)
         for name, value in figures_of(result).items():
             one.sums.figures[f"replay/{name}"] += value
+
+
+def _microbatch(index: int, rounds: Rounds) -> str:
+    return f"microbatch {index + 1} of {rounds.microbatches}"
 
 
 def content_of(

@@ -4,6 +4,7 @@ Gradients of sharded weights are already summed by the backward pass; those of w
 rank holds completely, such as adapters, are summed here.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,8 +22,16 @@ from composer_mesh.actors.models.optimizer_state import (
     restore_optimizer_state,
 )
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import is_dtensor
+from composer_mesh.actors.models.rows import is_dtensor, local
 from composer_mesh.configs.schema import Config
+
+
+class NormNotFinite(ArithmeticError):
+    """The norm of an update's gradient, and its learning rate."""
+
+    def __init__(self, norm: float, rate: float) -> None:
+        super().__init__(norm, rate)
+        self.norm, self.rate = norm, rate
 
 
 class WeightUpdate:
@@ -55,16 +64,17 @@ class WeightUpdate:
         """Update the weights after `before_update` returns; return gradient norm and learning rate.
 
         `summed` gradients are already those of all ranks.
-        Raises RuntimeError for a norm that is not finite, `UnsupportedState` for an optimizer whose
-        state is not of tensors.
+        Raises `NormNotFinite` before any weight is changed, and `UnsupportedState` for an optimizer
+        whose state is not of tensors.
         """
         weights = list(self._weights.values())
         if not summed:
             self._ranks.sum_gradients(one for one in weights if not is_dtensor(one))
-        norm = torch.nn.utils.clip_grad_norm_(
-            weights, self._config.grad_clip, error_if_nonfinite=True
-        )
+        total: Any = torch.nn.utils.clip_grad_norm_(weights, self._config.grad_clip)
+        norm = float(total.full_tensor() if is_dtensor(total) else total)
         rate = learning_rate(self._config, step, self._steps)
+        if not math.isfinite(norm):
+            raise NormNotFinite(norm, rate)
         for group, share in self._rates:
             _set_rate(group, share * rate)
         before_update()
@@ -72,7 +82,7 @@ class WeightUpdate:
         if not self._updated:
             self.optimizer_state()  # raises for one that no checkpoint could store
         self._updated = True
-        return float(norm.full_tensor() if is_dtensor(norm) else norm), rate
+        return norm, rate
 
     def _step(self) -> None:
         if self._offloaded is not None:
@@ -85,6 +95,10 @@ class WeightUpdate:
     def weights(self) -> Mapping[str, Tensor]:
         """The trainable weights by name."""
         return self._weights
+
+    def not_finite(self) -> int:
+        """Return how many numbers of this rank's weights are nan or infinite."""
+        return sum(int((~local(one).isfinite()).sum()) for one in self._weights.values())
 
     def trained(self) -> list[str]:
         """Return the names of the trainable weights."""

@@ -28,6 +28,7 @@ from composer_mesh.actors.models.tree_masks import attention_masks
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.blocks import softcapped
 from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.planning.model_facts import FULL, SHARED_KINDS, SLIDING, not_shared
 from composer_mesh.planning.model_refusals import (
     UnsupportedHead,
@@ -173,6 +174,7 @@ class LanguageModel:
     def _states(self, **inputs: Any) -> Tensor:
         self.forwards += 1
         states: Tensor = self._decoder(**inputs)
+        made_progress("a forward of the model")
         return states
 
     def _shared(self, tree: PrefixTree) -> HiddenStates:

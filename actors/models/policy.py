@@ -19,6 +19,7 @@ from composer_mesh.actors.models.attention_calls import (
     computing,
 )
 from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.planning.model_facts import AttentionCall
 from composer_mesh.planning.model_folder import UnfitModelFolder
 
@@ -144,6 +145,7 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
         why = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
         repair = "mend what the reason names, or export the model again"
         raise UnfitModelFolder(str(folder), why, repair) from error
+    made_progress(f"the model of {folder.name}")
     for what, names in (("lack", told["missing_keys"]), ("have", told["unexpected_keys"])):
         if names:
             why = f"has files that {what} {min(names)[:120]}, unlike the model of its config.json"

@@ -22,6 +22,8 @@ from composer_mesh.actors.models.rendezvous import Meeting, join_store, talk_ove
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CPU = torch.device("cpu")
+COLLECTIVE_S = 7 * 86_400.0
+"""Longest wait of a rank for the others within its work; an owner ends ranks that stand still."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ class Ranks:
         """Join the process groups at the rendezvous. Waits for all ranks.
 
         Where the rendezvous is a port of this process, `store` is its server. No group can be
-        formed later, as the rendezvous may be gone.
+        formed later, as the rendezvous may be gone. `deadline_s` bounds the wait for the rendezvous
+        alone: a collective waits for the slowest rank, whose owner watches its progress.
         """
-        timeout = timedelta(seconds=deadline_s)
+        timeout = timedelta(seconds=COLLECTIVE_S)
         store = store or join_store(rendezvous, size, deadline_s)
         talk_over(rendezvous)
         backend = BACKENDS[device.type]

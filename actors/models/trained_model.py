@@ -44,6 +44,7 @@ from composer_mesh.actors.models.sharding import (
 )
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.planning.model_facts import check_heads
 from composer_mesh.planning.model_refusals import UndividedContext, UnfitModel
 
@@ -145,15 +146,29 @@ def _attend_by_sequences(folder: Path, models: list[Any]) -> None:
 
 
 def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
+    layers = decoder_layers(model)
+    for number, layer in enumerate(layers, start=1):
+        layer.register_forward_hook(partial(_report, f"layer {number} of {len(layers)}"))
     if not (trainer.compile or trainer.activation_checkpointing):
         return
-    for layer in decoder_layers(model):
+    for layer in layers:
         if trainer.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if trainer.activation_offload:
             layer.forward = partial(_offloaded, layer.forward)
         elif trainer.activation_checkpointing:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _report(layer: str, _module: Any, _inputs: Any, output: Any) -> None:
+    """Report the progress of a layer's forward, and of its backward once its output has a gradient.
+
+    A microbatch of a long context may take longer than a deadline.
+    """
+    made_progress(f"the forward of {layer}")
+    states = output[0] if isinstance(output, tuple) else output
+    if isinstance(states, Tensor) and states.requires_grad:
+        states.register_hook(lambda _: made_progress(f"the backward down to {layer}"))
 
 
 def _offloaded(forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, frame, save_policy
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.tasks.demonstrations import Demonstration, conversations, encode
@@ -133,6 +134,7 @@ def imitate(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+        made_progress(f"step {step + 1} of {settings.steps} of the warm start")
         if step % 20 == 0 or step == settings.steps - 1:
             report(step, loss)
     model.eval()

@@ -40,6 +40,7 @@ from composer_mesh.actors.served_models.results import metrics_of
 from composer_mesh.actors.served_models.target_logprobs import target_logprobs
 from composer_mesh.actors.served_models.trained_weights import FunctionalModel, Weights
 from composer_mesh.losses.client_losses import CLIENT_LOSSES
+from composer_mesh.mesh.progress import made_progress
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Forwards:
             if backward:
                 with self._ranks.waiting_for_each_other():
                     gradients = self._gradients([total for total, _ in totals], own, leaf, shares)
+        made_progress(f"a batch of {len(owners)} clients' rows")
         logprobs = found.detach().cpu().numpy()
         return [
             Computed(

@@ -103,8 +103,8 @@ class MeshSource:
     training thread.
     """
 
-    def __init__(self, config: SdpoConfig, deadline_s: float) -> None:
-        self._config, self._deadline_s = config, deadline_s
+    def __init__(self, config: SdpoConfig) -> None:
+        self._config = config
         self._begun = asyncio.Condition()
         self._step = -1
         self._head: tuple[int, Head] | None = None
@@ -122,7 +122,7 @@ class MeshSource:
             index: [part for part, run in enumerate(split) if len(run)]
             for index, split in self._splits.items()
         }
-        self._version, self._output_buffer = version, TeacherOutputBuffer(parts, self._deadline_s)
+        self._version, self._output_buffer = version, TeacherOutputBuffer(parts)
         self._heads: dict[int, Head | None] = {}
         self._bytes, self._read_s, self._teacher_s, self._wait_s = 0, 0.0, 0.0, 0.0
         async with self._begun:

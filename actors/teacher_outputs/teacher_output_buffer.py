@@ -11,6 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from composer_mesh.mesh.progress import PROGRESS, made_progress
+
 Part: TypeAlias = "dict[str, Tensor]"
 
 AHEAD = 2
@@ -34,9 +36,8 @@ class TeacherOutputBuffer:
     training thread takes the microbatches.
     """
 
-    def __init__(self, parts: dict[int, list[int]], deadline_s: float) -> None:
+    def __init__(self, parts: dict[int, list[int]]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._deadline_s = deadline_s
         self._order = list(parts)
         self._moved = asyncio.Condition()
         self._taken = 0
@@ -96,15 +97,14 @@ class TeacherOutputBuffer:
         self._loop.call_soon_threadsafe(_settle, future, ids)
 
     def take(self, micro: int) -> Part:
-        """Return a microbatch's concatenated parts. Blocks for them until the deadline."""
+        """Return a microbatch's concatenated parts. Blocks for them.
+
+        The deadlines of the controller's calls bound this: to the teachers, and to this process.
+        """
         futures = [future for key, future in self._parts.items() if key[0] == micro]
-        try:
-            parts = [future.result(self._deadline_s) for future in futures]
-        except concurrent.futures.TimeoutError:
-            raise TimeoutError(
-                f"the SDPO signal for microbatch {micro} did not come within {self._deadline_s:g} s"
-                ": raise run.deadline_s, or give the teachers less work"
-            ) from None
+        with PROGRESS.waiting("the SDPO teachers"):
+            parts = [future.result() for future in futures]
+        made_progress(f"the teacher output for microbatch {micro + 1}")
         asyncio.run_coroutine_threadsafe(self._advance(), self._loop)
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

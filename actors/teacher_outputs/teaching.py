@@ -22,6 +22,7 @@ from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_out
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.teacher_weights import ema_update
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.step_plan import teacher_groups
 
@@ -181,6 +182,7 @@ def hinted_states(
         for row, index in enumerate(indices):
             own = states.rows(states.places_of(row, views[index].teacher_rows))
             rows[index] = own.whole(own.states)
+        made_progress(f"{len(indices)} hinted contexts")
     for _ in range(forwards - language_model.forwards):
         language_model.dummy_forward()
     return torch.cat(rows) if rows else torch.empty(0)

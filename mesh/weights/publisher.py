@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.checksums import checksum, flat
 from composer_mesh.mesh.weights.choice import Transport, open_sender
@@ -108,8 +109,10 @@ class WeightPublisher:
         if on_gpu:
             _copy_from_gpu(copies)
         else:
-            for place, local in copies:
+            for number, (place, local) in enumerate(copies, start=1):
                 place.copy_(local)
+                made_progress(f"tensor {number} of {len(copies)} of version {version} to publish")
+        made_progress(f"the copy of version {version} to publish")
         found = tuple(checksum(flat(place)) for _, place in views) if self._checksums else None
         stamp(memory, version, serial)
         return shape, found

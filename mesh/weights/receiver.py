@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composer_mesh.configs.weights import WeightTransport
 from composer_mesh.mesh.process_resources import own_gpus
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.checksums import checksum, flat
 from composer_mesh.mesh.weights.choice import open_receiver
@@ -71,11 +72,12 @@ class WeightReceiver:
                 name
             )
             transport_receiver.keep([part.offer for part in handle.parts if part.transport == name])
-        fetching = [
-            self._receivers[part.transport].fetch(part.offer, _shape(handle, part), memory)
-            for part, memory in zip(handle.parts, memories, strict=True)
-        ]
-        await asyncio.gather(*fetching)
+        parts = zip(handle.parts, memories, strict=True)
+        await asyncio.gather(*(self._fetch_part(handle, *one) for one in parts))
+
+    async def _fetch_part(self, handle: WeightsHandle, part: Part, memory: Tensor) -> None:
+        await self._receivers[part.transport].fetch(part.offer, _shape(handle, part), memory)
+        made_progress(f"version {handle.version} from rank {part.rank}")
 
     async def _unless_abandoned(self, work: Any, version: int) -> None:
         self._abandoned = asyncio.get_running_loop().create_future()
@@ -106,3 +108,4 @@ def _prove(handle: WeightsHandle, memories: Memories) -> None:
             if checksum(flat(view)) != published:
                 name = handle.manifest.entries[piece.entry].names[0]
                 raise WrongChecksum(name, part.rank, handle.version)
+            made_progress(f"a checksum of version {handle.version}")

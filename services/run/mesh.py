@@ -102,6 +102,7 @@ class RunMesh:
         """
         rules = config.supervision
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
+        host.deadlines.most = rules.restarts
         placements = placements or ProcessPlacements.of(config)
         for note in placements.notes:
             record("placement", "", note)

@@ -73,6 +73,7 @@ async def _serve(
     preload = PRELOAD if config.placement.fork_server else ()
     beats = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
     async with MeshHost(supervisor, heartbeat=beats, preload=preload) as host:
+        host.deadlines.most = rules.restarts
         starting = asyncio.create_task(ServeMesh.start(config, host, record))
         first: list[asyncio.Future[Any]] = [starting, stopping]
         await asyncio.wait(first, return_when="FIRST_COMPLETED")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint, CheckpointFailed
+from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
@@ -257,6 +258,11 @@ class FaultTolerantTrainer:
             raise cause
         if isinstance(cause, CheckpointFailed):
             raise cause  # another process would use the same disk
+        if isinstance(cause, GradientNotFinite):
+            self._record(
+                "gradient_not_finite", self._ranks.names()[0], str(cause), **cause.fields()
+            )
+            raise cause  # another process would compute the same gradient
         if is_deterministic(cause):
             error = (self._version, error_key(cause))
             if error == self._failed:

@@ -14,6 +14,7 @@ from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Division
 from composer_mesh.actors.models.rendezvous import Meeting
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.deadlines import working_together
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, HostLost
@@ -90,7 +91,10 @@ class RankProcesses:
     async def on_all(self, endpoint: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """Call an endpoint of every rank; return the answers in order of ranks. Waits for all."""
         wait_s = self._deadline_s if deadline_s is None else deadline_s
-        return await together(*(one.call(endpoint, *args, deadline_s=wait_s) for one in self.all))
+        with working_together(lambda: self.all):
+            return await together(
+                *(one.call(endpoint, *args, deadline_s=wait_s) for one in self.all)
+            )
 
     async def connect(self) -> None:
         """Let the ranks find each other, before they load; one rank has nobody to find."""

@@ -11,6 +11,7 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.deadlines import working_together
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import together
@@ -84,12 +85,17 @@ class MeshTraining:
                 trainer.sharing,
             )
             work.append(self._teachers.feed(batch, plans, alive, ranks, required))
-        replies: list[TrainReply] = (await together(*work))[: len(ranks)]
+        with working_together(self._at_work):
+            replies: list[TrainReply] = (await together(*work))[: len(ranks)]
         for kind, text in replies[0].new_events:
             self._record(kind, ranks[0].name, text)
         if divergences := [one for reply in replies for one in reply.divergences]:
             self._keep(batch.step, divergences)
         return {**replies[0].metrics, **joined([reply.figures for reply in replies])}
+
+    def _at_work(self) -> list[SpawnedActor]:
+        """Return the actors of a step: any of them may wait for any other."""
+        return [*self._ranks(), *([] if self._teachers is None else self._teachers.alive())]
 
 
 def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:

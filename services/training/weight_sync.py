@@ -6,6 +6,7 @@ Only orders the calls; `mesh.weights` moves the bytes.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from composer_mesh.mesh.deadlines import working_together
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.handle import WeightsHandle
@@ -87,4 +88,5 @@ async def published(trainers: Sequence[SpawnedActor], deadline_s: float) -> Weig
 
 async def _ask(trainers: Sequence[SpawnedActor], endpoint: str, deadline_s: float) -> list[Any]:
     """Call an endpoint on all ranks concurrently, since it may be collective."""
-    return await together(*(rank.call(endpoint, deadline_s=deadline_s) for rank in trainers))
+    with working_together(lambda: trainers):
+        return await together(*(rank.call(endpoint, deadline_s=deadline_s) for rank in trainers))

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.timeout(600)
 STEPS = 2
 ROLLOUTS = SHORT["schedule.prompts_per_step"] * SHORT["schedule.group_size"]
 USERS_MODULE = """
+import time
+
 import torch
 from prime_rl.orchestrator.advantage import AdvantageInputs, AdvantageOutputs
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
@@ -40,6 +42,18 @@ def loss(inputs: LossInputs, scale: float) -> LossOutputs:
     metrics = {"tokens": mask.sum(), "advantage": inputs.advantages.mean(), "scale": scale}
     metrics["entropy"] = inputs.entropies
     return LossOutputs(loss=scale * terms.sum(), metrics=metrics)
+
+
+def slow(inputs: LossInputs) -> LossOutputs:
+    time.sleep(8)
+    mask = inputs.loss_mask
+    return LossOutputs(loss=-(mask * inputs.trainer_logprobs).sum(), metrics={})
+
+
+def broken(inputs: LossInputs) -> LossOutputs:
+    # The loss is finite, and its gradient is not.
+    zeros = 0 * (inputs.loss_mask * inputs.trainer_logprobs).sum()
+    return LossOutputs(loss=zeros.sqrt(), metrics={})
 
 
 def endless(inputs: LossInputs) -> LossOutputs:
@@ -141,6 +155,33 @@ def test_a_loss_without_end_ends_the_run_with_its_name_and_the_limit(
     assert len(run.events("trainer_restarted")) <= 1  # an error that comes again is no accident
     assert run.living() == []
     assert run.objects("metrics.jsonl") == []
+
+
+def test_a_step_of_three_times_the_deadline_is_trained_without_a_restart(
+    folder: Path, policy_cache: Path
+) -> None:
+    """Its eight calls of the loss take 8 s each, and a deadline of 20 s bounds the time between."""
+    settings = {"run.steps": 1, **ALONE, **custom("loss", "slow"), "run.deadline_s": 20}
+    with launched(folder.parent / "run", policy_cache, settings, folder) as run:
+        assert run.wait() == 0, run.stderr
+    assert not run.events("trainer_restarted")
+    assert not [one for one in run.events("deadline_doubled") if "train:" in one["detail"]]
+    (step,) = run.objects("metrics.jsonl")
+    assert step["time/train_s"] > 3 * 20
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_its_rollouts_and_no_restart(
+    folder: Path, policy_cache: Path
+) -> None:
+    settings = {"run.steps": 1, **ALONE, **custom("loss", "broken")}
+    with launched(folder.parent / "run", policy_cache, settings, folder) as run:
+        assert run.wait() == 1
+    (found,) = run.events("gradient_not_finite")
+    assert "the gradient at the model's last states is not finite in microbatch 1 of" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert set(found["fields"]["rollouts"]) <= {trace.trace_id for trace in run.traces()}
+    assert found["fields"]["rollouts"]
+    assert not run.events("trainer_restarted")
 
 
 def test_cispo_taid_and_simpo_train_a_run_together(tmp_path: Path, policy_cache: Path) -> None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights
 from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
 from composer_mesh.mesh.weights.version_stamps import MARK_BYTES, NO_VERSION
@@ -87,6 +88,7 @@ def _load(file: Path, shape: Shape, memory: Tensor) -> None:
             stamps = [int(one) for one in opened.metadata()[MARK].split()]
             for name, _, view in shape.views(memory):
                 view.copy_(opened.get_tensor(name))
+                made_progress(f"{name} from {file.name}")
     except (FileNotFoundError, SafetensorError) as error:
         raise TornWeights(_version(file), NO_VERSION, NO_VERSION) from error
     for place in (memory[:MARK_BYTES], memory[-MARK_BYTES:]):

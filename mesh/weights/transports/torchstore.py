@@ -18,6 +18,7 @@ import torch
 from monarch.actor import this_proc
 from torch import Tensor
 
+from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
 from composer_mesh.mesh.weights.version_stamps import MARK_BYTES
@@ -73,6 +74,7 @@ class TorchstoreSender:
         await put(_mark_of(slot), torch.full((MARK_BYTES,), 255, dtype=torch.uint8))
         for key, chunk in _chunks(slot, memory):
             await put(key, chunk.clone())  # a view would be sent with all of its base tensor
+            made_progress("a chunk of weights in the store")
         await put(_mark_of(slot), memory[:MARK_BYTES].clone())
         return TorchstoreOffer(self._store, slot)
 
@@ -109,6 +111,7 @@ class TorchstoreReceiver:
         client = self._client(offer.store)
         for key, chunk in _chunks(offer.slot, memory):
             await client.get(key, chunk)
+            made_progress("a chunk of weights from the store")
         await client.get(_mark_of(offer.slot), memory[:MARK_BYTES])
 
     def keep(self, offers: list[TorchstoreOffer]) -> None:

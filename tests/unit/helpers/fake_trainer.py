@@ -190,7 +190,7 @@ class World:
         self.served.append((self.version, self.weight))
         return self.version
 
-    def record(self, *event: str) -> None:
+    def record(self, *event: str, **_: object) -> None:
         self.events.append(event)
         if event[0] == "trainer_restarted":
             self.told.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from step_batches import (
     weights_of,
 )
 
+from composer_mesh.actors.learning.not_finite import FiniteChecks, GradientNotFinite, Part
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PolicySample
 
@@ -263,12 +265,74 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_no_weight(
     model, step = make(**ALL_ON)
     batch = batch_of(model, rng)
     before = weights_of(model)
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(GradientNotFinite, match="the sdpo loss is nan in microbatch 1 of "):
         step.run(
             batch,
             GivenStates(batch, torch.full((batch.sdpo_tokens, model.config.hidden_size), math.nan)),
         )
     assert largest_change(before, weights_of(model)) == 0
+
+
+def test_a_gradient_that_is_not_finite_names_channel_rollouts_and_rate(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make(**ALL_ON, trainer={"lr": 1e-3, "microbatch_tokens": 512})
+    batch = batch_of(model, rng, samples=6)
+    one, before = batch.samples[3], 512 - len(batch.samples[3].ids)
+    bad = replace(  # it fills a microbatch of its own
+        one,
+        ids=[3] * before + one.ids,
+        mask=[False] * before + one.mask,
+        logprobs=[0.0] * before + one.logprobs,
+        versions=[-1] * before + one.versions,
+        advantage=math.nan,
+    )
+    batch = replace(batch, step=0, samples=[*batch.samples[:3], bad, *batch.samples[4:]], views=[])
+    with pytest.raises(GradientNotFinite) as raised:
+        step.run(batch, None)
+    (found,) = raised.value.found
+    assert found.what == "the policy loss is nan"
+    assert found.part.rollouts == (bad.trace_id,)
+    assert "at learning rate 0.001: the policy loss is nan in microbatch" in str(raised.value)
+    fields = raised.value.fields()
+    assert (fields["step"], fields["lr"]) == (1, 1e-3)
+    assert fields["rollouts"] == [bad.trace_id]
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copy), copy.found) == (str(raised.value), raised.value.found)
+
+
+def test_a_backward_that_overflows_is_told_from_a_loss_that_does(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make()
+    first = next(model.parameters())
+    first.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(GradientNotFinite, match="are finite, so a layer's backward overflowed"):
+        step.run(flat(batch_of(model, rng)), None)
+
+
+def test_weights_that_are_not_finite_already_are_named_as_the_cause(
+    make: Make, rng: random.Random
+) -> None:
+    model, step = make()
+    batch = flat(batch_of(model, rng))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = math.nan
+    rows = model.get_input_embeddings().weight.shape[0]
+    with pytest.raises(GradientNotFinite, match=f"{rows} weights of version 0 are not finite"):
+        step.run(batch, None)
+
+
+def test_the_first_gradient_that_is_not_finite_is_found_where_all_losses_are() -> None:
+    checks, states = FiniteChecks(), [torch.ones(2, 3, requires_grad=True) for _ in range(3)]
+    for number, (one, factor) in enumerate(zip(states, (1.0, math.inf, math.nan), strict=True)):
+        checks.watch(Part(f"microbatch {number}", (f"rollout {number}",)), one)
+        (one * factor).sum().backward()
+    checks.note(Part("microbatch 0"), {"policy": 1.0})
+    (found,) = checks.found()
+    assert str(found) == (
+        "the gradient at the model's last states is not finite in microbatch 1 (rollouts rollout 1)"
+    )
 
 
 def test_no_gradient_is_left_over_from_the_step_before(make: Make, rng: random.Random) -> None:

@@ -63,7 +63,7 @@ async def begun(
     one: StepBatch, settings: SdpoConfig | None = None, *, teachers: int = 1, budget: int = 10
 ) -> MeshSource:
     """A source that expects the signals of a step; each sample has a microbatch by default."""
-    source = MeshSource(settings or config(), deadline_s=10.0)
+    source = MeshSource(settings or config())
     await source.begin(one, plan_step(one, budget)[0], teachers, VERSION)
     return source
 
@@ -120,7 +120,7 @@ async def test_two_teachers_parts_lie_in_the_order_of_the_views() -> None:
 
 
 async def test_a_delivery_waits_for_the_beginning_of_its_step() -> None:
-    source = MeshSource(config(), 10.0)
+    source = MeshSource(config())
     early = asyncio.create_task(source.deliver(0, 0, 0, handle([VIEWS[0]])))
     await turns()
     assert not early.done()

@@ -7,14 +7,14 @@ import pickle
 
 import pytest
 import torch
+from fake_host import until
 
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import (
     AHEAD,
     TeacherOutputBuffer,
     TeacherOutputsLost,
 )
-
-DEADLINE_S = 20.0
+from composer_mesh.mesh.progress import PROGRESS
 
 
 def rows(*values: float) -> dict[str, torch.Tensor]:
@@ -27,7 +27,7 @@ async def turns(count: int = 10) -> None:
 
 
 async def test_the_parts_of_a_microbatch_come_out_in_the_order_of_their_teachers() -> None:
-    output_buffer = TeacherOutputBuffer({0: [0, 1, 2]}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({0: [0, 1, 2]})
     taking = asyncio.create_task(asyncio.to_thread(output_buffer.take, 0))
     for part in (2, 0, 1):
         await turns()
@@ -37,7 +37,7 @@ async def test_the_parts_of_a_microbatch_come_out_in_the_order_of_their_teachers
 
 
 async def test_what_came_before_the_thread_asked_is_there() -> None:
-    output_buffer = TeacherOutputBuffer({3: [0], 5: [1]}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({3: [0], 5: [1]})
     output_buffer.deliver(5, 1, rows(5))
     output_buffer.deliver(3, 0, rows(3))
     assert (await asyncio.to_thread(output_buffer.take, 3))["states"].tolist() == [3]
@@ -45,7 +45,7 @@ async def test_what_came_before_the_thread_asked_is_there() -> None:
 
 
 async def test_a_part_that_comes_twice_counts_once() -> None:
-    output_buffer = TeacherOutputBuffer({0: [0]}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({0: [0]})
     output_buffer.deliver(0, 0, rows(1))
     output_buffer.deliver(0, 0, rows(2))
     assert (await asyncio.to_thread(output_buffer.take, 0))["states"].tolist() == [1]
@@ -53,7 +53,7 @@ async def test_a_part_that_comes_twice_counts_once() -> None:
 
 async def test_there_is_room_for_so_many_microbatches_ahead_of_the_thread() -> None:
     order = [4, 1, 7, 2]
-    output_buffer = TeacherOutputBuffer({micro: [0] for micro in order}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({micro: [0] for micro in order})
     for micro in order[:AHEAD]:
         await asyncio.wait_for(output_buffer.wait_for_capacity(micro), 1)
     waiting = [
@@ -68,7 +68,7 @@ async def test_there_is_room_for_so_many_microbatches_ahead_of_the_thread() -> N
 
 
 async def test_a_choice_reaches_everybody_who_asks_for_it() -> None:
-    output_buffer = TeacherOutputBuffer({0: [0, 1]}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({0: [0, 1]})
     asking = [asyncio.create_task(output_buffer.choice(0)) for _ in range(2)]
     await turns()
     assert not any(task.done() for task in asking)
@@ -79,7 +79,7 @@ async def test_a_choice_reaches_everybody_who_asks_for_it() -> None:
 
 
 async def test_one_who_stops_asking_takes_the_choice_from_nobody() -> None:
-    output_buffer = TeacherOutputBuffer({0: [0, 1]}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({0: [0, 1]})
     one, other = (asyncio.create_task(output_buffer.choice(0)) for _ in range(2))
     await turns()
     one.cancel()
@@ -89,7 +89,7 @@ async def test_one_who_stops_asking_takes_the_choice_from_nobody() -> None:
 
 
 async def test_losing_the_signals_wakes_everybody() -> None:
-    output_buffer = TeacherOutputBuffer({0: [0], 1: [0], 2: [0]}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({0: [0], 1: [0], 2: [0]})
     taking = asyncio.create_task(asyncio.to_thread(output_buffer.take, 0))
     waiting = [
         asyncio.create_task(output_buffer.wait_for_capacity(2)),
@@ -112,7 +112,7 @@ async def test_losing_the_signals_wakes_everybody() -> None:
 
 
 async def test_what_was_delivered_before_the_loss_can_still_be_taken() -> None:
-    output_buffer = TeacherOutputBuffer({0: [0], 1: [0]}, DEADLINE_S)
+    output_buffer = TeacherOutputBuffer({0: [0], 1: [0]})
     output_buffer.deliver(0, 0, rows(1))
     await output_buffer.lose("gone")
     output_buffer.deliver(1, 0, rows(2))  # too late, and no error
@@ -123,13 +123,16 @@ async def test_what_was_delivered_before_the_loss_can_still_be_taken() -> None:
     await turns()
 
 
-async def test_a_signal_that_does_not_come_is_an_error_that_says_what_to_do() -> None:
-    output_buffer = TeacherOutputBuffer({2: [0, 1]}, 0.01)
+async def test_a_trainer_reports_that_it_waits_for_its_teachers_until_all_parts_came() -> None:
+    output_buffer = TeacherOutputBuffer({2: [0, 1]})
     output_buffer.deliver(2, 0, rows(1))
-    with pytest.raises(
-        TimeoutError, match=r"microbatch 2 did not come within 0\.01 s: raise run\."
-    ):
-        await asyncio.to_thread(output_buffer.take, 2)
+    taking = asyncio.create_task(asyncio.to_thread(output_buffer.take, 2))
+    await until(lambda: PROGRESS.report()["waits_for"] == "the SDPO teachers")
+    before = PROGRESS.count
+    output_buffer.deliver(2, 1, rows(2))
+    assert (await taking)["states"].tolist() == [1, 2]
+    assert PROGRESS.count > before
+    assert not PROGRESS.report()["waits_for"]
 
 
 def test_a_loss_crosses_a_process() -> None:

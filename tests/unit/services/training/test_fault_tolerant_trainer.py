@@ -10,6 +10,7 @@ import pytest
 from fake_trainer import Running, batch
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
+from composer_mesh.actors.learning.not_finite import GradientNotFinite, NotFinite, Part
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 
@@ -192,6 +193,19 @@ async def test_an_error_that_does_not_come_again_costs_a_restart(
     await run.steps(0, 12)
     assert run.told()[0].startswith("RuntimeError: injected; began again from the start")
     assert run.world.weight == await undisturbed(build_config, tmp_path, 12)
+
+
+async def test_a_gradient_that_is_not_finite_restarts_nothing(run: Running) -> None:
+    part = Part("microbatch 2 of 4", ("train-000001-003-02",), (3,))
+    found = [NotFinite("the policy loss is nan", part)]
+    error = GradientNotFinite(1, float("nan"), 1e-5, 0, {}, found)
+    run.world.fails["train"] = [None, error]
+    with pytest.raises(GradientNotFinite, match=r"policy loss is nan in microbatch 2 of 4 \(roll"):
+        await run.steps(0, 3)
+    assert run.trainer.restarts == 0
+    assert run.world.done("train") == [0]
+    (event,) = [event for event in run.world.events if event[0] == "gradient_not_finite"]
+    assert "step 2 was not trained" in event[2]
 
 
 async def test_a_rank_that_gives_no_answer_in_time_is_replaced(run: Running) -> None:
