@@ -19,7 +19,8 @@ from composer_mesh.actors.rollout_workers.peers import Peer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
-from composer_mesh.mesh.call_stream import CallStream, current_caller
+from composer_mesh.mesh.call_server import current_caller
+from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import Actor, Port, concurrent_endpoint
 
-from composer_mesh.mesh.call_stream import Endpoint, StreamServer
+from composer_mesh.mesh.call_server import Endpoint
+from composer_mesh.mesh.call_stream import StreamServer
 from composer_mesh.mesh.garbage_collection import leave_out_loaded
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.message_batcher import Item

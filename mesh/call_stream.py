@@ -13,29 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import traceback
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
 from monarch.actor import Channel, Port, PortReceiver
 
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.call_server import CALL, CANCEL, LOAD, RESULT, CallServer, Endpoint
 from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S, Item, MessageBatcher, messages_of
 from composer_mesh.mesh.supervision import ActorDied, RemoteError, call
 from composer_mesh.mesh.waiting import cancel_and_wait
-
-CALL, CANCEL, RESULT, ERROR, LOAD = "call", "cancel", "result", "error", "load"
 
 OPEN_DEADLINE_S = 45.0
 """Longest wait for an actor to take calls. It is known to be alive, and by default counts as hung
 after 30 s. Without an answer the link between the two processes is broken: Monarch opens it once,
 and drops every later message without an error where that found no memory."""
-
-current_caller: ContextVar[str] = ContextVar("current_caller", default="")
-"""Within an endpoint that a `CallStream` called: the caller's name."""
 
 
 class Calls(Protocol):
@@ -175,22 +168,13 @@ class CallStream:
             self._failed(error)
 
 
-Endpoint = Callable[..., Awaitable[Any]]
-
-
-class StreamServer:
-    """Runs the calls that arrive at one actor; `endpoint` returns the coroutine function of a name.
-
-    A caller is one `CallStream` of another process. `failed` is called where calls can no longer be
-    read or answered, for want of memory: their callers would wait forever.
-    """
+class StreamServer(CallServer):
+    """Runs the calls that arrive at one actor from the `CallStream`s of other processes."""
 
     def __init__(
         self, endpoint: Callable[[str], Endpoint], failed: Callable[[BaseException], None]
     ) -> None:
-        self._endpoint, self._failed = endpoint, failed
-        self._running: dict[str, dict[int, asyncio.Task[None]]] = {}
-        self._answers: dict[str, MessageBatcher] = {}
+        super().__init__(endpoint, failed)
         self._reading: dict[str, asyncio.Task[None]] = {}
 
     def open(
@@ -203,76 +187,16 @@ class StreamServer:
         self._reading[caller].add_done_callback(self._ended)
         return calls
 
-    def answer_to(
-        self,
-        caller: str,
-        send: Callable[[list[Item]], None],
-        longest_wait_s: float = LONGEST_WAIT_S,
-    ) -> None:
-        """Answer a caller's calls in messages to `send`."""
-        self._running[caller] = {}
-        answer = partial(self._answer, caller, send)
-        self._answers[caller] = MessageBatcher(answer, longest_wait_s)
-
-    def take(self, caller: str, items: list[Item]) -> None:
-        """Start the calls of one message and cancel what it says."""
-        running = self._running[caller]
-        for number, kind, contents in items:
-            if kind == CALL:
-                task = asyncio.create_task(self._run(caller, number, contents))
-                running[number] = task
-                task.add_done_callback(partial(self._call_ended, running, number))
-            elif number in running:
-                running[number].cancel()
-
-    @property
-    def running(self) -> int:
-        """Number of calls that are not answered yet."""
-        return sum(map(len, self._running.values()))
-
     async def hang_up(self, caller: str) -> None:
         """Cancel the calls of a caller that is dead. Waits until they have ended."""
-        reading = self._reading.pop(caller, None)
-        running = list(self._running.pop(caller, {}).values())
-        await cancel_and_wait([*running, *([] if reading is None else [reading])])
-        if (answers := self._answers.pop(caller, None)) is not None:
-            answers.close()
+        if (reading := self._reading.pop(caller, None)) is not None:
+            await cancel_and_wait([reading])
+        await super().hang_up(caller)
 
     async def _read(self, caller: str, receiver: PortReceiver[list[Item]]) -> None:
         while True:
             self.take(caller, await received(receiver))
             await asyncio.sleep(0)  # many messages may be there already
-
-    def _call_ended(
-        self, running: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]
-    ) -> None:
-        """Forget a call; one that is cancelled before its first step runs no code itself."""
-        running.pop(number, None)
-        self._ended(task)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed(error)
-
-    def _answer(self, caller: str, send: Callable[[list[Item]], None], items: list[Item]) -> None:
-        others = self.running - len(self._running.get(caller, {}))
-        send([(others, LOAD, b""), *items])
-
-    async def _run(self, caller: str, number: int, contents: bytes) -> None:
-        current_caller.set(caller)
-        now = asyncio.get_running_loop().time
-        began = now()
-        try:
-            endpoint, args = pickle.loads(contents)
-            found = pickle.dumps(await self._endpoint(endpoint)(*args))
-            kind = RESULT
-        except Exception as error:  # noqa: BLE001  every error is its caller's
-            found, kind = _packed(error), ERROR
-        running = self._running.get(caller, {})
-        running.pop(number, None)
-        if (answers := self._answers.get(caller)) is not None:
-            answers.took(now() - began, len(running))
-            answers.add((number, kind, found))
 
 
 async def received(receiver: PortReceiver[list[Item]]) -> list[Item]:
@@ -283,14 +207,3 @@ async def received(receiver: PortReceiver[list[Item]]) -> list[Item]:
     """
     message = await receiver._receiver.recv_task().spawn_handle()
     return receiver._process(message)
-
-
-def _packed(error: Exception) -> bytes:
-    """Pickle an error with its traceback; only the traceback where the error cannot travel."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        packed = pickle.dumps((error, text))
-        pickle.loads(packed)
-    except Exception:  # noqa: BLE001  whatever a foreign exception raises when it is pickled
-        return pickle.dumps((None, text))
-    return packed

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from composer_mesh.tasks.errors import TaskError, TaskTimeout, code_error
@@ -69,6 +71,27 @@ def waiting_for_others() -> Iterator[None]:
 RunPlain = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
+def is_requested(error: BaseException) -> bool:
+    """Whether an error ends the running asyncio task because somebody else wants it to end.
+
+    False for a CancelledError or GeneratorExit that code within the task has raised by itself: its
+    caller still waits for an answer.
+    """
+    if not isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs: the coroutine is being closed
+        return True
+    return task is None or task.cancelling() > 0
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a person has pressed Ctrl-C, which only the main thread receives."""
+    main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and main
+
+
 async def at_once(function: Callable[[], Any]) -> Any:
     """Run a plain function in the calling thread."""
     return function()
@@ -90,7 +113,8 @@ class Calls:
         """Call a function and return its result; `what` names it in errors.
 
         Raises TaskTimeout after the limit, and TaskCodeError where the function raised anything but
-        an error of tasks. A plain function that is late goes on in its thread.
+        an error of tasks, also a CancelledError of its own, StopIteration or SystemExit. A plain
+        function that is late goes on in its thread.
         """
         try:
             if self.limit_s is None:  # no event loop is needed where nothing waits
@@ -100,12 +124,38 @@ class Calls:
                     return await self._result(function, *args)
         except TaskError:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if is_requested(error) or is_interrupt(error):
+                raise
             if self.limit_s is not None and limit.expired():
                 raise TaskTimeout(what, self.limit_s) from None
-            raise code_error(what, error) from error
+            cause = error.error if isinstance(error, _Raised) else error
+            raise code_error(what, cause) from cause
 
     async def _result(self, function: Callable[..., Any], *args: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(*args)
-        return await self.run_plain(lambda: function(*args))
+        found = await self.run_plain(partial(_contained, function, args))
+        if not isinstance(found, _Raised):
+            return found
+        if isinstance(found.error, TaskError):
+            raise found.error
+        raise found
+
+
+class _Raised(Exception):
+    """What a plain function raised; a future or a coroutine cannot carry a StopIteration."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _contained(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a function; return what it raises, which then passes through threads unchanged."""
+    try:
+        return function(*args)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return _Raised(error)

@@ -119,7 +119,7 @@ class JudgesSpent(TaskError):
         return self.reason
 
 
-def code_error(what: str, error: Exception | SystemExit) -> TaskCodeError:
+def code_error(what: str, error: BaseException) -> TaskCodeError:
     """Return the error of a task's function that raised `error`; call it where that was caught."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not _is_ours(frame.filename)]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.configs.data import MixedTask
 from composer_mesh.configs.schema import Config
+from composer_mesh.tasks.calls import is_interrupt
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.external_tools import external_tools
 from composer_mesh.tasks.mixture import TaskMixture
@@ -100,7 +101,9 @@ def _created(config: Config, source: MixedTask) -> Task:
         _ = task.tools, task.rewards, task.turn_rewards, task.group_rewards
     except (TaskError, ValueError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise code_error(f"loading task {source.task!r}", error) from error
     return task
 
@@ -117,7 +120,9 @@ def _made(section: str, kind: type[T], options: Mapping[str, Any]) -> T:
         return kind(**options)
     except TaskError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise code_error(f"making a {kind.__name__}", error) from error
 
 
@@ -149,7 +154,9 @@ def _imported(key: str, path: str) -> Any:
             f"{key} is {path!r}, but there is no module {error.name!r}: install it, or name "
             'its folder in run.import_paths, such as --set run.import_paths=["."]'
         ) from None
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise code_error(f"importing {module}", error) from error
     if not hasattr(found, attribute):
         close = difflib.get_close_matches(attribute, dir(found), n=1)
@@ -178,6 +185,8 @@ def _execute(key: str, name: str, path: Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if is_interrupt(error):
+            raise
         raise code_error(f"importing {path}", error) from error

@@ -7,15 +7,19 @@ through no fault of theirs, and the next ones get a new loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
-from composer_mesh.tasks.errors import TaskError
+from composer_mesh.tasks.call_marks import CallMarks
+from composer_mesh.tasks.calls import is_requested
+from composer_mesh.tasks.errors import TaskError, code_error
 
 T = TypeVar("T")
 MOST_THREADS = 128
@@ -51,12 +55,15 @@ class TaskLoop:
     an interpreter that ends by itself waits for those: actors are ended by their owner.
     """
 
-    def __init__(self, answers_s: float = ANSWERS_S) -> None:
-        """A loop that runs nothing else for `answers_s` seconds, or a call's limit, is blocked."""
-        self._answers_s = answers_s
+    def __init__(self, answers_s: float = ANSWERS_S, marks: CallMarks | None = None) -> None:
+        """A loop that runs nothing else for `answers_s` seconds, or a call's limit, is blocked.
+
+        `marks` record which call each thread runs.
+        """
+        self._answers_s, self._marks = answers_s, marks
         self._threads = ThreadPoolExecutor(MOST_THREADS, "task")
         self._abandoned: set[Future[Any]] = set()
-        self._current = _LoopThread(self._threads)
+        self._current = _LoopThread(self._threads, self._marks)
         self._blocked = 0
 
     @property
@@ -69,8 +76,10 @@ class TaskLoop:
 
         Cancelled, a function that has begun goes on, and is counted until it returns.
         """
-        context = contextvars.copy_context()
-        running = self._threads.submit(context.run, function)
+        context, marked = contextvars.copy_context(), function
+        if self._marks is not None:
+            marked = partial(_marked, self._marks, function)
+        running = self._threads.submit(context.run, marked)
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
@@ -98,6 +107,8 @@ class TaskLoop:
             raise
         if running.done():
             lost.cancel()
+            if running.cancelled():
+                raise TaskError("the task's code cancelled the call that it runs in: let it return")
             if running.exception() is not None and self.abandoned >= MOST_ABANDONED:
                 raise TooManyBlocked(
                     f"{self.abandoned} plain functions of the task did not return within "
@@ -108,7 +119,7 @@ class TaskLoop:
 
     def _replace(self, thread: _LoopThread) -> None:
         if thread is self._current:
-            self._current = _LoopThread(self._threads)
+            self._current = _LoopThread(self._threads, self._marks)
             self._blocked += 1
         thread.lose()
 
@@ -123,16 +134,18 @@ class TaskLoop:
 class _LoopThread:
     """One event loop in a thread, and the calls that are on it."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, marks: CallMarks | None) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(threads)
+        if marks is not None:
+            self._loop.set_task_factory(marks.task_of)
         self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
         self._waiting: list[asyncio.Future[None]] = []
         self._is_lost = False
         self.blocker: asyncio.Future[Any] | None = None
         """The call that blocks the loop, if it is known."""
         self.reason = ""
-        self._thread = threading.Thread(target=self._loop.run_forever, name="task", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="task", daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
@@ -176,12 +189,24 @@ class _LoopThread:
             if not future.done():
                 future.set_result(None)
 
+    def _run(self) -> None:
+        """Run the loop: SystemExit and KeyboardInterrupt of a task leave it, and are its task's."""
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+
     async def _called(self, work: Coroutine[Any, Any, Any], running: asyncio.Future[Any]) -> Any:
         task = asyncio.current_task()
         assert task is not None
         self._calls[task] = running
         try:
             return await work
+        except Exception:
+            raise
+        except BaseException as error:
+            if is_requested(error):
+                raise
+            raise code_error("code of the task", error) from error
         finally:
             del self._calls[task]
 
@@ -192,6 +217,11 @@ class _LoopThread:
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+
+
+def _marked(marks: CallMarks, function: Callable[[], Any]) -> Any:
+    with marks.running():
+        return function()
 
 
 async def _any_done(one: asyncio.Future[Any], other: asyncio.Future[Any], limit_s: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_mesh.actors.rollout_workers.peers import Peer, Peers
 from composer_mesh.mesh.actor import MeshActor, own_endpoint
-from composer_mesh.mesh.call_stream import current_caller
+from composer_mesh.mesh.call_server import current_caller
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 

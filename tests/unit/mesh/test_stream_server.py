@@ -7,10 +7,13 @@ import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from fake_host import turns
+from raised_kinds import NAMES, raised
 
-from composer_mesh.mesh.call_stream import CALL, CANCEL, ERROR, LOAD, RESULT, StreamServer
-from composer_mesh.mesh.call_stream import current_caller as caller_of_call
+from composer_mesh.mesh.call_server import CALL, CANCEL, ERROR, LOAD, RESULT
+from composer_mesh.mesh.call_server import current_caller as caller_of_call
+from composer_mesh.mesh.call_stream import StreamServer
 from composer_mesh.mesh.message_batcher import Item
 
 
@@ -50,6 +53,9 @@ class Actor:
 
     async def fail_foreign(self) -> None:
         raise Foreign("one", two="two")
+
+    async def raise_kind(self, name: str) -> None:
+        raise raised(name)
 
     async def unsendable(self) -> Any:
         return lambda: None
@@ -103,6 +109,13 @@ async def test_an_exception_that_cannot_be_rebuilt_arrives_as_its_traceback() ->
     ((kind, (raised, text)),) = (await answered(call(0, "fail_foreign"))).values()
     assert (kind, raised) == (ERROR, None)
     assert "Foreign: one" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_what_is_no_exception_is_answered_at_once_and_harms_no_caller(name: str) -> None:
+    ((kind, (raised_there, text)),) = (await answered(call(0, "raise_kind", name))).values()
+    assert (kind, "raise_kind" in text, name in text) == (ERROR, True, True)
+    assert raised_there is None or isinstance(raised_there, Exception)
 
 
 async def test_a_result_that_cannot_be_sent_and_an_unknown_endpoint_are_errors() -> None:
