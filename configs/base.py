@@ -24,10 +24,30 @@ DEEPEST = 8
 YEAR_S = 31_536_000
 LARGEST_INTEGER = 2**63 - 1
 
+COLDEST, HOTTEST = 1e-4, 100.0
+"""Bounds of a temperature above 0: float32 carries logits up to 3e34 divided by the lower one."""
+LEAST_SHARE = 1e-6
+"""Smallest share of the probabilities that float32 distinguishes from none."""
+
+
+def _warm_enough(temperature: float) -> float:
+    """Return a temperature; raise ValueError for one that overflows logits of float32."""
+    if 0 < temperature < COLDEST:
+        raise ValueError(
+            f"{temperature} is above 0 and below {COLDEST}: use 0, which is greedy, or raise it"
+        )
+    return temperature
+
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Temperature = Annotated[float, Field(ge=0, le=HOTTEST), AfterValidator(_warm_enough)]
+"""Temperature of sampling; 0 is greedy."""
+TemperatureAboveZero = Annotated[float, Field(ge=COLDEST, le=HOTTEST)]
+TopP = Annotated[float, Field(ge=LEAST_SHARE, le=1)]
+"""Sum of the probabilities of the tokens that may be sampled."""
 Seconds = Annotated[float, Field(gt=0, le=YEAR_S)]
 Dollars = Annotated[float, Field(ge=0, le=1_000_000)]
 DollarsAboveZero = Annotated[float, Field(gt=0, le=1_000_000)]

@@ -8,10 +8,11 @@ from composer_mesh.configs.base import (
     Concurrent,
     Cores,
     CountOrZero,
-    Positive,
     Processes,
     Section,
+    TemperatureAboveZero,
     Tokens,
+    TopP,
 )
 from composer_mesh.configs.vllm import VllmConfig
 
@@ -38,10 +39,10 @@ class GeneratorConfig(Section):
     max_new_tokens: Tokens = 40
     """Maximum number of tokens sampled in one turn."""
 
-    temperature: Positive = 1.0
+    temperature: TemperatureAboveZero = 1.0
     """Sampling temperature of training rollouts."""
 
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     """Training rollouts sample from the most probable tokens whose probabilities reach this sum."""
 
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0

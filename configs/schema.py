@@ -12,11 +12,11 @@ from composer_mesh.configs.base import (
     Count,
     CountOrZero,
     FilePath,
-    NotNegative,
     Processes,
     Seconds,
     Section,
     Share,
+    Temperature,
 )
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
@@ -130,7 +130,7 @@ class EvalConfig(Section):
     episodes: Annotated[int, Field(ge=1, le=2000)] = 200
     """Number of distinct held-out episodes per evaluation; all of them where the data has fewer."""
 
-    temperature: NotNegative = 0.0
+    temperature: Temperature = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
 
     every: CountOrZero = 0

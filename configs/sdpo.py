@@ -18,6 +18,7 @@ from composer_mesh.configs.base import (
     Processes,
     Section,
     Share,
+    TemperatureAboveZero,
 )
 from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.hints import HintsConfig
@@ -83,7 +84,7 @@ class SdpoConfig(SitesConfig, UpdateShare):
     jsd_beta: Share = 0.5
     """Mixture weight of the generalized Jensen-Shannon divergence."""
 
-    temperature: Positive = 1.0
+    temperature: TemperatureAboveZero = 1.0
     """Temperature of both distributions in the divergence."""
 
     entropy_opd_h_max: Positive | None = None

@@ -13,9 +13,9 @@ from composer_mesh.configs.base import (
     Count,
     Dollars,
     DollarsAboveZero,
-    NotNegative,
     Section,
     Share,
+    Temperature,
     Tokens,
 )
 from composer_mesh.configs.budget import BudgetConfig
@@ -58,7 +58,7 @@ class TeacherConfig(ChatEndpoint):
     max_tokens: Tokens = 1024
     """Maximum tokens of an answer: sent with each request, and the basis of its reservation."""
 
-    temperature: NotNegative | None = None
+    temperature: Temperature | None = None
     """Sampling temperature; the provider's default when not set."""
 
     concurrency: Concurrent = 16

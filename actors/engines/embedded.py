@@ -6,6 +6,7 @@ requests continue with a recomputed cache, so that each token's log-prob is exac
 version it is labelled with. No threads, no messaging.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from composer_mesh.actors.engines.long_prompts import LongPrompt, PromptLimits
 from composer_mesh.actors.engines.open_requests import OpenRequests
 from composer_mesh.actors.engines.port import (
     Admitted,
+    LogitsNotFinite,
     PromptTokens,
     ResultCallback,
     Weights,
@@ -34,6 +36,7 @@ from composer_mesh.actors.engines.radix_tree import Found, Ids
 from composer_mesh.actors.models.expert_routing import choices_of, routers_of
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest
+from composer_mesh.rollouts.traces import StopReason
 
 
 class Engine:
@@ -315,15 +318,20 @@ class Engine:
             running.versions.append(self.version)
 
     def _answer(self) -> None:
-        """Retire and answer finished requests."""
-        ended = [
-            (row, running, reason)
-            for row, running in enumerate(self._running)
-            if (reason := running.finished) is not None
-        ]
+        """Retire and answer requests that are finished, or whose logits were not finite."""
+        ended, failed = list[tuple[int, RunningRequest, StopReason]](), list[int]()
+        for row, running in enumerate(self._running):
+            if math.isnan(running.logprobs[-1]):
+                failed.append(row)
+            elif (reason := running.finished) is not None:
+                ended.append((row, running, reason))
         for row, running, _ in ended:
             running.experts = self._experts_of(row, running.request)
-        self._retire([row for row, _, _ in ended])
+        broken = [self._running[row] for row in failed]
+        self._retire([row for row, _, _ in ended], failed)
+        for running in broken:
+            if self._open.answer(running.request.request_id, running):
+                running.done(LogitsNotFinite(running.request.request_id, self.version))
         for _, running, reason in reversed(ended):
             if self._open.answer(running.request.request_id, running):
                 running.answer(reason)
@@ -336,11 +344,13 @@ class Engine:
         numbers = self._cache.experts(row, request.experts_from, computed)
         return choices_of(numbers, self._model.config)
 
-    def _retire(self, rows: list[int]) -> None:
-        """Keep the prefixes of running rows, and close the gaps that they leave."""
+    def _retire(self, rows: list[int], broken: Sequence[int] = ()) -> None:
+        """Keep the prefixes of running rows, clear broken ones, and close the gaps they leave."""
         for row in rows:
             self._held.keep(row)
-        for row in reversed(rows):
+        for row in broken:
+            self._cache.clear(row)
+        for row in sorted([*rows, *broken], reverse=True):
             self._held.move(len(self._running) - 1, row)
             self._running[row] = self._running[-1]
             self._running.pop()

@@ -18,7 +18,8 @@ def sample(
     """Return token ids and log-probs for float32 logits `[rows, V]`; temperature 0 is greedy.
 
     A draw in [0, 1) picks the token at which the cumulative distribution passes it, so that a token
-    depends on its own row only. Greedy log-probs are those of temperature 1, of all tokens.
+    depends on its own row only. Greedy log-probs are those of temperature 1, of all tokens. A row
+    whose logits are not finite has the log-prob NaN, and an id without a meaning.
     """
     if any(temperature not in (0, 1) for temperature in temperatures):
         divisors = [temperature or 1.0 for temperature in temperatures]
@@ -33,6 +34,7 @@ def sample(
     # Rounding may reach the total itself, which no token passes.
     below = torch.nextafter(total, torch.zeros_like(total))
     picked = torch.searchsorted(cumulative, torch.minimum(sought, below), right=True)
+    picked = picked.clamp(max=logits.shape[-1] - 1)  # NaN is found nowhere
     if 0 in temperatures:
         greedy = torch.tensor([temperature == 0 for temperature in temperatures])
         picked = torch.where(

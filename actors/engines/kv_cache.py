@@ -72,6 +72,11 @@ class RowCache:
         """Return the experts of a row's tokens, `[end - start, layers, per_token]`, on the CPU."""
         return self._whole[-1][:, row, 0, start:end].transpose(0, 1).cpu()
 
+    def clear(self, row: int) -> None:
+        """Set a row to zeros; masked positions with NaN would make all attention over them NaN."""
+        for held in self._whole:
+            held[:, row] = 0
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy a row's first `length` positions to another row."""
         for held in self._whole:

@@ -49,14 +49,14 @@ class EngineLoop:
     """Makes a stepped engine awaitable. `serve` must be running.
 
     Every answer ends exactly once. One that is cancelled aborts its request; one whose request is
-    aborted for another reason raises `RequestAborted`.
+    aborted for another reason raises `RequestAborted`, or `LogitsNotFinite`.
     """
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self._engine, self._thread = engine, thread
         self._wake = asyncio.Event()
         self._answers: dict[str, Answer] = {}
-        self._finished: list[tuple[Answer, GenerationResult]] = []
+        self._finished: list[tuple[Answer, GenerationResult | RequestAborted]] = []
         self._staged: tuple[Weights, asyncio.Future[None]] | None = None
         self._closing = False
         self.tokens = 0
@@ -148,9 +148,13 @@ class EngineLoop:
         if request.deadline_s is not None and not answer.done():
             self._abort(DecodingDeadlineExceeded(request.request_id, request.deadline_s))
 
-    def _resolve(self, finished: list[tuple[Answer, GenerationResult]]) -> None:
+    def _resolve(self, finished: list[tuple[Answer, GenerationResult | RequestAborted]]) -> None:
         for answer, result in finished:
-            if not answer.done():
+            if answer.done():
+                continue
+            if isinstance(result, RequestAborted):
+                self._abort(result)
+            else:
                 del self._answers[result.request_id]
                 answer.set_result(result)
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
-ResultCallback = Callable[[GenerationResult], None]
 Admitted = Callable[[], object]
 
 
@@ -46,6 +45,25 @@ class DecodingDeadlineExceeded(RequestAborted):
             f"{self.args[0]} was not finished {self.args[1]:g} s after its admission to the engine "
             "and was aborted: raise its deadline_s, or lower its max_new_tokens"
         )
+
+
+class LogitsNotFinite(RequestAborted):
+    """A request whose logits were NaN or infinite; the others of its batch are not affected."""
+
+    failure_class: ClassVar[str] = "code"
+
+    def __init__(self, request_id: str, version: int) -> None:
+        RuntimeError.__init__(self, request_id, version)
+
+    def __str__(self) -> str:
+        return (
+            f"logits are not finite at version {self.args[1]}, in {self.args[0]}: sample from "
+            "weights that have not diverged, which a lower learning rate gives"
+        )
+
+
+ResultCallback = Callable[[GenerationResult | RequestAborted], None]
+"""Gets the result of a request, or the error by which the engine had to give it up."""
 
 
 @dataclass(slots=True)
@@ -106,8 +124,8 @@ class Engine(Protocol):
     ) -> None:
         """Queue a request; `admitted`, then `done` are called from within later steps.
 
-        Raises ValueError for a request that can never be served, `DuplicateRequest` for an id that
-        is neither answered nor aborted.
+        `done` gets `LogitsNotFinite` where nothing can be sampled. Raises ValueError for a request
+        that can never be served, `DuplicateRequest` for an id that is neither answered nor aborted.
         """
 
     def abort(self, request_id: str) -> None:

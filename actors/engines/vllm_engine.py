@@ -4,6 +4,7 @@
 object that steps like vLLM's `LLMEngine`.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,12 +14,15 @@ from typing import Any
 from composer_mesh.actors.engines.open_requests import OpenRequests
 from composer_mesh.actors.engines.port import (
     Admitted,
+    LogitsNotFinite,
     PromptTokens,
+    RequestAborted,
     ResultCallback,
     Weights,
     refuse_too_long,
     refuse_unknown_experts,
 )
+from composer_mesh.actors.engines.vllm_checks import COLDEST
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason
@@ -112,6 +116,11 @@ class VllmEngine:
                 f"{request.request_id} has {len(ids)} prompt ids but needs at least one, all of "
                 f"them from 0 to {largest}: use the tokenizer of the policy's folder"
             )
+        if 0 < request.temperature < COLDEST:
+            raise ValueError(
+                f"{request.request_id} has the temperature {request.temperature}, but vLLM samples "
+                f"at {COLDEST} whatever is lower: use 0, which is greedy, or {COLDEST} and more"
+            )
         asked = _Asked(request, done, admitted)
         self._open.add(request.request_id, asked)
         self._waiting.append(asked)
@@ -185,6 +194,8 @@ class VllmEngine:
         """Answer a finished request that is not aborted; return its token count."""
         cached = output.num_cached_tokens or 0
         result = _result(asked.request, output.outputs[0], cached)
+        if any(map(math.isnan, result.logprobs)):
+            return self._fail(asked, LogitsNotFinite(result.request_id, self.version))
         if self._experts is not None and asked.request.experts_from is not None:
             found = self._experts(asked.own_name, asked.request, output.outputs[0])
             result = replace(result, experts=found)
@@ -192,6 +203,11 @@ class VllmEngine:
         if self._open.answer(result.request_id, asked):
             asked.done(result)
         return len(result.token_ids)
+
+    def _fail(self, asked: _Asked, error: RequestAborted) -> int:
+        if self._open.answer(asked.request.request_id, asked):
+            asked.done(error)
+        return 0
 
 
 def _result(request: GenerationRequest, output: Any, cached: int) -> GenerationResult:

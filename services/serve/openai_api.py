@@ -31,6 +31,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
 from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer
 from composer_mesh.actors.rollout_workers.openai_completions import CompletionAnswer
 from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
+from composer_mesh.configs.base import Temperature, TopP
 from composer_mesh.configs.validation import validated_json
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import short_reason
@@ -66,9 +67,9 @@ class SamplingParameters(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: Annotated[str, Field(max_length=500)]
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: requests.TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=0)] | None = None
     seed: requests.Seed | None = None
 

@@ -10,12 +10,14 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from composer_mesh.configs.base import Temperature, TopP
 from composer_mesh.configs.validation import first_error, validated_json
 from composer_mesh.services.web.errors import bad
 
 Name = Annotated[str, Field(max_length=500)]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Metadata = Annotated[dict[str, Any], Field(max_length=100)]
 MOST_TOKENS = 10_000_000
 MOST_SHOWN = 10_000
@@ -162,9 +164,9 @@ class SamplingSettings(ClientRequest):
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[int] | list[str], Field(max_length=64)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Temperature = 1.0
+    top_k: TopK = -1
+    top_p: TopP = 1.0
 
     @property
     def stop_ids(self) -> list[int]:

@@ -143,7 +143,14 @@ BROKEN = {
         ["replay.teachers.0.error_rate=1.5"],
         ["replay.teachers[0].error_rate = 1.5", "at most 1", "lower it to 1"],
     ),
-    "zero temperature": (["generator.temperature=0"], ["temperature = 0", "above 0", "raise it"]),
+    "zero temperature": (
+        ["generator.temperature=0"],
+        ["temperature = 0", "at least 0.0001", "raise it"],
+    ),
+    "a temperature that float32 cannot divide by": (
+        ["eval.temperature=1e-40"],
+        ["temperature: 1e-40 is above 0 and below 0.0001", "use 0, which is greedy, or raise it"],
+    ),
     "not a number": (["trainer.lr=nan"], ["trainer.lr = NaN", "finite", "ordinary number"]),
     "group of one": (["schedule.group_size=1"], ["group_size = 1", "at least 2", "raise it to 2"]),
     "oversampling of nothing": (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from stepped import FakeLlm, Plain, completion, request
 
-from composer_mesh.actors.engines.port import PromptTokens, RequestTooLong
+from composer_mesh.actors.engines.port import LogitsNotFinite, PromptTokens, RequestTooLong
 from composer_mesh.actors.engines.vllm_engine import EngineFault, Limits, VllmEngine
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
@@ -173,3 +174,20 @@ def test_closing_ends_the_workers() -> None:
     llm = FakeLlm()
     engine(llm).close()
     assert llm.calls[-1] == "shutdown"
+
+
+def test_an_answer_without_finite_logits_fails_alone() -> None:
+    broken = completion([9, 9], [("5", 0, 2)])
+    broken.logprobs.logprobs[1] = float("nan")
+    served = engine(FakeLlm(), bad=broken, good=completion([9], [("5", 0, 1)]))
+    served.swap(Plain(5))
+    found = serve(served, request("bad", new=2), request("good", new=1))
+    assert {type(one) for one in found} == {LogitsNotFinite, GenerationResult}
+    assert any("logits are not finite at version 5, in bad" in str(one) for one in found)
+    assert served.outstanding == 0
+
+
+def test_a_temperature_that_vllm_would_replace_is_refused() -> None:
+    served = engine(FakeLlm())
+    with pytest.raises(ValueError, match="whatever is lower"):
+        served.submit(replace(request("r"), temperature=0.001), print)

@@ -160,6 +160,13 @@ async def test_data_that_cannot_be_trained_is_refused_by_what_is_wrong(tmp_path:
         ("asample", SAMPLE | {"prompt": {"chunks": []}}, "prompt has 0 tokens"),
         ("asample", SAMPLE | {"sampling_params": {"max_tokens": 99}}, "lower max_tokens"),
         ("asample", SAMPLE | {"sampling_params": {"temperature": "hot"}}, "temperature is 'hot'"),
+        (
+            "asample",
+            SAMPLE | {"sampling_params": {"temperature": 1e-40}},
+            "temperature is 1e-40: Value error, 1e-40 is above 0 and below 0.0001: use 0",
+        ),
+        ("asample", SAMPLE | {"sampling_params": {"temperature": 101}}, "less than or equal to 10"),
+        ("asample", SAMPLE | {"sampling_params": {"top_p": 1e-40}}, "top_p is 1e-40"),
         ("asample", SAMPLE | {"topk_prompt_logprobs": 10**6}, "topk_prompt_logprobs is 1000000"),
         ("asample", SAMPLE | {"base_model": "other"}, "base_model is 'other': choose 'base'"),
         ("asample", SAMPLE | {"target_prompt_logprobs": {"data": [1], "shape": [9, 9]}}, "shape"),

@@ -85,6 +85,8 @@ async def test_models_are_the_base_and_the_clients_own_saved_weights(world: Worl
         ({"prompt": [5] * 700}, "the context of this run is"),
         ({"prompt": [100_000]}, "100000"),
         ({"temperature": -1}, "greater than or equal to 0"),
+        ({"temperature": 1e-40}, "use 0, which is greedy, or raise it"),
+        ({"top_p": 1e-40}, "top_p"),
         ({"extra_body": {"min_p": 0.1}}, "less than or equal to 0"),
         ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
         ({"n": 65}, "64"),

@@ -1,0 +1,118 @@
+"""Rows whose logits are not finite: they fail alone, by name, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from engine_requests import Plain, ask, assert_faithful, serve
+
+from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded_sampling import sample
+from composer_mesh.actors.engines.port import LogitsNotFinite
+from composer_mesh.rollouts.generation import GenerationRequest, Truncation
+
+POISON = 257
+PROMPTS = {f"r{n}": [n, n + 1, n + 2, 7, 8, 9, 10, 11, 12, 13][: 4 + n] for n in range(5)}
+
+
+@pytest.fixture(scope="module")
+def model(build_model: Any) -> Any:
+    return build_model(1)
+
+
+@contextmanager
+def poisoned_token(model: Any) -> Iterator[None]:
+    """Let one token's embedding be NaN, as overflow in some rows only would."""
+
+    def poison(_module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((inputs[0] == POISON)[..., None], torch.nan)
+
+    hook = model.get_input_embeddings().register_forward_hook(poison)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def outcomes(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in requests:
+        engine.submit(one, lambda result, name=one.request_id: found.__setitem__(name, result))
+    while engine.busy:
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("cut", [Truncation(), Truncation(top_p=0.5, top_k=3, min_p=0.1)])
+def test_a_row_that_is_not_finite_is_marked_and_changes_no_other(
+    broken: float, temperature: float, cut: Truncation
+) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    expected = sample(logits, [temperature] * 3, [0.1, 0.5, 0.9], [cut] * 3)
+    logits[1, 7] = broken
+    tokens, logprobs = sample(logits, [temperature] * 3, [0.1, 0.5, 0.9], [cut] * 3)
+    assert logprobs[1] != logprobs[1]
+    assert 0 <= tokens[1] < 50
+    assert ([tokens[0], tokens[2]], [logprobs[0], logprobs[2]]) == (
+        [expected[0][0], expected[0][2]],
+        [expected[1][0], expected[1][2]],
+    )
+
+
+def test_a_broken_row_of_a_batch_fails_by_name_and_the_others_get_their_tokens(model: Any) -> None:
+    others = [ask(name, prompt, 6) for name, prompt in PROMPTS.items()]
+    alone = serve(Engine(model, 8, 64, 3), others)
+    with poisoned_token(model):
+        engine = Engine(model, 8, 64, 3)
+        found = outcomes(engine, [others[0], ask("bad", [5, POISON, 6], 6), *others[1:]])
+    failure = found.pop("bad")
+    assert isinstance(failure, LogitsNotFinite)
+    assert "logits are not finite at version 3, in bad" in str(failure)
+    assert not any(POISON in one.token_ids for one in alone.values())
+    assert {name: one.token_ids for name, one in found.items()} == {
+        name: one.token_ids for name, one in alone.items()
+    }
+    assert engine.outstanding == 0
+
+
+def test_a_broken_row_leaves_nothing_for_those_that_take_its_place(model: Any) -> None:
+    """Rows of several lengths read masked positions, where NaN would pass through the mask."""
+    with poisoned_token(model):
+        engine = Engine(model, 3, 64, prefix_tokens=0)
+        long = [20 + n for n in range(30)]
+        found = outcomes(engine, [ask(f"bad{n}", [*long, POISON], 4) for n in range(3)])
+        assert all(isinstance(one, LogitsNotFinite) for one in found.values())
+        later = [ask("long", [*long, 9, 9, 9], 8), ask("short", [5], 8), ask("short2", [6, 7], 8)]
+        answered = outcomes(engine, later)
+    for one in later:
+        assert_faithful(model, one, answered[one.request_id])
+
+
+def test_broken_weights_fail_what_runs_with_their_version_and_the_next_ones_serve(
+    build_model: Any,
+) -> None:
+    model = build_model(1)
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    broken = {name: torch.full_like(one, torch.nan) for name, one in state.items()}
+    engine = Engine(model, 4, 64)
+    found: dict[str, Any] = {}
+    for name, prompt in PROMPTS.items():
+        engine.submit(ask(name, prompt, 8), lambda one, name=name: found.__setitem__(name, one))
+    engine.step()
+    engine.swap(Plain(7, broken))
+    while engine.busy:
+        engine.step()
+    assert set(found) == set(PROMPTS)
+    for one in found.values():
+        assert "logits are not finite at version 7" in str(one)
+    engine.swap(Plain(8, state))
+    again = [ask(name, prompt, 8) for name, prompt in PROMPTS.items()]
+    answered = outcomes(engine, again)
+    for one in again:
+        assert_faithful(model, one, answered[one.request_id])
