@@ -1,39 +1,33 @@
 """The environment actor: holds the sessions of running episodes, steps and scores them.
 
-The task's own code runs here, in a process without models, on an event loop and threads of its own:
-whatever it does, this actor goes on answering.
+The task's own code runs in a process of this actor's, without models: whatever it does, this actor
+goes on answering.
 """
 
 import asyncio
-import os
-from collections.abc import Coroutine, Mapping
+import sys
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.mcp_servers.servers import attached
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.rollout_workers.judge_calls import PeerJudges
 from composer_mesh.actors.rollout_workers.peers import Peer
+from composer_mesh.actors.task_process.process import TaskProcess
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
-from composer_mesh.mesh.call_server import current_caller
+from composer_mesh.mesh.call_server import Endpoint, current_caller
 from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.supervision import SessionLost
-from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.group_scoring import score_group
-from composer_mesh.tasks.loading import make_task
-from composer_mesh.tasks.running import RunningEpisode
-from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.errors import TaskProcessEnded, UnusableTask
+from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.task_loop import LoopLost, TooManyBlocked
-from composer_mesh.tasks.task_runner import TaskRunner
-
-T = TypeVar("T")
 
 
 class UnknownSession(KeyError):
@@ -41,32 +35,33 @@ class UnknownSession(KeyError):
 
 
 class EnvironmentActor(MeshActor):
-    """One process with many sessions.
+    """Many sessions of a task, whose code runs in a `TaskProcess`.
 
     rollouts -- action text --> EnvironmentActor -- messages, error site, outcome --> rollouts
     EnvironmentActor <-- questions of rewards, answers --> judges
 
-    One call per session at a time. A call that blocks the task's event loop fails; the sessions
-    that were in a call beside it are lost, and played again elsewhere.
+    One call per session at a time. A call that blocks the task's event loop fails, and so does one
+    that holds or ends the process, which is started again; other sessions that are lost with it are
+    played again, through no fault of theirs.
     """
 
     kind: ClassVar[str] = "environment"
 
     def __init__(self) -> None:
-        self._sessions: dict[str, RunningEpisode] = {}
         self._callers: dict[str, str] = {}
+        self._homes: dict[str, TaskProcess] = {}
+        self._process: TaskProcess | None = None
+        self._starting = asyncio.Lock()
         self._judges: PeerJudges | None = None
-        self._closing = BackgroundTasks(told_to_loop)
+        self._forgetting = BackgroundTasks(told_to_loop)
 
     @concurrent_endpoint
     async def load(self, config: Config, keys: Keys | None = None) -> None:
         """Load the task's data. `keys` are the variables of the MCP servers of the config."""
-        task: Task = await asyncio.to_thread(make_task, config)
-        self._runner = TaskRunner(task, config.environment.call_s)
-        await asyncio.to_thread(attach_sandbox, config, task)
-        given = {**os.environ, **(keys or {})}
-        await asyncio.to_thread(attached, config, task, given)  # it imports the SDK
+        self._load = config, dict(keys or {}), list(sys.path)
+        self._limits = config.environment.hang_s, config.supervision.hang_s
         self._judge_s = config.judges.timeout_s + config.run.deadline_s
+        await self._running()
 
     @concurrent_endpoint
     async def connect_judges(
@@ -76,29 +71,36 @@ class EnvironmentActor(MeshActor):
         if self._judges is None:
             open_stream = partial(CallStream, name, failed=end_this_process)
             self._judges = PeerJudges(open_stream, self._judge_s)
-            self._runner.task.use_judges(self._judges)
         self._judges.connect(judges, gone)
 
     @concurrent_endpoint
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
         """Return an episode with its row, and its verified answer if the task states one."""
-        return await self._run(self._prepared(episode))
+        prepared: tuple[Episode, str | None] = await self._anywhere("prepare", episode)
+        return prepared
 
     @concurrent_endpoint
     async def score(self, episode: Episode, messages: list[Message]) -> Outcome:
         """Score a conversation that was had without a session."""
-        return await self._run(self._scored(episode, messages))
+        outcome: Outcome = await self._anywhere("score", episode, messages)
+        return outcome
 
     @concurrent_endpoint
     async def score_group(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
         """Score the samples of an episode together, by the group rewards of its task."""
-        return await self._run(self._group_scored(episode, group))
+        score: GroupScore = await self._anywhere("score_group", episode, group)
+        return score
 
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a new session; return the initial messages."""
-        session, messages = await self._run(self._runner.begin_episode(episode), session_id)
-        self._sessions[session_id] = session
+        process = await self._running()
+        try:
+            messages: list[Message] = await self._call(process, "begin", session_id, episode)
+        except BaseException:
+            self._forget(process, session_id)  # it may have begun there all the same
+            raise
+        self._homes[session_id], process.episodes[session_id] = process, episode
         self._callers[session_id] = current_caller.get()
         self._count()
         return messages
@@ -106,17 +108,19 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
         """Execute an action."""
-        return await self._run(self._session(session_id).step(text), session_id)
+        result: StepResult = await self._in_session("step", session_id, text)
+        return result
 
     @concurrent_endpoint
     async def state(self, session_id: str, turn: int) -> list[Message]:
         """Return exactly the messages that the agent saw when it acted at `turn`."""
-        return self._session(session_id).state(turn)
+        messages: list[Message] = await self._in_session("state", session_id, turn)
+        return messages
 
     @concurrent_endpoint
     async def finish(self, session_id: str) -> Outcome:
         """Score and close a session, ended or not; return its conversation and its reward."""
-        outcome = await self._run(self._session(session_id).outcome(), session_id)
+        outcome: Outcome = await self._in_session("finish", session_id)
         self._drop(session_id)
         return outcome
 
@@ -133,42 +137,72 @@ class EnvironmentActor(MeshActor):
             self._drop(session_id)
 
     def in_use(self) -> int:
-        return len(self._sessions)
+        return len(self._homes)
 
-    async def _prepared(self, episode: Episode) -> tuple[Episode, str | None]:
-        whole = await self._runner.with_row(episode)
-        stated = self._runner.task.verified_answer
-        return whole, await self._runner.calls("verified_answer", stated, whole)
+    def details(self) -> dict[str, Any]:
+        return {} if self._process is None else {"task_process": self._process.pid}
 
-    async def _scored(self, episode: Episode, messages: list[Message]) -> Outcome:
-        whole = await self._runner.with_row(episode)
-        scored = RunningEpisode(self._runner.task, whole, self._runner.calls)
-        return await scored.outcome(messages)  # its session was never started
+    async def __cleanup__(self, _: Exception | None) -> None:
+        if self._process is not None:
+            await self._process.close()
+        await self._forgetting.close()
 
-    async def _group_scored(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
-        runner = self._runner
-        return await score_group(runner.task, await runner.with_row(episode), group, runner.calls)
+    async def ask(self, question: JudgeQuestion) -> JudgeReply:
+        """Ask a judge for a reward; the task process calls this."""
+        if self._judges is None:
+            raise UnusableTask(f"judge {question.judge!r} was asked before any judge was connected")
+        return await self._judges.ask(question)
 
-    async def _run(self, work: Coroutine[Any, Any, T], session_id: str = "") -> T:
+    async def _running(self) -> TaskProcess:
+        """Return the process that runs the task. Waits for its start, after the end of another."""
+        async with self._starting:
+            if self._process is None or self._process.fault is not None:
+                process = TaskProcess(self._served, *self._limits)
+                await process.start(*self._load)
+                self._process = process
+            return self._process
+
+    def _served(self, name: str) -> Endpoint:
+        return {"ask": self.ask}[name]
+
+    async def _anywhere(self, endpoint: str, *args: Any) -> Any:
+        return await self._call(await self._running(), endpoint, *args)
+
+    async def _in_session(self, endpoint: str, session_id: str, *args: Any) -> Any:
+        process = self._homes.get(session_id)
+        if process is None:
+            raise UnknownSession(f"{session_id} is not open here: begin it first")
+        if process.fault is not None:
+            raise process.lost(session_id)
+        return await self._call(process, endpoint, session_id, *args)
+
+    async def _call(self, process: TaskProcess, endpoint: str, *args: Any) -> Any:
         try:
-            return await self._runner.run(work)
+            return await process.call(endpoint, *args)
         except LoopLost as lost:
-            raise SessionLost(session_id, self.kind, str(lost)) from None
+            raise SessionLost(str(args[0]), self.kind, str(lost)) from None
         except TooManyBlocked as blocked:
-            end_this_process(blocked)
-            raise
+            process.end_for(blocked)
+            raise TaskProcessEnded(process.words(endpoint, args), str(blocked)) from blocked
 
     def _drop(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id, None)
+        process = self._homes.pop(session_id, None)
         self._callers.pop(session_id, None)
-        if session is not None:
-            self._closing.start(f"closing {session_id}", self._run(session.close()))
+        if process is not None:
+            process.episodes.pop(session_id, None)
+            self._forget(process, session_id)
         self._count()
 
-    def _session(self, session_id: str) -> RunningEpisode:
-        if session_id not in self._sessions:
-            raise UnknownSession(f"{session_id} is not open here: begin it first")
-        return self._sessions[session_id]
+    def _forget(self, process: TaskProcess, session_id: str) -> None:
+        if process.fault is None:
+            forgetting = self._forgotten(process, session_id)
+            self._forgetting.start(f"closing {session_id}", forgetting)
+
+    async def _forgotten(self, process: TaskProcess, session_id: str) -> None:
+        try:
+            await process.call("forget", session_id)
+        except (SessionLost, TaskProcessEnded):
+            return  # the process has ended, and its sessions with it
 
     def _count(self) -> None:
-        self.activity = f"{len(self._sessions)} sessions" if self._sessions else "idle"
+        self.activity = f"{len(self._homes)} sessions" if self._homes else "idle"

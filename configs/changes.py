@@ -23,6 +23,7 @@ SAFE = (
     ("run.telemetry", MEASURED),
     *((f"run.{key}", PLACES) for key in ("import_paths", "group_readable")),
     ("environment.replicas", PLACES),
+    ("environment.hang_s", PATIENCE),
     *((f"environment.mcp.*.{key}", PATIENCE) for key in ("start_s", "call_s")),
     *((f"environment.mcp.*.{key}", PLACES) for key in ("processes", "token_env")),
     ("policy.cache_dir", PLACES),

@@ -89,6 +89,9 @@ class EnvironmentConfig(Section):
     call_s: Seconds = 60.0
     """Seconds that one call of a task's tool, reward or other function may take."""
 
+    hang_s: Seconds = 10.0
+    """CPU seconds that a task's code may hold the interpreter before its process is killed."""
+
     mcp: Annotated[tuple[McpServer, ...], Field(strict=False, max_length=MOST_SERVERS)] = ()
     """MCP servers whose tools are added to the task's: tables [[environment.mcp]]."""
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.losses.custom_types import STAND_INS, prime_rl_names
 
 Function = Callable[..., Any]
@@ -83,7 +84,9 @@ def call_function(
     """Call the function; its exception becomes the cause of an error that names it."""
     try:
         return function(inputs, **kwargs)
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         problem = f"it raised {type(error).__name__}: {error}"
         raise CustomFunctionError(name, place, problem) from error
 
@@ -121,12 +124,14 @@ def _import(import_path: str, module_name: str) -> Any:
     try:
         with prime_rl_names():
             return importlib.import_module(module_name)
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         problem = _import_problem(module_name, error)
         raise CustomFunctionError(import_path, "", problem) from error
 
 
-def _import_problem(module_name: str, error: Exception) -> str:
+def _import_problem(module_name: str, error: BaseException) -> str:
     missing = error.name if isinstance(error, ImportError) else None
     absent = isinstance(error, ModuleNotFoundError)
     if absent and missing and f"{module_name}.".startswith(f"{missing}."):

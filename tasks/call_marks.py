@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import signal
 import threading
 from collections.abc import Awaitable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ current_call: ContextVar[int] = ContextVar("current_call", default=NO_CALL)
 
 MARK = Struct("=qqq")
 """Identity of a thread in Python, its id in the system, and one more than the call's number."""
+STACKS_SIGNAL = signal.SIGUSR2
+"""Signal at which a process with marks writes the stacks of its threads, its interpreter held or
+not."""
 MOST_MARKS = 1024
 MARKS_BYTES = MOST_MARKS * MARK.size
 
@@ -54,12 +58,18 @@ class CallMarks:
             self._write(NO_CALL)
 
     def task_of(
-        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+        /,
+        **options: Any,
     ) -> asyncio.Task[Any]:
         """Make a task whose steps are marked: a task factory for an event loop."""
-        return asyncio.Task(self._marked(work), loop=loop, **options)
+        task = asyncio.Task(self._marked(work), loop=loop, **options)
+        task.add_done_callback(lambda _: work.close())  # one that was cancelled first never began
+        return task
 
-    async def _marked(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _marked(self, work: Coroutine[Any, Any, Any] | Generator[Any, None, Any]) -> Any:
         return await _Steps(work, self)
 
     def _write(self, number: int) -> None:
@@ -74,7 +84,9 @@ class CallMarks:
 class _Steps(Awaitable[Any]):
     """A coroutine whose steps are marked, one by one, since others run between them."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], marks: CallMarks) -> None:
+    def __init__(
+        self, work: Coroutine[Any, Any, Any] | Generator[Any, None, Any], marks: CallMarks
+    ) -> None:
         self._work, self._marks = work, marks
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -88,7 +100,8 @@ class _Steps(Awaitable[Any]):
             try:
                 step, given = self._work.send, (yield waits_for)
             except BaseException as error:  # noqa: BLE001  the coroutine handles it
-                step, given = self._work.throw, error
+                before = error.__traceback__ and error.__traceback__.tb_next
+                step, given = self._work.throw, error.with_traceback(before)
 
 
 def read_marks(file: int) -> list[CallMark]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.tasks.errors import TaskError, TaskTimeout, code_error
 
 _limit: ContextVar[CallLimit | None] = ContextVar("limit", default=None)
@@ -84,12 +84,6 @@ def is_requested(error: BaseException) -> bool:
     except RuntimeError:  # no event loop runs: the coroutine is being closed
         return True
     return task is None or task.cancelling() > 0
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether a person has pressed Ctrl-C, which only the main thread receives."""
-    main = threading.current_thread() is threading.main_thread()
-    return isinstance(error, KeyboardInterrupt) and main
 
 
 async def at_once(function: Callable[[], Any]) -> Any:

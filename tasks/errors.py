@@ -3,6 +3,7 @@
 TaskError
 +-- ToolError        the agent's action was wrong: it reads the text, and may be given a hint
 +-- TaskTimeout      a function of the task did not return in time
++-- TaskProcessEnded a function of the task held or ended the process that it ran in
 +-- ToolServerLost   a server of tools is gone: the episode is played again, maybe elsewhere
 +-- TaskCodeError    a function of the task raised: the episode fails, and the line is named
 +-- UnusableTask     the task cannot be loaded, or returned what it must not return
@@ -73,6 +74,20 @@ class TaskTimeout(TaskError):
         return (
             f"{self.what} did not return within {self.limit_s:g} s: look for a loop or a wait "
             "without end in it, or raise environment.call_s"
+        )
+
+
+class TaskProcessEnded(TaskError):
+    """A call of a task's code held the interpreter of its process, or ended that process."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(what, reason)
+        self.what, self.reason = what, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} {self.reason}: mend that line, run it in a process of its own, or give "
+            "a long computation more time by environment.hang_s"
         )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from composer_mesh.configs.data import MixedTask
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
-from composer_mesh.tasks.calls import is_interrupt
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.external_tools import external_tools
 from composer_mesh.tasks.mixture import TaskMixture

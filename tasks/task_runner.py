@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.call_marks import CallMarks
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.running import RunningEpisode
@@ -17,11 +18,14 @@ T = TypeVar("T")
 
 
 class TaskRunner:
-    """A task, and how its functions are called; each call may take `limit_s` seconds."""
+    """A task, and how its functions are called; each call may take `limit_s` seconds.
 
-    def __init__(self, task: Task, limit_s: float) -> None:
+    `marks` record which call each thread runs.
+    """
+
+    def __init__(self, task: Task, limit_s: float, marks: CallMarks | None = None) -> None:
         self.task = task
-        self._loop, self._limit_s = TaskLoop(), limit_s
+        self._loop, self._limit_s = TaskLoop(marks=marks), limit_s
         self.calls = Calls(self._loop.in_a_thread, limit_s)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -18,6 +18,7 @@ from composer_mesh.actors.mcp_servers.listing import difference, listed
 from composer_mesh.actors.mcp_servers.stdio import StdioProgram
 from composer_mesh.actors.mcp_servers.untrusted_text import LONGEST_ERROR, clean, result_text
 from composer_mesh.actors.provider.keys import HIDDEN, SHORTEST_SECRET
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.mcp import McpServer, McpTool
 from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
@@ -198,7 +199,9 @@ def imported(server: McpServer) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
         return found() if callable(found) else found
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise UnusableTask(
             f"module of the MCP server {server.name!r} is {server.module!r}, which cannot be "
             f"imported ({_short(error)}): install it, or name its folder in run.import_paths"

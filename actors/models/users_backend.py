@@ -18,6 +18,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import is_sharded, own_weights
 from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import (
     CustomFunctionError,
@@ -143,6 +144,8 @@ def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
     """Call into the backend; its exception becomes the cause of an error that names it."""
     try:
         return call()
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         problem = f"it raised {type(error).__name__}: {error}"
         raise CustomFunctionError(name, method, problem) from error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.group_rewards import FinishedRollout
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
@@ -44,7 +45,9 @@ def heldout_of(task: Task, count: int) -> list[int]:
         return heldout_indices(task, count)
     except (TaskError, ValueError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise code_error(f"making held-out episodes of task {task.name!r}", error) from error
 
 

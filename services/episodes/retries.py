@@ -25,10 +25,13 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.services.episodes.paced_events import PacedEvents
 from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed
-from composer_mesh.tasks.errors import JudgesSpent
+from composer_mesh.tasks.errors import JudgesSpent, TaskProcessEnded
 
 LOST = "lost process"
 """Key of a failure in which an actor died or was unresponsive during one of the attempt's calls."""
+
+KILLED = "killed the task process"
+"""Key of a failure in which the attempt's own code held or ended the process that it ran in."""
 
 LONGEST_TRACEBACK = 8_000
 
@@ -213,6 +216,8 @@ class EpisodeTrial:
         if key is not None:
             own[key] += 1
         outside = classify(error) is FailureClass.PROVIDER  # no episode is the cause of that
+        if key == KILLED:
+            began = self._trial.begin()  # each such process was ended by one attempt alone
         shared = self._trial.failed(began, None if outside or is_loss(key) else key)
         times = own[key] if key is not None and is_loss(key) else shared
         return FailedAttempt(name, error, key, times, self._failures(own))
@@ -244,6 +249,8 @@ def key_of(error: Exception, session: str) -> str | None:
     """
     if isinstance(error, SessionLost) and not error.in_call:
         return None
+    if isinstance(error, TaskProcessEnded):
+        return KILLED
     if classify(error) is FailureClass.INFRASTRUCTURE:
         return LOST
     return error_key(error).replace(session, "…")

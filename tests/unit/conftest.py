@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,22 @@ def temporary_files_stay_where_they_were() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture
+async def environment_actor() -> AsyncIterator[Callable[[], Any]]:
+    """Makes environment actors, whose task processes end with the test."""
+    from composer_mesh.actors.environment import EnvironmentActor
+
+    made: list[EnvironmentActor] = []
+
+    def make() -> EnvironmentActor:
+        made.append(EnvironmentActor())
+        return made[-1]
+
+    yield make
+    for actor in made:
+        await actor.__cleanup__(None)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from in_process_calls import InProcessCalls
 
-from composer_mesh.actors.environment import EnvironmentActor, UnknownSession
+from composer_mesh.actors.environment import UnknownSession
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.tasks.errors import TaskCodeError
@@ -16,9 +16,9 @@ from composer_mesh.tasks.toolbox import ToolboxTask
 
 
 async def test_a_dead_callers_sessions_are_dropped_and_no_others(
-    toolbox: ToolboxTask, build_config: Any
+    toolbox: ToolboxTask, build_config: Any, environment_actor: Any
 ) -> None:
-    actor = EnvironmentActor()
+    actor = environment_actor()
     await own_endpoint(actor, "load")(build_config())
     callers = {name: InProcessCalls(name, actor) for name in ("rollouts-0", "rollouts-1")}
     for name, calls in callers.items():
@@ -63,10 +63,10 @@ class Asks(Task):
 
 
 async def test_a_session_that_cannot_start_is_told_by_its_start_and_messages_are_scored_without_one(
-    tmp_path: Path, build_config: Any
+    tmp_path: Path, build_config: Any, environment_actor: Any
 ) -> None:
     (tmp_path / "asks.py").write_text(TASK)
-    actor = EnvironmentActor()
+    actor = environment_actor()
     await own_endpoint(actor, "load")(build_config(data={"task": f"{tmp_path}/asks.py:Asks"}))
     episode = Episode("asks", "train", 0)
     with pytest.raises(TaskCodeError, match="KeyError: 'of start'") as failed:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from code_tasks import ROW
 
-from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.task_sandboxes import attach_sandbox, open_configured
@@ -36,8 +35,10 @@ def code_config(tmp_path: Path, build_config: Any) -> Any:
     return build
 
 
-async def test_an_environment_actor_judges_code_in_the_configured_sandbox(code_config: Any) -> None:
-    actor = EnvironmentActor()
+async def test_an_environment_actor_judges_code_in_the_configured_sandbox(
+    code_config: Any, environment_actor: Any
+) -> None:
+    actor = environment_actor()
     config = code_config(kind=SCRIPTED)
     await own_endpoint(actor, "load")(config)
     task = make_task(config)
@@ -50,8 +51,10 @@ async def test_an_environment_actor_judges_code_in_the_configured_sandbox(code_c
     assert (outcome.reward, outcome.success) == (1.0, True)
 
 
-async def test_a_box_that_fails_is_no_outcome_of_an_environment_actor(code_config: Any) -> None:
-    actor = EnvironmentActor()
+async def test_a_box_that_fails_is_no_outcome_of_an_environment_actor(
+    code_config: Any, environment_actor: Any
+) -> None:
+    actor = environment_actor()
     config = code_config(kind="code_tasks:BrokenBoxes")
     await own_endpoint(actor, "load")(config)
     await own_endpoint(actor, "begin")("one", make_task(config).episode("train", 0))

@@ -10,7 +10,6 @@ import pytest
 from controller_world import World
 from in_process_calls import peers, update
 
-from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.supervision import SessionLost
@@ -44,8 +43,10 @@ def of_the_controller(task: ToolboxTask, tokenizer: Any, _: Any) -> Harness:
     return Harness(world, task, world.kill)
 
 
-async def over_actors(task: ToolboxTask, _: Any, build_config: Any) -> Harness:
-    actors = {f"environment-{n}": EnvironmentActor() for n in range(2)}
+async def over_actors(
+    task: ToolboxTask, environment_actor: Callable[[], Any], build_config: Any
+) -> Harness:
+    actors = {f"environment-{n}": environment_actor() for n in range(2)}
     for actor in actors.values():
         await own_endpoint(actor, "load")(build_config())
     connections = peers(actors)
@@ -60,9 +61,15 @@ async def over_actors(task: ToolboxTask, _: Any, build_config: Any) -> Harness:
 
 
 @pytest.fixture(params=["of the controller's world", "PeerEnvironments"])
-async def harness(request: Any, tokenizer: Any, toolbox: ToolboxTask, build_config: Any) -> Harness:
+async def harness(
+    request: Any,
+    tokenizer: Any,
+    toolbox: ToolboxTask,
+    build_config: Any,
+    environment_actor: Callable[[], Any],
+) -> Harness:
     if request.param == "PeerEnvironments":
-        return await over_actors(toolbox, tokenizer, build_config)
+        return await over_actors(toolbox, environment_actor, build_config)
     return of_the_controller(toolbox, tokenizer, build_config)
 
 

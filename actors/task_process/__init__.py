@@ -1,0 +1,1 @@
+"""The process in which an environment actor runs its task's code."""
