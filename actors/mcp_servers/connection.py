@@ -17,7 +17,7 @@ from composer_mesh.actors.mcp_servers.http_answers import PLAIN, HttpAnswers
 from composer_mesh.actors.mcp_servers.listing import difference, listed
 from composer_mesh.actors.mcp_servers.stdio import StdioProgram
 from composer_mesh.actors.mcp_servers.untrusted_text import LONGEST_ERROR, clean, result_text
-from composer_mesh.actors.provider.keys import HIDDEN, SHORTEST_SECRET
+from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.mcp import McpServer, McpTool
 from composer_mesh.mesh.programs import ProgramFailed
@@ -35,7 +35,7 @@ class Connection:
         self._program = StdioProgram(server, environ) if server.transport == "stdio" else None
         self._answers = HttpAnswers()
         given = (environ.get(name, "") for name in server.secrets)
-        self._secrets = [one for one in given if len(one) >= SHORTEST_SECRET]
+        self._secrets = [Secret(one) for one in given]
         self._closing = asyncio.Event()
         self._opened: asyncio.Future[tuple[McpTool, ...]] = (
             asyncio.get_running_loop().create_future()
@@ -188,7 +188,7 @@ class Connection:
     def _hidden(self, text: str) -> str:
         """Return a text without the keys that the server was given."""
         for secret in self._secrets:
-            text = text.replace(secret, HIDDEN)
+            text = secret.hide(text)
         return text
 
 

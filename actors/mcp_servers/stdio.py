@@ -19,7 +19,7 @@ from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
-from composer_mesh.actors.provider.keys import HIDDEN, SHORTEST_SECRET
+from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.configs.mcp import McpServer
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.programs import TiedProgram
@@ -38,7 +38,7 @@ class StdioProgram:
         given = {name: environ[name] for name in server.env if name in environ}
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         self._server, self._env = server, {**inherited, **given}
-        self._secrets = [one.encode() for one in given.values() if len(one) >= SHORTEST_SECRET]
+        self._secrets = [Secret(one) for one in given.values()]
         self.last = b""
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ class StdioProgram:
         try:
             while piece := await _line(errors):
                 for secret in self._secrets:
-                    piece = piece.replace(secret, HIDDEN.encode())
+                    piece = secret.hide_bytes(piece)
                 self.last = (self.last + piece)[-LAST_BYTES:]
                 if written < LARGEST_LOG:
                     written += os.write(file, piece[: LARGEST_LOG - written])

@@ -4,8 +4,10 @@ A key is read from its source for each request: a file, the environment of a pro
 requests itself, or the `Keys` that a run sends to its actors. `Secret` holds it for one request.
 """
 
+import base64
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,12 +50,18 @@ class Keys(Mapping[str, str]):
 
 
 class Secret:
-    """The API key of one request, or none; exposed only as a header."""
+    """The API key of one request, or none; exposed only as a header.
 
-    __slots__ = ("_key",)
+    Texts are searched for the key by letters and digits alone: whatever stands between them, in
+    either case, as it is, percent-encoded, in hexadecimal digits, or within base64. A part of the
+    key, or another cipher, is not found.
+    """
+
+    __slots__ = ("_forms", "_key")
 
     def __init__(self, key: str | None) -> None:
         self._key = key
+        self._forms = () if key is None or len(key) < SHORTEST_SECRET else tuple(_forms(key))
 
     def __repr__(self) -> str:
         return "Secret()"
@@ -64,11 +72,17 @@ class Secret:
 
     def hide(self, text: str) -> str:
         """Return the text with the key redacted."""
-        return text.replace(self._key, HIDDEN) if self._key and self._is_secret else text
+        raw = text.encode("utf-8", "surrogatepass")
+        hidden = self.hide_bytes(raw)
+        return text if hidden is raw else hidden.decode("utf-8", "surrogatepass")
 
     def hide_bytes(self, raw: bytes) -> bytes:
-        if self._key and self._is_secret:
-            return raw.replace(self._key.encode(), HIDDEN.encode())
+        found = raw.translate(None, _BETWEEN).lower() if self._forms else b""
+        for form in self._forms:
+            if form in found:
+                signs = (re.escape(bytes([sign])) for sign in form)
+                pattern = rb"[^A-Za-z0-9]*+".join(signs)
+                raw = re.sub(pattern, HIDDEN.encode(), raw, flags=re.IGNORECASE)
         return raw
 
     def hide_all(self, value: Any) -> Any:
@@ -81,9 +95,22 @@ class Secret:
             return {self.hide(key): self.hide_all(inner) for key, inner in value.items()}
         return value
 
-    @property
-    def _is_secret(self) -> bool:
-        return self._key is not None and len(self._key) >= SHORTEST_SECRET
+
+_BETWEEN = bytes(one for one in range(256) if not (one < 128 and chr(one).isalnum()))
+"""All bytes that are no ASCII letters and digits."""
+
+
+def _forms(key: str) -> Iterator[bytes]:
+    """Yield the forms of a key, in small letters and digits alone; too short ones are left out."""
+    raw = key.encode()
+    percent = "".join(one if one.isalnum() else f"%{ord(one):02x}" for one in key)
+    forms = [raw, percent.encode(), raw.hex().encode()]
+    for before in range(3):  # bytes of a group of three that stand before the key
+        whole = base64.b64encode(b"\0" * before + raw)
+        forms.append(whole[-(-before * 8 // 6) : (before + len(raw)) * 8 // 6])
+    for form in dict.fromkeys(one.translate(None, _BETWEEN).lower() for one in forms):
+        if len(form) >= SHORTEST_SECRET:
+            yield form
 
 
 def read_key(teacher: TeacherEndpoint, environ: Mapping[str, str]) -> Secret:

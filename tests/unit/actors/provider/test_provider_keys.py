@@ -1,5 +1,6 @@
 """Keys of providers: where they come from, and that they are nowhere afterwards."""
 
+import base64
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import hpack
 import httpx
@@ -15,7 +17,7 @@ import pytest
 from fake_provider import KEY, TEACHER, Script, ask, called, client, completion, error, fault, said
 
 from composer_mesh.actors.provider.errors import ProviderAuthError
-from composer_mesh.actors.provider.keys import LONGEST_KEY
+from composer_mesh.actors.provider.keys import HIDDEN, LONGEST_KEY, Secret
 
 
 @pytest.mark.parametrize("key", ["", "  \n"])
@@ -54,6 +56,46 @@ async def test_the_key_is_in_no_error(reply: Any) -> None:
     failure = await fault(Script(*[reply] * 4))
     assert KEY not in _everything(failure)
     assert KEY.encode() not in pickle.dumps(failure)
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        " ".join(KEY),
+        f"{KEY[:5]} {KEY[5:]}",
+        "\u200b".join(KEY),
+        "\n- ".join(KEY),
+        KEY.upper(),
+        quote(KEY, safe="").replace("-", "%2D"),
+        KEY.encode().hex(),
+        *(
+            base64.b64encode(before + KEY.encode() + b"!?").decode()
+            for before in (b"", b"x", b"xy")
+        ),
+        base64.b64encode(f"Bearer {KEY}".encode()).decode(),
+    ],
+)
+async def test_a_key_is_redacted_in_each_spacing_and_encoding(echo: str) -> None:
+    """An id loses signs that no id has, so that a spaced key would be whole there."""
+    reply = said(f"your key is {echo}!")
+    body = {**json.loads(reply.content), "id": echo, "model": echo}
+    answer = await ask(Script(httpx.Response(200, json=body, headers={"x-other": "1"})))
+    for text in (answer.action_text, answer.request_id, answer.model):
+        assert HIDDEN.strip("[]") in text
+    assert signs(KEY) not in signs(repr(answer))
+    assert signs(echo) not in signs(repr(answer))
+
+
+def signs(text: str) -> str:
+    return "".join(sign for sign in text.lower() if sign.isascii() and sign.isalnum())
+
+
+def test_texts_without_the_key_are_as_they_were_and_cost_no_more_than_their_length() -> None:
+    secret = Secret(KEY)
+    for text in ("", "a\ud800b", KEY[:-1], "s k - " * 100_000, KEY[:8] * 50_000):
+        assert secret.hide(text) == text
+    assert secret.hide((KEY[:-1] + " " * 1000) * 500 + KEY).endswith(HIDDEN)
+    assert Secret("short").hide("short") == "short"
 
 
 async def test_a_key_that_is_echoed_does_not_reach_the_answer() -> None:
