@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,10 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.external_tools import ExternalTool
+from composer_mesh.tasks.tool import MARK, ToolSpec
 
 if TYPE_CHECKING:
     from composer_mesh.tasks.task import Task
-    from composer_mesh.tasks.tool import ToolSpec
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,16 @@ class Session:
 
     turn_reward: float | None = None
     """Reward of the turn under way; None where `add_reward` was not called."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises UnusableTask for a tool that would replace a method or attribute of `Session`."""
+        super().__init_subclass__(**options)
+        for name in (*dir(Session), *Session.__annotations__):
+            if hasattr(inspect.getattr_static(cls, name, None), MARK):
+                raise UnusableTask(
+                    f"tool {name!r} of {cls.__name__} replaces Session.{name}: give the method "
+                    f'another name, such as {name}_tool, with @tool(name="{name}")'
+                )
 
     @property
     def row(self) -> Mapping[str, Any]:

@@ -10,12 +10,14 @@
         '''
 
 The schema that the agent reads is made from the signature and the docstring, and pydantic checks
-the arguments by the same types. Model-written arguments are data and are never evaluated.
+the arguments as JSON by the same types. Model-written arguments are data and are never evaluated.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
+import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from typing import Any, TypeVar, overload
 
 import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from composer_mesh.configs.validation import fail_fast, first_error
 from composer_mesh.tasks.errors import ToolError, UnusableTask
@@ -31,12 +34,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 MARK = "__composer_mesh_tool__"
 MOST_SHOWN = 40
 """Characters of a model-written name that an error repeats."""
-BAD_VALUES = (
-    *("literal_error", "enum", "greater_than", "greater_than_equal", "less_than"),
-    *("less_than_equal", "multiple_of", "too_short", "too_long", "value_error"),
-    *("string_too_short", "string_too_long", "string_pattern_mismatch", "finite_number"),
-)
-"""Types of pydantic's errors for arguments of the right type with a value that is not taken."""
+TYPE_ERRORS = ("int_from_float", "none_required", "is_instance_of")
+"""Types of pydantic's errors for arguments of a wrong type, besides those that end in `_type`."""
+FIELD = "argument_"
+"""Before each argument's name in its model: pydantic refuses some names, such as `_x` or `copy`."""
 
 
 @dataclass(frozen=True)
@@ -113,25 +114,29 @@ class ToolSpec:
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments as the function takes them; raise ToolError for invalid ones."""
         try:
-            found = self._reader.validate_python(arguments)
+            found = self._reader.validate_json(json.dumps(arguments))
+        except RecursionError:
+            facts = {"tool": self.name, "argument": "an argument", "arguments": ""}
+            raise ToolError("bad_value", "the arguments are nested too deep", facts) from None
         except ValidationError as error:
             raise self._argument_error(error) from None
-        return {name: getattr(found, name) for name in type(found).model_fields}
+        return {name.removeprefix(FIELD): getattr(found, name) for name in type(found).model_fields}
 
     def _argument_error(self, error: ValidationError) -> ToolError:
         first = first_error(error)
         argument = str(first["loc"][0] if first["loc"] else "")[:MOST_SHOWN]
-        fields = ", ".join(self.arguments.model_fields)
-        facts = {"tool": self.name, "argument": argument, "arguments": fields}
+        names = ", ".join(self.schema["function"]["parameters"]["properties"])
+        facts = {"tool": self.name, "argument": argument, "arguments": names}
         if first["type"] == "missing":
             return ToolError("missing_argument", f"{self.name} needs {argument}", facts)
         if first["type"] == "extra_forbidden":
             return ToolError("unknown_argument", f"{self.name} has no {argument}", facts)
-        if first["type"] in BAD_VALUES:
-            return ToolError("bad_value", f"{argument}: {first['msg'][:80]}", facts)
-        wanted = _wanted(self.arguments, argument)
-        text = f"{argument} must be {wanted}"
-        return ToolError("wrong_type", text, {**facts, "wanted": wanted})
+        if first["type"].endswith("_type") or first["type"] in TYPE_ERRORS:
+            wanted = _wanted(self.schema["function"]["parameters"], argument)
+            text = f"{argument} must be {wanted}"
+            return ToolError("wrong_type", text, {**facts, "wanted": wanted})
+        what = argument or "an argument"
+        return ToolError("bad_value", f"{what}: {first['msg'][:80]}", {**facts, "argument": what})
 
 
 def unknown_tool(name: str, tools: Sequence[str]) -> ToolError:
@@ -177,12 +182,19 @@ def _arguments_model(
             raise UnusableTask(
                 f"tool {name!r} has no type for {one.name!r}: annotate it, such as {one.name}: str"
             )
+        if _names_enum_members(types[one.name]):
+            raise UnusableTask(
+                f"tool {name!r} takes {one}, but JSON has no members of an Enum: write the Enum "
+                "itself, or a Literal of their values"
+            )
         default = ... if one.default is one.empty else one.default
-        note = notes.get(one.name)
-        fields[one.name] = (types[one.name], Field(default, description=note) if note else default)
+        stated = FieldInfo.from_annotation(types[one.name])
+        note = notes.get(one.name) or stated.description
+        field = Field(default, alias=stated.alias or one.name, description=note)
+        fields[FIELD + one.name] = (types[one.name], field)
     strict = ConfigDict(strict=True, extra="forbid")
-    model: type[BaseModel] = create_model(f"{name}_arguments", __config__=strict, **fields)
     try:
+        model: type[BaseModel] = create_model(f"{name}_arguments", __config__=strict, **fields)
         model.model_json_schema()
     except Exception as error:
         raise UnusableTask(
@@ -191,12 +203,28 @@ def _arguments_model(
     return model
 
 
-def _wanted(arguments: type[BaseModel], argument: str) -> str:
+def _names_enum_members(kind: Any) -> bool:
+    """Whether a type has a Literal of members of an Enum, which no JSON value is equal to."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return any(isinstance(one, enum.Enum) for one in parts)
+    return any(map(_names_enum_members, parts))
+
+
+def _wanted(parameters: Mapping[str, Any], argument: str) -> str:
     """Return what an argument must be, in words."""
-    properties = arguments.model_json_schema().get("properties", {})
-    kinds = properties.get(argument, {})
-    names = [one.get("type") for one in kinds.get("anyOf", [kinds])]
-    if set(names) <= {"number", "integer"} and names:
+    kinds = parameters["properties"].get(argument, {})
+    branches = [_resolved(one, parameters) for one in kinds.get("anyOf", [kinds])]
+    names = list(dict.fromkeys(one.get("type") for one in branches))
+    if set(names) == {"number", "integer"}:
         return "a number"
     words = {"string": "a string", "boolean": "true or false", "array": "a list", "null": "null"}
+    words |= {"number": "a number", "integer": "a whole number"}
     return " or ".join(words.get(str(one), "an object") for one in names)
+
+
+def _resolved(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema, or the definition that it refers to."""
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    found: Mapping[str, Any] = parameters.get("$defs", {}).get(name, schema)
+    return found

@@ -7,6 +7,16 @@ from typing import Any
 
 MOST_ITEMS = 100
 DEEPEST = 8
+FORMATS = {
+    "date": "2026-01-02",
+    "date-time": "2026-01-02T03:04:05Z",
+    "time": "03:04:05",
+    "duration": "PT1S",
+    "uuid": "12345678-1234-4678-9234-567812345678",
+    "ipv4": "127.0.0.1",
+    "uri": "http://localhost/",
+}
+"""An example of each format of texts."""
 
 Schema = Mapping[str, Any]
 
@@ -50,7 +60,8 @@ def _by_type(schema: Schema, shared: Schema, depth: int) -> Any:
             return None
         case "array" if depth:
             count = min(schema.get("minItems", 0), MOST_ITEMS)
-            return [_example(schema.get("items", {}), shared, depth - 1) for _ in range(count)]
+            items = schema.get("prefixItems") or [schema.get("items", {})] * count
+            return [_example(one, shared, depth - 1) for one in items]
         case "object" if depth:
             names = schema.get("required", [])
             inner = schema.get("properties", {})
@@ -60,7 +71,8 @@ def _by_type(schema: Schema, shared: Schema, depth: int) -> Any:
         case "object":
             return {}
         case _:
-            return "a" * min(schema.get("minLength", 1), MOST_ITEMS) or "a"
+            text = "a" * min(schema.get("minLength", 1), MOST_ITEMS) or "a"
+            return FORMATS.get(schema.get("format", ""), text)
 
 
 def _number(schema: Schema, step: float) -> float:
