@@ -49,7 +49,7 @@ from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
 from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
-from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 CLIENTS, MANY = 8, 64
@@ -90,7 +90,7 @@ async def running(place: Path, ranks: int) -> AsyncIterator[Running]:
         served = Served("base", "", data, config.serve)
         with (
             opened_log(place / "log.sqlite") as commits,
-            reusable_socket("127.0.0.1", 0) as listener,
+            listening_socket("127.0.0.1", 0) as listener,
         ):
             found = await commits.run(log.read_records)
             backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)

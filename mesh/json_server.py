@@ -1,24 +1,55 @@
 """A small HTTP server on threads, with bounded requests and errors in OpenAI's JSON.
 
-The servers of this project that answer OpenAI clients are subclasses of its handler. It does not
-use Monarch.
+Bounded are connections, the time until the headers and the body of a request are whole, a body, and
+the unfinished bodies of one client and of all together. The servers of this project that answer
+OpenAI clients are subclasses of its handler. It does not use Monarch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import resource
 import socket
 import socketserver
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from composer_mesh.mesh.byte_budget import BudgetSpent, ByteBudget
+from composer_mesh.mesh.peer_user import ROOT_USER
+from composer_mesh.mesh.tcp_peer import tcp_peer_user
+
 LOOPBACK = "127.0.0.1"
-IDLE_S = 60.0
+IDLE_S, BODY_S = 60.0, 60.0
+"""Seconds until the headers of a request are whole, from the answer before; and its body."""
 PIECE = 2**16
+
+
+def most_connections(most: int) -> int:
+    """Return how many connections this process has descriptors for, beside those for files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return most
+    return max(1, min(most, soft - max(soft // 4, min(64, soft // 2))))
+
+
+def for_others(most: int) -> int:
+    """Return how many of the connections other users may have; the rest is the owner's."""
+    return most - max(1, most // 8)
+
+
+def _is_owners(connection: socket.socket) -> bool:
+    try:
+        return tcp_peer_user(connection) in (os.geteuid(), ROOT_USER)
+    except OSError:
+        return False
 
 
 class Refusal(Exception):
@@ -43,12 +74,16 @@ class JsonServer(ThreadingHTTPServer):
     daemon_threads = False  # so that server_close joins them
     request_queue_size = 256
     most_connections = 2048
-    """Connections beyond it are closed unread."""
+    """Connections beyond it, or beyond the descriptors there are, are closed unread. An eighth is
+    for the user who started the server."""
+    client_bytes, all_bytes = 64 * 2**20, 256 * 2**20
+    """Of unfinished bodies of one client, and of all."""
 
     def __init__(self, handler: type[JsonHandler], address: tuple[str, int]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self.bodies = ByteBudget(self.client_bytes, self.all_bytes)
         super().__init__(address, handler)
         name = handler.server_version
         serve = self.serve_forever
@@ -78,9 +113,10 @@ class JsonServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            full = len(self._open) >= self.most_connections
+            count = len(self._open)
             self._open.add(request)
-        if full:
+        most = most_connections(self.most_connections)
+        if count >= most or (count >= for_others(most) and not _is_owners(request)):
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
@@ -103,11 +139,34 @@ class JsonServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Reader(io.RawIOBase):
+    """Reads a connection until a moment, however slowly bytes come; sending has its own time."""
+
+    def __init__(self, connection: socket.socket, sending_s: float) -> None:
+        self._connection, self._sending_s = connection, sending_s
+        self.until = 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(self._sending_s)
+
+
 class JsonHandler(BaseHTTPRequestHandler):
     """Answers the requests of one connection; subclasses authorize and answer."""
 
+    server: Any
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
+    body_s = BODY_S
     disable_nagle_algorithm = True
     wbufsize = PIECE
     largest_request = 4 * 2**20
@@ -119,6 +178,20 @@ class JsonHandler(BaseHTTPRequestHandler):
     def respond(self, route: str, body: bytes) -> dict[str, Any] | None:
         """Return the answer to a request like "POST /path"; None if it was sent already."""
         raise NotImplementedError
+
+    def client(self) -> str:
+        """Return whose body is read: of an authorized request."""
+        return ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._reader = _Reader(self.connection, self.timeout)
+        self.rfile = io.BufferedReader(self._reader)
+
+    def handle_one_request(self) -> None:
+        self._reader.until = time.monotonic() + self.timeout
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         self._answer("GET")
@@ -139,13 +212,38 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def _authorized_body(self, length: int) -> bytes:
         """Read the complete body, which keep-alive requires; a stranger's is not kept."""
+        self._reader.until = time.monotonic() + self.body_s
         try:
-            self.authorize()
-        except Refusal:
-            while length > 0 and (piece := self.rfile.read(min(length, PIECE))):
-                length -= len(piece)
-            raise
-        return self.rfile.read(length)
+            try:
+                self.authorize()
+            except Refusal:
+                for _ in self._pieces(length):
+                    pass
+                raise
+            return self._kept_body(length)
+        except TimeoutError:
+            self.close_connection = True
+            text = f"the body did not arrive in {self.body_s:g} s: send it faster"
+            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, text) from None
+
+    def _kept_body(self, length: int) -> bytes:
+        found = bytearray()
+        try:
+            with self.server.bodies.held_by(self.client()) as held:
+                for piece in self._pieces(length):
+                    held.add(len(piece))
+                    found += piece
+        except BudgetSpent as spent:
+            self.close_connection = True
+            busy = HTTPStatus.SERVICE_UNAVAILABLE
+            status = HTTPStatus.TOO_MANY_REQUESTS if spent.own else busy
+            raise Refusal(status, str(spent)) from None
+        return bytes(found)
+
+    def _pieces(self, length: int) -> Iterator[bytes]:
+        while length > 0 and (piece := self.rfile.read(min(length, PIECE))):
+            length -= len(piece)
+            yield piece
 
     def _length(self) -> int:
         """Return the length of the body; a too long one is refused unread."""
@@ -163,9 +261,12 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def send_json(self, status: int, body: dict[str, Any]) -> None:
         """Send a whole response."""
-        content = json.dumps(body).encode()
+        self.send_content(status, json.dumps(body).encode(), "application/json")
+
+    def send_content(self, status: int, content: bytes, kind: str) -> None:
+        """Send a whole response of another type."""
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         if self.close_connection:
             self.send_header("Connection", "close")

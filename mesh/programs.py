@@ -99,7 +99,12 @@ class AnsweringProgram:
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, shows_errors: bool = False
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        shows_errors: bool = False,
+        pass_fds: Collection[int] = (),
     ) -> None:
         self._command, self._errors = command, tempfile.TemporaryFile()  # noqa: SIM115 see close
         self._process = subprocess.Popen(
@@ -109,6 +114,7 @@ class AnsweringProgram:
             stderr=None if shows_errors else self._errors,
             env=dict(env),
             process_group=0,
+            pass_fds=pass_fds,
         )
 
     def ask(self, line: bytes, deadline_s: float) -> bytes:

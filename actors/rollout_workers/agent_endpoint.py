@@ -173,6 +173,9 @@ class _Handler(JsonHandler):
                 HTTPStatus.UNAUTHORIZED, "send the API key of the episode", "invalid_api_key"
             )
 
+    def client(self) -> str:
+        return self._token_and_route(self.path)[0]
+
     def respond(self, route: str, body: bytes) -> dict[str, Any] | None:
         method, _, path = route.partition(" ")
         name = f"{method} {self._token_and_route(path)[1]}"

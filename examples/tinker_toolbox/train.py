@@ -1,7 +1,7 @@
 """Trains the toolbox task from a script like a notebook, by the Tinker SDK alone.
 
     composer-mesh serve configs/quickstart.toml &
-    TINKER_API_KEY=tml-me python examples/tinker_toolbox/train.py http://127.0.0.1:8000
+    TINKER_API_KEY=tml-me python examples/tinker_toolbox/train.py http://127.0.0.1:8100
 
 The loop is here: which episodes, which hints, which pairs, which losses. The server has the model,
 its adapters and the samplers. With --public the step is sent by losses that every server of the

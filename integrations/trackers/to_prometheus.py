@@ -5,27 +5,49 @@ from __future__ import annotations
 import hmac
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.exposition import choose_encoder
 
 from composer_mesh.configs.tracking import PrometheusTracking
 from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.mesh.json_server import JsonHandler, JsonServer, Refusal
 
 PREFIX = "composer_mesh_"
+PATH = "/metrics"
 READ_S = 10.0
-"""Seconds without a byte after which a reader is hung up on."""
+"""Seconds in which a reader has to send its request."""
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = READ_S
+class _Server(JsonServer):
+    most_connections = 64
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing of each request."""
+    def __init__(self, registry: CollectorRegistry, token: str, address: tuple[str, int]) -> None:
+        self.registry, self.token = registry, token
+        super().__init__(_Handler, address)
+
+
+class _Handler(JsonHandler):
+    server: _Server
+    server_version = "composer-mesh-figures"
+    timeout = body_s = READ_S
+    largest_request = 0
+
+    def authorize(self) -> None:
+        given = self.headers.get("Authorization", "").encode(errors="replace")
+        token = self.server.token
+        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            text = "send the token: Authorization: Bearer TOKEN"
+            raise Refusal(HTTPStatus.UNAUTHORIZED, text)
+
+    def respond(self, route: str, body: bytes) -> None:
+        del body
+        if route != f"GET {PATH}":
+            raise Refusal(HTTPStatus.NOT_FOUND, f"no route {route[:80]!r}: GET {PATH}")
+        encode, kind = choose_encoder(self.headers.get("Accept", ""))
+        self.send_content(HTTPStatus.OK, encode(self.server.registry), kind)
 
 
 class PrometheusTracker:
@@ -36,17 +58,16 @@ class PrometheusTracker:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._name = ""
-        self._server: WSGIServer | None = None
+        self._server: _Server | None = None
 
     def start(self, run: TrackedRun) -> str:
         self._name = run.name
-        app = make_wsgi_app(self._registry, disable_compression=True)
         variable = self._section.token_env
-        guarded = _with_token(app, "" if variable is None else os.environ[variable])
-        host, port = self._section.host, self._section.port
-        self._server = make_server(host, port, guarded, handler_class=_Handler)
-        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
-        return f"http://{host}:{self._server.server_port}/metrics"
+        token = "" if variable is None else os.environ[variable]
+        address = (self._section.host, self._section.port)
+        self._server = _Server(self._registry, token, address)
+        self._server.start()
+        return f"{self._server.origin}{PATH}"
 
     def log(self, step: TrackedStep) -> None:
         for name, value in {"step": float(step.step), **step.values}.items():
@@ -54,25 +75,10 @@ class PrometheusTracker:
 
     def finish(self, state: str) -> None:  # noqa: ARG002  what ends is no longer served
         assert self._server is not None
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def _gauge(self, name: str) -> Gauge:
         known = PREFIX + _NOT_A_NAME.sub("_", name)
         if known not in self._gauges:
             self._gauges[known] = Gauge(known, name, ["run"], registry=self._registry)
         return self._gauges[known]
-
-
-def _with_token(app: Callable[..., Any], token: str) -> Callable[..., Iterable[bytes]]:
-    expected = f"Bearer {token}".encode()
-
-    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        given = str(environ.get("HTTP_AUTHORIZATION", "")).encode(errors="replace")
-        if token and not hmac.compare_digest(given, expected):
-            start_response("401 Unauthorized", [("Content-Type", "text/plain")])
-            return [b"send the token: Authorization: Bearer TOKEN\n"]
-        answer: Iterable[bytes] = app(environ, start_response)
-        return answer
-
-    return guarded

@@ -81,7 +81,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="clients' models and the log of their operations, with which a server goes on after "
         "any end; runs/NAME-serve when not given",
     )
-    add_address(parser, port=8000)
+    add_address(parser, port=8100)
     parser.add_argument(
         "--key-env",
         action="append",

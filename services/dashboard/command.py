@@ -12,7 +12,7 @@ from composer_mesh.services.dashboard.access import Sessions
 from composer_mesh.services.dashboard.app import Dashboard, make_app
 from composer_mesh.services.dashboard.options import DashboardOptions
 from composer_mesh.services.web.access import Access
-from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 from composer_mesh.services.web.options import ServeRefused
 
 CLOSING_S = 2
@@ -57,7 +57,7 @@ async def serving(options: DashboardOptions, token: str) -> AsyncIterator[int]:
     def close_streams() -> None:
         dashboard.live.closing = True
 
-    with reusable_socket(options.host, options.port) as listener:
+    with listening_socket(options.host, options.port) as listener:
         config = http_config(app, CLOSING_S)
         async with listening(config, listener, before_end=close_streams) as port:
             yield port

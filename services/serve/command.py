@@ -37,11 +37,11 @@ from composer_mesh.services.serve.sampling_lane import SamplingFacts
 from composer_mesh.services.serve.server import Served
 from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.services.serve.training_data import DataLimits
-from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 from composer_mesh.services.web.options import ListenOptions
 
 LOG = "operations.sqlite"
-BACKLOG, CLOSING_S = 2048, 5
+CLOSING_S = 5
 FAILED = 1
 
 Say = Callable[[str], None]
@@ -52,7 +52,7 @@ def serve_command(
 ) -> int:
     """Serve clients until a signal; return the exit status. The folder is locked by the caller."""
     check_same_policy(config, output)
-    with reusable_socket(options.host, options.port) as listener:
+    with listening_socket(options.host, options.port) as listener:
         return asyncio.run(_serve(config, output, options, keys, listener, say))
 
 
@@ -145,7 +145,7 @@ async def _serve_on(
         openai = OpenAiRoutes(tasks.server, cancel, format).routes()
         app = make_app(tasks.server, cancel, Archives(tasks.folder, files), openai)
         names = parts.options.names
-        config = http_config(ClientAccess(app, names, keys), CLOSING_S, backlog=BACKLOG)
+        config = http_config(ClientAccess(app, names, keys), CLOSING_S)
         async with listening(config, listener) as port:
             name = f"[{parts.options.host}]" if ":" in parts.options.host else parts.options.host
             base = tasks.server.served.base_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from composer_mesh.mesh.environment import add_import_paths
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.serve_env.options import NEEDED, ServeOptions, WorkerStart
-from composer_mesh.services.serve_env.processes import ServerProcesses
-from composer_mesh.services.web.http_server import reusable_socket
+from composer_mesh.services.serve_env.processes import ServerProcesses, start_program
+from composer_mesh.services.web.http_server import listening_socket
 from composer_mesh.services.web.options import ServeRefused, check_installed, checked_token
 
 POLL_S = 0.5
@@ -40,14 +41,15 @@ def serve_env(
     with (
         held_keys(config),  # an environment server asks no model API
         TemporaryDirectory(dir=own_private_folder()) as folder,
-        reusable_socket(options.host, options.port) as held,  # keeps the port among restarts
+        listening_socket(options.host, options.port) as listener,  # which the processes inherit
     ):
-        served = options.model_copy(update={"port": held.getsockname()[1]})
+        served = options.model_copy(update={"port": listener.getsockname()[1]})
         starts = [
             WorkerStart(options=served, config=config, folder=folder, number=number, token=token)
             for number in range(options.processes)
         ]
-        return _serve(ServerProcesses(starts, say), served, say, ended)
+        make = functools.partial(start_program, listener.fileno())
+        return _serve(ServerProcesses(starts, say, make), served, say, ended)
 
 
 def config_of(target: str, overrides: Sequence[str]) -> Config:

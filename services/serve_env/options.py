@@ -16,6 +16,7 @@ class ServeOptions(ListenOptions):
     A session that asks for nothing for `session_timeout_s` is ended.
     """
 
+    port: int = Field(default=8000, ge=0, le=65535)
     processes: int = Field(default=1, ge=1, le=256)
     session_timeout_s: float = Field(default=900.0, gt=0, le=7 * 86400)
     max_sessions: int = Field(default=10_000, ge=1, le=10_000_000)

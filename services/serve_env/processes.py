@@ -33,9 +33,11 @@ class Program(Protocol):
     def close(self) -> None: ...
 
 
-def start_program() -> Program:
-    """Start a server process, which waits for its first line."""
-    return AnsweringProgram(COMMAND, os.environ, shows_errors=True)
+def start_program(listener: int) -> Program:
+    """Start a server process on the descriptor of a listening socket; it waits for its line."""
+    return AnsweringProgram(
+        (*COMMAND, str(listener)), os.environ, shows_errors=True, pass_fds=(listener,)
+    )
 
 
 class ServerProcesses:
@@ -45,7 +47,7 @@ class ServerProcesses:
         self,
         starts: list[WorkerStart],
         report: Callable[[str], None],
-        make: Callable[[], Program] = start_program,
+        make: Callable[[], Program],
         every_s: float = EVERY_S,
     ) -> None:
         self._starts, self._report, self._make = starts, report, make

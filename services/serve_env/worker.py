@@ -1,5 +1,7 @@
 """One process of an environment server: reads its start from its input, answers lines, serves.
 
+Its argument is the descriptor of the listening socket, which the processes of a server share.
+
 first line     WorkerStart as JSON  -> "ready PORT"
 "status"                            -> "serving N", which shows that the loop runs
 "stop", or the end of the input     -> "stopped", after the sessions are closed
@@ -13,6 +15,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +33,7 @@ from composer_mesh.services.serve_env.session_counts import SessionCounts
 from composer_mesh.services.serve_env.session_pool import SessionPool
 from composer_mesh.services.serve_env.validation import MOST_REQUEST_BYTES
 from composer_mesh.services.web.access import Access
-from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening
 from composer_mesh.services.web.open_sockets import OpenSocket
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task_loop import TooManyBlocked
@@ -38,7 +41,6 @@ from composer_mesh.tasks.task_runner import TaskRunner
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-BACKLOG = 4096
 CLOSING_S = 5
 """Seconds that requests under way are given when the server ends."""
 REPLACED = 75
@@ -57,7 +59,7 @@ class _EndingRunner(TaskRunner):
 
 
 class Worker:
-    """Serves a task on its own sockets, from `serving` to the end of the block."""
+    """Serves a task on a shared socket, from `serving` to the end of the block."""
 
     def __init__(self, start: WorkerStart) -> None:
         self._start, self._options = start, start.options
@@ -81,7 +83,7 @@ class Worker:
         return self._counts.here
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[int]:
+    async def serving(self, listener: socket.socket) -> AsyncIterator[int]:
         """Serve for a block; yields the port. Closes all sessions at its end."""
         config = http_config(
             self._app,
@@ -90,12 +92,11 @@ class Worker:
             ws_max_size=MOST_REQUEST_BYTES,
             ws_per_message_deflate=False,
             ws_ping_interval=None,
-            backlog=BACKLOG,
         )
         beside = self._forwarding.path(self._start.number)
         beside.unlink(missing_ok=True)
         with (
-            reusable_socket(self._options.host, self._options.port) as listener,
+            listener,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as local,
             self._counts,
         ):
@@ -108,9 +109,14 @@ class Worker:
                 await self._forwarding.close()
 
 
-async def _serve(start: WorkerStart, read: Callable[[], str], say: Callable[[str], None]) -> None:
+async def _serve(
+    start: WorkerStart,
+    listener: socket.socket,
+    read: Callable[[], str],
+    say: Callable[[str], None],
+) -> None:
     worker = await asyncio.to_thread(Worker, start)
-    async with worker.serving() as port:
+    async with worker.serving(listener) as port:
         say(f"ready {port}")
         while (line := await asyncio.to_thread(read)).strip() == "status":
             say(f"serving {worker.sessions}")
@@ -143,8 +149,10 @@ def main() -> None:
     _allow_many_files()
     use_import_paths()
     start = validated_json(WorkerStart, lines.readline())
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.set_inheritable(False)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(start, lines.readline, lambda text: print(text, file=answers)))
+        asyncio.run(_serve(start, listener, lines.readline, lambda text: print(text, file=answers)))
     os._exit(0)  # a function of the task that never returns holds up the end of an interpreter
 
 

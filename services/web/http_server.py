@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,11 +11,23 @@ from typing import Any
 
 import uvicorn
 
+from composer_mesh.services.web.connections import (
+    Connections,
+    HttpConnection,
+    Limits,
+    ServerConfig,
+)
 from composer_mesh.services.web.options import ServeRefused
 
+BACKLOG = 4096
+"""Connections that wait in the kernel until they are accepted."""
+ACCEPTED_AT_ONCE = 8
+"""So few that connections cannot take all descriptors before they are counted, and that processes
+which share a socket share the clients."""
 
-def reusable_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen; other processes may bind the same port.
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, on a port that no other socket can have until it is closed.
 
     Raises ServeRefused for an address that this machine does not have, or a port in use.
     """
@@ -25,35 +38,43 @@ def reusable_socket(host: str, port: int) -> socket.socket:
         raise ServeRefused(f"--host is {host}, which is no address: {error.strerror}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted sockets inherit it; asyncio sets it only where a socket names its protocol, and
         # a response's headers and body, two writes, would wait 40 ms for each other.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound.bind(place)
+        bound.listen(BACKLOG)  # with SO_REUSEADDR a port is exclusive from here on, not from `bind`
     except OSError as error:
         bound.close()
+        taken = error.errno == errno.EADDRINUSE
+        why = "another server has it" if taken else error.strerror
         raise ServeRefused(
-            f"{host} port {port} cannot be listened on ({error.strerror}): name another --port, "
-            "or 0 for a free one"
+            f"{host} port {port} cannot be listened on ({why}): end that server, or name another "
+            "--port, or 0 for a free one"
         ) from None
     return bound
 
 
-def http_config(app: Any, closing_s: int, **settings: Any) -> uvicorn.Config:
+def http_config(
+    app: Any, closing_s: int, limits: Limits | None = None, **settings: Any
+) -> ServerConfig:
     """Return the settings that our servers share: no logs, no headers of proxies, no sockets.
 
     Requests under way have `closing_s` seconds to finish when the server ends.
     """
     shared: dict[str, Any] = {
-        "http": "h11",
+        "http": HttpConnection,
+        "interface": "asgi3",
         "ws": "none",
         "lifespan": "off",
         "log_config": None,
         "access_log": False,
         "server_header": False,
         "proxy_headers": False,
+        "backlog": ACCEPTED_AT_ONCE,
     }
-    return uvicorn.Config(app, timeout_graceful_shutdown=closing_s, **(shared | settings))
+    config = ServerConfig(app, timeout_graceful_shutdown=closing_s, **(shared | settings))
+    config.connections = Connections(limits or Limits())
+    return config
 
 
 class _Server(uvicorn.Server):
@@ -66,7 +87,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(
-    config: uvicorn.Config,
+    config: ServerConfig,
     *listeners: socket.socket,
     own_signals: bool = False,
     before_end: Callable[[], None] = lambda: None,
@@ -83,6 +104,8 @@ async def listening(
         if running.done():
             await running
             raise RuntimeError("the server has ended before it began to serve")
+    for one in listeners:
+        one.listen(BACKLOG)  # asyncio has lowered it to ACCEPTED_AT_ONCE
     try:
         yield int(listeners[0].getsockname()[1])
     finally:

@@ -1,4 +1,4 @@
-"""The WebSocket protocol of uvicorn, without what only its handshake needs.
+"""The WebSocket protocol of uvicorn with our bounds, without what only its handshake needs.
 
 A session is open for long and mostly waits, so what it holds is what bounds the number of sessions.
 The parser of the handshake and the headers of the request are a sixth of that.
@@ -11,6 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
+from composer_mesh.services.web.connections import EndsStalled
+
 
 class _Ended:
     """The handshake of a connection that is open: nothing comes from it any more."""
@@ -22,7 +24,7 @@ class _Ended:
 _ENDED: Any = _Ended()
 
 
-class OpenSocket(WSProtocol):
+class OpenSocket(EndsStalled, WSProtocol):
     """Releases the handshake when a connection has been accepted."""
 
     async def send(self, message: Any) -> None:

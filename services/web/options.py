@@ -25,7 +25,7 @@ class ListenOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
+    port: int = Field(default=8100, ge=0, le=65535)
     allowed_hosts: tuple[str, ...] = ()
     any_address: bool = False
 

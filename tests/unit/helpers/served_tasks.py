@@ -20,6 +20,7 @@ from composer_mesh.services.serve_env.mcp_sessions import McpSessions
 from composer_mesh.services.serve_env.options import ServeOptions, WorkerStart
 from composer_mesh.services.serve_env.session_counts import SessionCounts
 from composer_mesh.services.serve_env.session_pool import SessionPool
+from composer_mesh.services.web.http_server import listening_socket
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.session import Session
@@ -164,7 +165,8 @@ def served_beside(folder: Path, config: Config, **options: Any) -> Iterator[str]
     ports, ended = queue.Queue[int](), threading.Event()
 
     async def serve() -> None:
-        async with Worker(worker_start(folder, config, **options)).serving() as port:
+        listener = listening_socket("127.0.0.1", 0)
+        async with Worker(worker_start(folder, config, **options)).serving(listener) as port:
             ports.put(port)
             await asyncio.to_thread(ended.wait)
 

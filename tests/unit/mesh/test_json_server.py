@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import os
+import socket
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
 import pytest
 
+from composer_mesh.mesh import json_server
 from composer_mesh.mesh.json_server import LOOPBACK, PIECE, JsonHandler, JsonServer, Refusal
 
 
@@ -17,6 +21,7 @@ class Handler(JsonHandler):
 
     server_version = "test"
     largest_request = 4 * PIECE
+    timeout = body_s = 60.0
 
     def authorize(self) -> None:
         if self.headers.get("Authorization") != "friend":
@@ -28,6 +33,7 @@ class Handler(JsonHandler):
 
 class Server(JsonServer):
     most_connections = 2
+    client_bytes, all_bytes = 3 * PIECE, 4 * PIECE
 
 
 @pytest.fixture
@@ -66,6 +72,20 @@ def test_a_too_long_body_is_refused_unread(server: Server) -> None:
     web.close()
 
 
+def test_another_users_connections_leave_one_for_the_owner(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = iter([os.geteuid() + 1, os.geteuid()])
+    monkeypatch.setattr(json_server, "tcp_peer_user", lambda _: next(users))
+    webs = [connection(server) for _ in range(3)]
+    assert post(webs[0], b"")[0] == 200
+    with pytest.raises((ConnectionError, http.client.BadStatusLine)):
+        post(webs[1], b"")
+    assert post(webs[2], b"")[0] == 200
+    for web in webs:
+        web.close()
+
+
 def test_a_connection_beyond_the_bound_is_closed_and_the_others_go_on(server: Server) -> None:
     webs = [connection(server) for _ in range(3)]
     for web in webs[:2]:
@@ -76,3 +96,59 @@ def test_a_connection_beyond_the_bound_is_closed_and_the_others_go_on(server: Se
         assert post(web, b"")[0] == 200
         web.close()
     webs[2].close()
+
+
+class Slow(Handler):
+    timeout = body_s = 0.3
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece", "answer"),
+    [
+        (b"GET / HTTP/1.1\r\n", b"x: 1\r\n", b""),
+        (
+            b"POST / HTTP/1.1\r\nAuthorization: friend\r\nContent-Length: 99999\r\n\r\n",
+            b"x",
+            b"HTTP/1.1 408 ",
+        ),
+        (b"POST / HTTP/1.1\r\nContent-Length: 99999\r\n\r\n", b"x", b"HTTP/1.1 408 "),
+    ],
+)
+def test_a_request_that_arrives_byte_by_byte_ends(
+    begun: bytes, piece: bytes, answer: bytes
+) -> None:
+    server = Server(Slow, (LOOPBACK, 0))
+    server.start()
+    found: list[bytes] = []
+    with socket.create_connection((LOOPBACK, server.server_port)) as line:
+        line.sendall(begun)
+        line.settimeout(0.05)
+        with contextlib.suppress(ConnectionError):
+            while not found or found[-1]:
+                with contextlib.suppress(TimeoutError):
+                    found.append(line.recv(PIECE))
+                with contextlib.suppress(ConnectionError):
+                    line.sendall(piece)  # each piece in time, but never whole
+    assert b"".join(found).startswith(answer)
+    server.close()
+
+
+def test_unfinished_bodies_have_a_bound_of_bytes_and_leave_nothing_held(server: Server) -> None:
+    waiting = connection(server)
+    waiting.putrequest("POST", "/")
+    waiting.putheader("Authorization", "friend")
+    waiting.putheader("Content-Length", str(4 * PIECE))
+    waiting.endheaders(b"a" * 2 * PIECE)
+    while server.bodies.total < 2 * PIECE:
+        pass
+    web = connection(server)
+    status, text = post(web, b"a" * 2 * PIECE)
+    assert (status, b"one client may hold 196,608 bytes" in text) == (429, True)
+    web.close()
+    waiting.close()
+    while server.bodies.total:
+        pass
+    web = connection(server)
+    assert post(web, b"a" * 3 * PIECE)[0] == 200
+    assert server.bodies.total == 0
+    web.close()

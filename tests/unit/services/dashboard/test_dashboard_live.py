@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from composer_mesh.services.dashboard.live import LiveConnections
 from composer_mesh.services.dashboard.run_views import with_dead
-from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
 
 def process(name: str, state: str = "ready") -> dict[str, Any]:
@@ -66,7 +66,7 @@ async def test_a_page_that_is_left_frees_its_place(most: int) -> None:
         live.closing = True
 
     app = Starlette(routes=[Route("/live", page)])
-    with reusable_socket("127.0.0.1", 0) as listener:
+    with listening_socket("127.0.0.1", 0) as listener:
         async with listening(http_config(app, 2), listener, before_end=end) as port:
             for _ in range(3):
                 opened = [await opened_page(port) for _ in range(most)]

@@ -14,6 +14,7 @@ from mcp.shared.exceptions import MCPError
 from served_tasks import Counting, worker_start
 
 from composer_mesh.services.serve_env.worker import Worker
+from composer_mesh.services.web.http_server import listening_socket
 
 INITIALIZE = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
 
@@ -21,7 +22,8 @@ INITIALIZE = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
 @asynccontextmanager
 async def server(folder: Path, build_config: Any, **options: Any) -> AsyncIterator[str]:
     config = build_config(data={"task": "served_tasks:Count"})
-    async with Worker(worker_start(folder, config, **options)).serving() as port:
+    listener = listening_socket("127.0.0.1", 0)
+    async with Worker(worker_start(folder, config, **options)).serving(listener) as port:
         yield f"http://127.0.0.1:{port}"
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composer_mesh.services.web.http_server import http_config, listening, reusable_socket
+from composer_mesh.services.commands.parser import make_parser
+from composer_mesh.services.dashboard.options import DashboardOptions
+from composer_mesh.services.serve_env.options import ServeOptions
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
+from composer_mesh.services.web.options import ListenOptions, ServeRefused
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -19,17 +24,38 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_accepted_connections_do_not_wait_to_fill_packets() -> None:
-    with reusable_socket("127.0.0.1", 0) as listener:
-        listener.listen()
-        with socket.create_connection(listener.getsockname()):
-            accepted, _ = listener.accept()
-            with accepted:
-                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    with (
+        listening_socket("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_port_has_one_server_from_the_first_moment(host: str) -> None:
+    with listening_socket("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ServeRefused, match=f"port {port} .*another server.*--port"):
+            listening_socket(host, port)
+    listening_socket("127.0.0.1", port).close()
+
+
+def test_servers_of_the_three_kinds_have_different_ports() -> None:
+    ports = {
+        ListenOptions().port,
+        ServeOptions().port,
+        DashboardOptions(folder=Path()).port,
+    }
+    words = [["serve", "x.toml"], ["serve-env", "toolbox"], ["dashboard", "runs"]]
+    assert {make_parser().parse_args(one).port for one in words} == ports
+    assert len(ports) == 3
 
 
 async def test_a_server_ends_with_its_block_after_what_it_was_told_to_do_first() -> None:
     ended: list[str] = []
-    with reusable_socket("127.0.0.1", 0) as listener:
+    with listening_socket("127.0.0.1", 0) as listener:
         config = http_config(answer, 1)
         async with listening(config, listener, before_end=lambda: ended.append("told")) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -7,9 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from served_tasks import served_beside
+from served_tasks import pool_of, served, served_beside
+from websockets.asyncio.client import connect as async_connect
 from websockets.sync.client import connect
 from wsproto.handshake import H11Handshake
+
+from composer_mesh.services.serve_env.app import make_app
+from composer_mesh.services.web.connections import Limits
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
+from composer_mesh.services.web.open_sockets import OpenSocket
 
 
 def test_an_open_session_holds_no_parser_of_its_handshake_and_answers_on(
@@ -23,3 +29,14 @@ def test_an_open_session_holds_no_parser_of_its_handshake_and_answers_on(
                 socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
                 assert json.loads(socket.recv())["type"] == "observation"
             assert not [one for one in gc.get_objects() if type(one) is H11Handshake]
+
+
+async def test_a_session_that_ends_frees_its_connection(tmp_path: Path) -> None:
+    app = make_app(served(tmp_path, pool_of(tmp_path)))
+    config = http_config(app, 0, Limits(most=8), ws=OpenSocket)
+    with listening_socket("127.0.0.1", 0) as listener:
+        async with listening(config, listener) as port:
+            for _ in range(4 * 8):
+                async with async_connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket:
+                    await socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+                    assert json.loads(await socket.recv())["type"] == "observation"

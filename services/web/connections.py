@@ -1,0 +1,243 @@
+"""Bounds of a server's connections: how many, and how long each may take.
+
+A connection beyond the limit ends the one that is idle longest; where none is idle, it is answered
+503 and closed. The last places are for the user who started the server: others, idle or not, cannot
+lock the owner out. A request whose headers or body do not arrive in time is answered 408, a
+connection without a request is closed, and one whose peer takes nothing of an answer is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
+
+from composer_mesh.mesh.json_server import for_others, most_connections
+from composer_mesh.mesh.peer_user import ROOT_USER
+from composer_mesh.mesh.tcp_peer import user_at
+from composer_mesh.services.web.errors import UNAVAILABLE
+
+HEAD_S, BODY_S, SENDING_S, LINGER_S = 20.0, 60.0, 60.0, 2.0
+MOST = 16_384
+LATE = 408
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one server process. `head_s` and `body_s` bound the arrival of one request.
+
+    `sending_s` is how long a peer may take nothing of what is sent to it.
+    """
+
+    most: int = field(default_factory=lambda: most_connections(MOST))
+    head_s: float = HEAD_S
+    body_s: float = BODY_S
+    sending_s: float = SENDING_S
+
+    @property
+    def for_others(self) -> int:
+        """Connections that other users may hold; the rest is the owner's."""
+        return for_others(self.most)
+
+
+UserAt = Callable[[Any, Any, int], int | None]
+
+
+class Connections:
+    """The open connections of one server process, within its limits."""
+
+    def __init__(self, limits: Limits, user: UserAt = user_at) -> None:
+        self.limits, self._user = limits, user
+        self._open: set[asyncio.BaseTransport] = set()
+        self._idle: dict[HttpConnection, None] = {}
+        """Those without a request, oldest first."""
+
+    def take(self, connection: HttpConnection) -> bool:
+        """Count a connection; return False where it has no place, nor that of an idle one."""
+        count = len(self._open)
+        if count >= self.limits.for_others:
+            owners = connection.is_owners = self._is_owners(connection.transport)
+            full = count >= (self.limits.most if owners else self.limits.for_others)
+            if full and not self._end_idle(owners):
+                return False
+        self._open.add(connection.transport)
+        return True
+
+    def _end_idle(self, even_owners: bool) -> bool:
+        """End the connection that is idle longest; return False where none is."""
+        oldest = next((one for one in self._idle if even_owners or not one.is_owners), None)
+        if oldest is None:
+            return False
+        del self._idle[oldest]
+        self.release(oldest.transport)
+        oldest.close()
+        return True
+
+    def release(self, transport: asyncio.BaseTransport) -> None:
+        """Count a connection no more."""
+        self._open.discard(transport)
+
+    def idle(self, connection: HttpConnection, is_idle: bool) -> None:
+        """Note whether a connection waits for a request."""
+        if is_idle:
+            self._idle[connection] = None
+        else:
+            self._idle.pop(connection, None)
+
+    def _is_owners(self, transport: asyncio.Transport) -> bool:
+        there, here = get_remote_addr(transport), get_local_addr(transport)
+        if there is None or here is None:
+            return True  # a Unix socket in a folder that only this user can open
+        family = socket.AF_INET6 if ":" in there[0] else socket.AF_INET
+        try:
+            return self._user(there, here, family) in (os.geteuid(), ROOT_USER)
+        except OSError:
+            return False
+
+
+class ServerConfig(uvicorn.Config):
+    """Settings of uvicorn, and the connections of the server that has them."""
+
+    connections: Connections
+
+
+class EndsStalled(asyncio.Protocol):
+    """A part of protocols: aborts a connection whose peer takes nothing of what is sent."""
+
+    config: Any
+    loop: Any
+    transport: Any
+    _sending: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_sending(self.transport.get_write_buffer_size() + 1)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._sent()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._sent()
+        self.config.connections.release(self.transport)
+
+    def _check_sending(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left >= before:
+            self.transport.abort()
+            return
+        wait_s = self.config.connections.limits.sending_s
+        self._sending = self.loop.call_later(wait_s, self._check_sending, left)
+
+    def _sent(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+
+class HttpConnection(EndsStalled, H11Protocol):
+    """A connection with a place of its server, whose requests have to arrive in time."""
+
+    _arriving: asyncio.TimerHandle | None = None
+    _closing: asyncio.TimerHandle | None = None
+    _watched: object = None
+    _upgraded = False
+    is_owners = False
+    """Known to be of the user who started the server; looked up only where places are few."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        connections = self.config.connections
+        if connections.take(self):
+            self._watch()
+        else:
+            most = connections.limits.most
+            self._answer(UNAVAILABLE, f"all {most} connections are taken: close some, or come back")
+            self.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing is not None:
+            return
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._upgraded = True
+        self._watch()
+        super().handle_websocket_upgrade(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._upgraded = True
+        self._watch()
+        if self._closing is not None:
+            self._closing.cancel()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self.close()
+
+    def _watch(self) -> None:
+        """Bound what the peer has to send next: nothing, the head or the body of a request."""
+        theirs, limits = self.conn.their_state, self.config.connections.limits
+        wait_s = {h11.IDLE: limits.head_s, h11.SEND_BODY: limits.body_s}.get(theirs)
+        watched = None if wait_s is None or self._upgraded else (theirs, self.cycle)
+        if watched == self._watched:
+            return
+        self._watched = watched
+        self.config.connections.idle(self, watched is not None and theirs is h11.IDLE)
+        if self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+        if watched is not None and wait_s is not None:
+            self._arriving = self.loop.call_later(wait_s, self._late, wait_s)
+
+    def _late(self, wait_s: float) -> None:
+        nothing_came = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        answered = self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+        if nothing_came or answered:
+            self.close()
+            return
+        part = "headers" if self.conn.their_state is h11.IDLE else "body"
+        self._answer(LATE, f"the {part} did not arrive in {wait_s:g} s: send faster")
+        self._leave()
+        self.transport.write_eof()  # closed at once, it could be reset before the peer has read
+        self._closing = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _answer(self, status: int, text: str) -> None:
+        """Answer in place of the application."""
+        content = json.dumps({"detail": text}).encode()
+        self.transport.write(
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
+            + content
+        )
+
+    def _leave(self) -> None:
+        """Let the application find the connection closed."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def close(self) -> None:
+        """Close the connection, at last without what its peer does not take."""
+        self._leave()
+        self.transport.close()
+        if self._closing is None:
+            wait_s = self.config.connections.limits.sending_s
+            self._closing = self.loop.call_later(wait_s, self.transport.abort)
