@@ -89,21 +89,22 @@ async def running(place: Path, ranks: int) -> AsyncIterator[Running]:
         facts = SamplingFacts(config.policy.max_context, (1,), str)
         served = Served("base", "", data, config.serve)
         with (
-            opened_log(place / "log.sqlite") as commits,
+            opened_log(place / "log.sqlite") as (commits, executing),
             listening_socket("127.0.0.1", 0) as listener,
         ):
             found = await commits.run(log.read_records)
             backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
             sizes = Sizes(config.trainer.microbatch_tokens * ranks, 128)
-            tasks = ServerTasks(served, place, commits, found, *backends, facts, sizes)
+            more = (facts, executing, sizes)
+            tasks = ServerTasks(served, place, commits, found, *backends, *more)
             archives = Archives(place, lambda _: {})
             app = ClientAccess(
                 make_app(tasks.server, tasks.sampling.cancel, archives), ["127.0.0.1"], []
             )
-            executing = asyncio.create_task(tasks.run())
+            running = asyncio.create_task(tasks.run())
             async with listening(http_config(app, 5), listener) as port:
                 yield Running(mesh, tasks, place, f"http://127.0.0.1:{port}")
-            executing.cancel()
+            running.cancel()
         await mesh.close()
 
 

@@ -41,7 +41,7 @@ from composer_mesh.rollouts.traces import StopReason
 
 class Engine:
     """Serves up to `rows` requests at once, of at most `length` tokens each. Raises
-    `ModelNotServed`.
+    `ModelNotServed`, and `LogitsNotFinite` for weights of which nothing can be sampled.
 
     A prompt with more left to compute than `PromptLimits` says is computed in pieces, one long
     prompt at a time, in the last row; the others decode and join meanwhile.
@@ -75,7 +75,7 @@ class Engine:
         self._long: LongPrompt[RunningRequest] | None = None
         self._dropping = False
         self._cache = RowCache(model.config.get_text_config().num_hidden_layers, rows, length)
-        self._forward = PackedForward(model, self._cache)
+        self._forward = PackedForward(model, self._cache, version)
         self._device, self._tells_experts = self._forward.device, routers_of(model) > 0
         self._limits = prompt_limits or PromptLimits.of(model)
         capacity = rows * length if prefix_tokens is None else prefix_tokens

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.embedded_attention import NAME, Packed, Run
 from composer_mesh.actors.engines.kv_cache import RowCache
+from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.actors.models.expert_routing import KEYWORD, ExpertRouting, routers_of
 from composer_mesh.actors.models.language_model import layer_kinds
 from composer_mesh.planning.model_facts import FULL, SLIDING
@@ -30,15 +31,18 @@ PROBE = 8
 
 
 class PackedForward:
-    """Logits of packed tokens; raises `ModelNotServed` for models that it gets wrong."""
+    """Logits of packed tokens; raises `ModelNotServed` for models that it gets wrong.
 
-    def __init__(self, model: Any, cache: RowCache) -> None:
+    Raises `LogitsNotFinite` for weights of which nothing can be sampled.
+    """
+
+    def __init__(self, model: Any, cache: RowCache, version: int = 0) -> None:
         self._model, self._cache, self._routers = model, cache, routers_of(model)
         self._base: Any = getattr(model, model.base_model_prefix, None)
         self.device = next(model.parameters()).device
         self.direct = False
         with torch.inference_mode():
-            self._prove()
+            self._prove(version)
 
     def __call__(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
         """Return float32 logits `[kept, V]` of ids `[tokens]`: at indices `keep`, None for all."""
@@ -85,7 +89,7 @@ class PackedForward:
         logits: Tensor = self._model.lm_head(hidden if keep is None else hidden[:, keep])
         return logits[0]
 
-    def _prove(self) -> None:
+    def _prove(self, version: int) -> None:
         """Compare with the model's own logits for a prompt, a continuation and a decoded token."""
         name = type(self._model).__name__
         if others := set(layer_kinds(self._model.config)) - {FULL, SLIDING}:
@@ -93,6 +97,8 @@ class PackedForward:
         words = self._model.config.get_text_config().vocab_size
         tokens = torch.arange(PROBE, device=self.device) % words
         wanted = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
+        if not wanted.isfinite().all():
+            raise LogitsNotFinite("the first forward", version)
         try:
             self._model.set_attn_implementation(NAME)
             served = self._probe(tokens)

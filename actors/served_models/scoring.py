@@ -20,7 +20,8 @@ from composer_mesh.losses.blocks import default_block, softcapped
 def scored(model: Any, ids: list[int], request: ScoreRequest) -> Scores:
     """Return the log-probs of tokens 1 to T - 1; empty arrays for a sequence of one token.
 
-    Scores of a block of positions are freed before those of the next are computed.
+    Raises ValueError where they are not finite. Scores of a block of positions are freed before
+    those of the next are computed.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor(ids, device=device)
@@ -43,6 +44,8 @@ def scored(model: Any, ids: list[int], request: ScoreRequest) -> Scores:
         for column in zip(*parts, strict=True)
     )
     assert own is not None
+    if np.isnan(own).any():
+        raise ValueError("logits are not finite: score with weights that have not diverged")
     ints = None if top_ids is None else top_ids.astype(np.int32)
     return Scores(own, ints, top, wanted)
 

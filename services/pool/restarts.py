@@ -25,6 +25,8 @@ class RestartRules:
     backoff_s: float = 0.5
     backoff_max_s: float = 15.0
     seed: int = 0
+    forgives: bool = False
+    """Whether a replacement that serves ends the count: where callers bound what kills them."""
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
@@ -83,3 +85,5 @@ class RestartBudget:
     def served(self) -> None:
         """Reset the last error after a successful start."""
         self._last_error = ""
+        if self._rules.forgives:
+            self._begun.clear()

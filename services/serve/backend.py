@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,12 @@ from composer_mesh.actors.served_models.messages import (
     TrainCall,
     TrainResult,
 )
+from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.services.pool.errors import NoReplicaLeft
+
+SERVER_FAULTS = (StoreError, sqlite3.Error, NoReplicaLeft)
+"""What ends the server: no log, or nothing that computes. All other errors are an operation's."""
 
 
 class BackendLost(Exception):

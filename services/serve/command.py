@@ -126,7 +126,7 @@ async def _serve_on(
     say: Say,
     stopping: asyncio.Future[None],
 ) -> int:
-    with opened_log(parts.output / LOG) as commits:
+    with opened_log(parts.output / LOG) as (commits, executing):
         mesh, generator, trainer = parts.mesh, parts.config.generator, parts.config.trainer
         backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
         sizes = Sizes(
@@ -135,7 +135,8 @@ async def _serve_on(
         )
         found = await commits.run(log.read_records)
         folder = parts.output.absolute()
-        tasks = ServerTasks(parts.served, folder, commits, found, *backends, parts.facts, sizes)
+        records = (parts.served, folder, commits, found)
+        tasks = ServerTasks(*records, *backends, parts.facts, executing, sizes)
         left = await tasks.recover()
         files = partial(
             archive_files, parts.config, parts.mesh.folder, tasks.server.served.base_model

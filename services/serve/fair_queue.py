@@ -205,12 +205,19 @@ class SampleQueue:
             self._times.arrive(client)
         self._waiting.setdefault(client, []).append(operation)
 
-    def take(self) -> Operation | None:
-        """Return the operation that comes next, if there is one."""
+    def first(self) -> Operation | None:
+        """Return the operation that comes next, if there is one; it stays in the queue."""
         if not self._waiting:
             return None
-        client = self._times.order(self._waiting)[0]
-        found = self._waiting[client].pop(0)
+        return self._waiting[self._times.order(self._waiting)[0]][0]
+
+    def take(self) -> Operation | None:
+        """Remove and return the operation that comes next, if there is one."""
+        found = self.first()
+        if found is None:
+            return None
+        client = found.request.client
+        self._waiting[client].pop(0)
         self._times.serve(client, found.request.cost)
         if not self._waiting[client]:
             del self._waiting[client]

@@ -25,9 +25,8 @@ from composer_mesh.rollouts.generation import GenerationRequest, GenerationResul
 from composer_mesh.services import service
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
-from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.serve.backend import BackendLost
-from composer_mesh.services.serve.trainer_ranks import ServedRanks
+from composer_mesh.services.serve.trainer_ranks import ServedRanks, restart_rules
 from composer_mesh.services.service import Service
 
 ALL_AT_ONCE = 1_000_000
@@ -60,11 +59,11 @@ class ServeMesh:
                 ServedSamplerActor,
                 n=config.generator.replicas,
                 name="sampler",
-                attempts=1 + config.supervision.rollout_retries,
+                attempts=1,  # its callers try again, without the others of the lost process
                 max_outstanding=ALL_AT_ONCE,
                 placement=sampling_placement,
                 host=host,
-                restart=RestartRules.of(config.supervision, config.run.seed),
+                restart=restart_rules(config),
                 record=record,
                 deadline_s=config.run.deadline_s,
             ),

@@ -29,7 +29,7 @@ KIND = FileKind(
     purpose="be the log of a training server",
     repair="serve from another --output, or take the file from a copy",
     application_id=0x434D5356,
-    version=1,
+    version=2,
     tables=(
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY, client TEXT NOT NULL, created REAL NOT NULL,
@@ -44,8 +44,8 @@ KIND = FileKind(
             number INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE,
             client TEXT NOT NULL, kind TEXT NOT NULL, scope TEXT NOT NULL, seq INTEGER,
             digest BLOB NOT NULL, model TEXT NOT NULL, cost INTEGER NOT NULL, body BLOB,
-            status INTEGER NOT NULL, position INTEGER, shape TEXT, media INTEGER, result BLOB,
-            finished REAL)""",
+            status INTEGER NOT NULL, attempts INTEGER NOT NULL, position INTEGER, shape TEXT,
+            media INTEGER, result BLOB, finished REAL)""",
         "CREATE UNIQUE INDEX by_seq ON operations (scope, seq)",
         "CREATE INDEX by_model ON operations (model, position)",
         "CREATE INDEX by_finish ON operations (finished) WHERE result IS NOT NULL",
@@ -82,6 +82,7 @@ class Stored:
     request: OperationRequest
     position: int | None
     shape: Shape | None
+    attempts: int = 0
 
 
 def open_log(path: Path) -> SqliteFile:
@@ -108,10 +109,18 @@ def accept(rows: sqlite3.Connection, request: OperationRequest) -> Accepted:
     more = (request.model, request.cost, request.body, QUEUED)
     added = rows.execute(
         "INSERT INTO operations (request_id, client, kind, scope, seq, digest, model, cost, body, "
-        "status) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "status, attempts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
         (*values, *more),
     )
     return Accepted(request_id, int(added.lastrowid or 0), True)
+
+
+def count_attempts(rows: sqlite3.Connection, numbers: Iterable[int]) -> None:
+    """Count an attempt of operations, in which what executed them was lost."""
+    rows.executemany(
+        "UPDATE operations SET attempts = attempts + 1 WHERE number = ? AND status = ?",
+        [(number, QUEUED) for number in numbers],
+    )
 
 
 def finish(rows: sqlite3.Connection, finished: Iterable[Finished]) -> None:
@@ -186,8 +195,8 @@ def changes_after(rows: sqlite3.Connection, model: str, position: int) -> list[S
 
 def _stored(rows: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Stored]:
     found = rows.execute(
-        "SELECT number, request_id, client, kind, scope, seq, body, model, cost, position, shape "
-        f"FROM operations WHERE {where} ORDER BY number",
+        "SELECT number, request_id, client, kind, scope, seq, body, model, cost, position, shape, "
+        f"attempts FROM operations WHERE {where} ORDER BY number",
         values,
     )
     return [
@@ -197,10 +206,11 @@ def _stored(rows: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> li
             OperationRequest(client, kind, scope, seq, bytes(body or b""), model, cost),
             position,
             None if shape is None else Shape(**json.loads(shape)),
+            attempts,
         )
-        for number, request_id, client, kind, scope, seq, body, model, cost, position, shape in (
-            found
-        )
+        for number, request_id, client, kind, scope, seq, body, model, cost, position, shape, (
+            attempts
+        ) in found
     ]
 
 

@@ -48,8 +48,8 @@ class Operation:
     request: OperationRequest
     payload: Any
     waited_since: float = 0.0
-    lost: int = 0
-    """How often the process that executed it was lost."""
+    attempts: int = 0
+    """How often the process that executed it, or the server, was lost; as in the log."""
     result: Result | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_mesh.actors.served_models.messages import Scores, TrainResult
+from composer_mesh.mesh.failures import cause_of
 from composer_mesh.rollouts.generation import GenerationResult
 from composer_mesh.services.serve.protobuf_messages import (
     DTYPE_FLOAT32,
@@ -49,6 +50,17 @@ def failure(text: str, category: ErrorCategory) -> Result:
     """Return the result of an operation that could not be executed."""
     content = json.dumps({"error": text, "category": category}).encode()
     return Result(content, failed=True)
+
+
+def fault(error: Exception) -> Result:
+    """Return the result of an operation whose execution raised an error."""
+    return failure(f"its execution failed: {cause_of(error)}", "server")
+
+
+def given_up(attempts: int, reason: str) -> Result:
+    """Return the result of an operation with which processes were lost again and again."""
+    text = f"it was given up after {attempts} attempts, in each of which a process was lost"
+    return failure(f"{text}: {reason}", "server")
 
 
 def training_result(found: TrainResult) -> Result:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,16 +25,24 @@ from composer_mesh.actors.served_models.messages import ScoreRequest, Scores
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
 from composer_mesh.services.serve import operation_log as log
-from composer_mesh.services.serve.backend import BackendLost, SampleBackend
+from composer_mesh.services.serve.backend import SERVER_FAULTS, BackendLost, SampleBackend
+from composer_mesh.services.serve.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.services.serve.fair_queue import SampleQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.operations import Operation
 from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.requests import IntTensor, Sample
-from composer_mesh.services.serve.results import NO_LOGPROB, Result, failure, sample_result
+from composer_mesh.services.serve.results import (
+    NO_LOGPROB,
+    Result,
+    failure,
+    fault,
+    given_up,
+    sample_result,
+)
 from composer_mesh.services.web.errors import Refused
 
-MOST_LOST = 3
+logger = logging.getLogger(__name__)
 TextOf = Callable[[list[int]], str]
 
 
@@ -58,11 +67,12 @@ class SamplingLane:
         backend: SampleBackend,
         facts: SamplingFacts,
         answered: Callable[[Operation, Result], None],
+        executing: Executing,
         at_once: int,
     ) -> None:
         self._folder, self._queue, self._registry = folder, queue, registry
         self._commits, self._backend, self._facts = commits, backend, facts
-        self._answered, self._at_once = answered, at_once
+        self._answered, self._executing, self._at_once = answered, executing, at_once
         self._wake = asyncio.Event()
         self._running: dict[str, Operation] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -104,9 +114,19 @@ class SamplingLane:
             await self._backend.abort([f"{request_id}/{n}" for n in range(samples)])
 
     def _start_next(self) -> None:
-        while len(self._running) < self._at_once and (one := self._queue.take()) is not None:
+        while (one := self._queue.first()) is not None and self._has_room(one):
+            self._queue.take()
             self._running[one.request_id] = one
             self._tasks.start(f"sample {one.request_id}", self._execute(one))
+
+    def _has_room(self, one: Operation) -> bool:
+        """Whether an operation may run with the others now.
+
+        Those with which a generator was lost run with a sixteenth of the others, and then alone,
+        so that one that kills generators is found, and what ran at the same time is answered.
+        """
+        attempts = max(other.attempts for other in (one, *self._running.values()))
+        return len(self._running) < max(1, self._at_once >> (4 * attempts))
 
     def _fail(self, name: str, error: BaseException) -> None:
         del name
@@ -115,24 +135,35 @@ class SamplingLane:
 
     async def _execute(self, operation: Operation) -> None:
         try:
-            await self._finish(operation, await self._answer(operation))
+            with self._executing.during([operation]):
+                answer = await self._answer(operation)
+                if answer is not None:
+                    await self._finish(operation, answer)
         finally:
             self._running.pop(operation.request_id, None)
+            if operation.result is None and not self._failed.done():
+                self._queue.put(operation)
             self.wake()
 
-    async def _answer(self, operation: Operation) -> Result:
-        for attempt in range(MOST_LOST):
-            try:
-                return await self._sampled(operation)
-            except Refused as refused:
-                return failure(str(refused), "user")
-            except (ValueError, RequestAborted) as error:
-                return failure(str(error), "user")
-            except BackendLost as error:
-                if attempt + 1 == MOST_LOST:
-                    text = f"the generator was lost {MOST_LOST} times while it did this: {error}"
-                    return failure(text, "server")
-        raise AssertionError("unreachable")
+    async def _answer(self, operation: Operation) -> Result | None:
+        """Return the answer to an operation; None where it has to be tried again."""
+        if operation.attempts >= MOST_ATTEMPTS:
+            return given_up(operation.attempts, "the server ended in the last one")
+        try:
+            return await self._sampled(operation)
+        except (Refused, ValueError, RequestAborted) as error:
+            return failure(str(error), "user")
+        except BackendLost as error:
+            operation.attempts += 1
+            numbers = [operation.number]
+            await self._commits.run(partial(log.count_attempts, numbers=numbers))
+            tried = operation.attempts
+            return given_up(tried, str(error)) if tried >= MOST_ATTEMPTS else None
+        except SERVER_FAULTS:
+            raise
+        except Exception as error:  # supervision boundary: an operation's error is its own
+            logger.exception("operation %s failed", operation.request_id)
+            return fault(error)
 
     async def _finish(self, operation: Operation, answer: Result) -> None:
         finished = [log.Finished(operation.number, answer, time.time())]

@@ -106,7 +106,9 @@ class TrainingServer:
             payload = await asyncio.to_thread(
                 payload_of, one.request.kind, one.request.body, self.served.data
             )
-            self._enter(Operation(one.number, one.request_id, one.request, payload), False)
+            again = Operation(one.number, one.request_id, one.request, payload)
+            again.attempts = one.attempts
+            self._enter(again, False)
         return len(found)
 
     async def create_model(self, client: str, request: requests.CreateModel) -> Accepted:

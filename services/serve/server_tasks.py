@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import SampleBackend, TrainBackend
+from composer_mesh.services.serve.executing import Executing
 from composer_mesh.services.serve.fair_queue import SampleQueue, TrainingQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.housekeeping import Housekeeping, delete_abandoned
@@ -19,6 +21,8 @@ from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.sampling_lane import SamplingFacts, SamplingLane
 from composer_mesh.services.serve.server import Served, TrainingServer
 from composer_mesh.services.serve.training_lane import TrainingLane
+
+EXECUTING = "executing"
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,12 @@ class ServerTasks:
         trainer: TrainBackend,
         samplers: SampleBackend,
         facts: SamplingFacts,
+        executing: Executing,
         sizes: Sizes,
     ) -> None:
         limits, self.folder = served.limits, folder
         training, samples = TrainingQueue(), SampleQueue()
+        self._commits, self._executing = commits, executing
         self.registry = Registry(commits, found)
         self.server = TrainingServer(served, self.registry, commits, training, samples)
         answered = self.server.answered
@@ -57,21 +63,28 @@ class ServerTasks:
             *rest,
             self.store,
             answered,
+            executing,
             models_at_once=min(limits.batched_models, limits.models_in_memory),
             tokens_at_once=sizes.tokens_at_once,
             save_every=limits.save_every,
             gap_s=limits.gap_s,
         )
         at_once = sizes.samples_at_once
-        more = (self.registry, commits, samplers, facts, answered, at_once)
+        more = (self.registry, commits, samplers, facts, answered, executing, at_once)
         self.sampling = SamplingLane(folder, samples, *more)
         self.server.wake_training = self.training.wake
         self.server.wake_sampling = self.sampling.wake
         self.housekeeping = Housekeeping(folder, limits, self.registry, commits, self.server)
 
     async def recover(self) -> int:
-        """Queue what the log has unanswered; return how much there was."""
+        """Queue what the log has unanswered; return how much there was.
+
+        What was being executed when the last process was killed has one attempt more.
+        """
         await asyncio.to_thread(delete_abandoned, self.folder, self.registry)
+        left = self._executing.left
+        await self._commits.run(partial(log.count_attempts, numbers=left))
+        self._executing.clear()
         return await self.server.recover()
 
     async def run(self) -> None:
@@ -88,12 +101,13 @@ class ServerTasks:
 
 
 @contextmanager
-def opened_log(path: Path) -> Iterator[GroupCommit]:
-    """Open a server's log for a block of this event loop."""
+def opened_log(path: Path) -> Iterator[tuple[GroupCommit, Executing]]:
+    """Open a server's log, and what it executes, for a block of this event loop."""
     file = log.open_log(path)
-    commits = GroupCommit(file)
+    commits, executing = GroupCommit(file), Executing(path.with_name(EXECUTING))
     try:
-        yield commits
+        yield commits, executing
     finally:
         commits.close()
+        executing.close()
         file.close()

@@ -10,6 +10,7 @@ next one, so that no call reaches new ranks before their models were opened agai
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,19 @@ PREPARING_S = 3600.0
 """Longest warm start, beside its steps."""
 
 
+def restart_rules(config: Config) -> RestartRules:
+    """Return the rules of a server: only starts that fail are counted.
+
+    The attempts of an operation are bounded, so that no operation can use the restarts up.
+    """
+    return replace(RestartRules.of(config.supervision, config.run.seed), forgives=True)
+
+
 class ServedRanks:
     """A trainer of one or several ranks, which get calls in one order; replaced when lost."""
 
     def __init__(self, config: Config, processes: RankProcesses, record: Recorder) -> None:
-        rules = RestartRules.of(config.supervision, config.run.seed)
+        rules = restart_rules(config)
         self._config, self._processes, self._record = config, processes, record
         self._budget = RestartBudget(rules, NAME)
         self._folder, self._order = Path(), asyncio.Lock()

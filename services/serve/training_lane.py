@@ -9,6 +9,7 @@ the log not be written, the lane ends, and the server with it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -18,25 +19,33 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.served_models.messages import CHANGES, TrainCall, TrainResult
+from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.services.serve import operation_log as log
-from composer_mesh.services.serve.backend import BackendLost, TrainBackend
+from composer_mesh.services.serve.backend import SERVER_FAULTS, BackendLost, TrainBackend
 from composer_mesh.services.serve.calls import call_of
+from composer_mesh.services.serve.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.services.serve.fair_queue import TrainingQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.model_store import ModelStore, StateLost
 from composer_mesh.services.serve.operations import Operation
 from composer_mesh.services.serve.records import Model, Sampler, Saved
 from composer_mesh.services.serve.registry import Registry
-from composer_mesh.services.serve.results import Result, failure, json_result, training_result
+from composer_mesh.services.serve.results import (
+    Result,
+    failure,
+    fault,
+    given_up,
+    json_result,
+    training_result,
+)
 from composer_mesh.services.serve.saving import Target, target_of
 from composer_mesh.services.web.errors import Refused
 
 EACH = 4
 """Operations of one model in a group."""
-MOST_LOST = 4
-"""Times that a trainer may be lost with an operation that is executed alone."""
 
+logger = logging.getLogger(__name__)
 Answered = Callable[[Operation, Result], None]
 
 
@@ -72,6 +81,7 @@ class TrainingLane:
         backend: TrainBackend,
         store: ModelStore,
         answered: Answered,
+        executing: Executing,
         *,
         models_at_once: int,
         tokens_at_once: int,
@@ -81,7 +91,7 @@ class TrainingLane:
     ) -> None:
         self._folder, self._queue, self._registry = folder, queue, registry
         self._commits, self._backend, self._store = commits, backend, store
-        self._answered, self._clock = answered, clock
+        self._answered, self._executing, self._clock = answered, executing, clock
         self._models_at_once, self._tokens_at_once = models_at_once, tokens_at_once
         self._save_every, self._gap_s = save_every, gap_s
         self._wake = asyncio.Event()
@@ -135,29 +145,51 @@ class TrainingLane:
             await self._finish_all([operation], failure(text, "user"))
 
     async def _execute_until_done(self, group: list[Operation]) -> None:
-        """Execute a group; where the trainer is lost, model by model, to find what it cannot do."""
-        try:
-            await self._execute(group)
-        except BackendLost:
-            self._store.lost()
-            for part in _by_model(group):
-                await self._execute_alone(part)
-
-    async def _execute_alone(self, part: list[Operation]) -> None:
-        while part:
-            now = part[:1] if part[0].lost else part
+        """Execute a group; one by one where it fails, or held what a process was lost with."""
+        if not any(one.attempts for one in group):
             try:
-                await self._execute(now)
-                part = part[len(now) :]
-            except BackendLost as error:
-                self._store.lost()
-                part[0].lost += 1
-                if part[0].lost >= MOST_LOST:
-                    text = f"the trainer was lost {MOST_LOST} times while it did this: {error}"
-                    await self._finish_all(part[:1], failure(text, "server"))
-                    part = part[1:]
+                await self._execute(group)
+                return
+            except SERVER_FAULTS:
+                raise
+            except Exception as error:  # noqa: BLE001  supervision boundary: each is tried alone
+                await self._failed(group, error)
+        for one in group:
+            if one.result is None:
+                await self._execute_alone(one)
+
+    async def _execute_alone(self, one: Operation) -> None:
+        """Execute an operation; it fails by its own error, or once it was tried too often."""
+        reason = "the server ended in the last one"
+        while one.attempts < MOST_ATTEMPTS:
+            try:
+                await self._execute([one])
+                return
+            except SERVER_FAULTS:
+                raise
+            except Exception as error:  # supervision boundary: an operation's error is its own
+                await self._failed([one], error)
+                if not isinstance(error, BackendLost):
+                    logger.exception("operation %s failed", one.request_id)
+                    await self._finish_all([one], fault(error))
+                    return
+                reason = str(error)
+        await self._finish_all([one], given_up(one.attempts, reason))
+
+    async def _failed(self, group: Sequence[Operation], error: Exception) -> None:
+        """Note that a group failed: what the trainer has of its models may differ from the log."""
+        self._store.lost()
+        if isinstance(error, BackendLost):
+            for one in group:
+                one.attempts += 1
+            numbers = [one.number for one in group]
+            await self._commits.run(partial(log.count_attempts, numbers=numbers))
 
     async def _execute(self, group: list[Operation]) -> None:
+        with self._executing.during(group):
+            await self._try(group)
+
+    async def _try(self, group: list[Operation]) -> None:
         alive = [one for one in group if not self._registry.held(one.model).unloaded]
         gone = [one for one in group if one not in alive]
         await self._finish_all(gone, failure("its model was unloaded", "user"))
@@ -277,10 +309,13 @@ class TrainingLane:
             outcome.samplers.append(target.sampler)
 
     async def _save(self, model: str) -> None:
-        """Write a model's state; if the trainer is lost meanwhile, the next one writes it."""
+        """Write a model's state; where that fails, it is tried again after the next group."""
         try:
             await self._store.save(model)
-        except BackendLost:
+        except SERVER_FAULTS:
+            raise
+        except Exception as error:  # noqa: BLE001  the operations before it are done
+            logger.warning("the state of %s was not written: %s", model, cause_of(error))
             self._store.lost()
 
     async def _finish_all(self, operations: Sequence[Operation], answer: Result) -> None:
@@ -307,10 +342,3 @@ def _answer(operation: Operation, target: Target, result: TrainResult) -> Result
     elif target.saved is not None:
         more = {"path": target.saved.path}
     return json_result(type=kind, **more)
-
-
-def _by_model(group: Sequence[Operation]) -> list[list[Operation]]:
-    found: dict[str, list[Operation]] = {}
-    for one in group:
-        found.setdefault(one.model, []).append(one)
-    return list(found.values())

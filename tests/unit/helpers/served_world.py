@@ -126,6 +126,8 @@ class EchoSamplers:
     def __init__(self) -> None:
         self.lost = 0
         self.asked: list[GenerationRequest] = []
+        self.begun: asyncio.Queue[str] = asyncio.Queue()
+        """Gets the id of each call's first request when it begins."""
         self.snapshots: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -133,6 +135,7 @@ class EchoSamplers:
     async def sample(
         self, snapshot: str, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
+        self.begun.put_nowait(requests[0].request_id)
         await self.gate.wait()
         self.asked += requests
         self.snapshots.append(snapshot)
@@ -199,6 +202,7 @@ async def served(
     runs: bool = True,
     format: CaptureFormat | None = None,
     adapts_head: bool = True,
+    samplers: Any = None,
 ) -> AsyncIterator[World]:
     """Serve from a folder for a block, at whose end everything is as after a kill.
 
@@ -211,11 +215,12 @@ async def served(
     facts = SamplingFacts(
         data.context, (1,), lambda ids: "".join(chr(97 + one % 26) for one in ids)
     )
-    trainer, samplers = trainer or BookkeepingTrainer(), EchoSamplers()
-    with opened_log(folder / "log.sqlite") as commits:
+    trainer, samplers = trainer or BookkeepingTrainer(), samplers or EchoSamplers()
+    with opened_log(folder / "log.sqlite") as (commits, executing):
         found = await commits.run(log.read_records)
         sizes = Sizes(1000, 4)
-        tasks = ServerTasks(base, folder, commits, found, trainer, samplers, facts, sizes)
+        more = (facts, executing, sizes)
+        tasks = ServerTasks(base, folder, commits, found, trainer, samplers, *more)
         await tasks.recover()
         archives = Archives(folder, lambda path: {"weights": path.read_bytes()})
         cancel = tasks.sampling.cancel
@@ -224,9 +229,8 @@ async def served(
         running = [asyncio.create_task(tasks.run())] if runs else []
         try:
             yield World(tasks, commits, trainer, samplers, app)
-            for one in running:
-                if one.done():
-                    one.result()
+            if tasks.server.ended.is_set():
+                await asyncio.gather(*running)
         finally:
             await cancel_and_wait(running)
 

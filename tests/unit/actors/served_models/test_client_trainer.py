@@ -279,3 +279,24 @@ def test_targets_of_one_column_are_those_without(base: Any) -> None:
     assert not found[1].error
     assert found[0].metrics == found[1].metrics
     assert found[1].logprobs[0].shape == (9, 1)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 1e30])
+def test_diverged_weights_of_one_model_change_no_bit_of_anothers_gradient(
+    base: Any, broken: float
+) -> None:
+    gradients = []
+    for value in (0.0, broken):
+        trainer = make_trainer(base)
+        for name in ("a", "b"):
+            trainer.open(name, SPEC, None)
+        trainer.models["a"].weights.data += value
+        calls = [train_call("a", 0, datum(1)), train_call("b", 0, datum(2))]
+        failed, fine = trainer.execute(calls)
+        assert bool(failed.error) == bool(value)
+        assert not fine.error
+        assert trainer.models["a"].position == int(not value)
+        assert fine.shape is not None
+        assert fine.shape.models == 2
+        gradients.append(trainer.models["b"].gradient)
+    assert torch.equal(*gradients)

@@ -138,3 +138,11 @@ def test_a_cause_is_one_line_and_a_key_is_bounded() -> None:
 def test_new_errors_travel(error: Exception) -> None:
     back = pickle.loads(pickle.dumps(error))
     assert (type(back), str(back)) == (type(error), str(error))
+
+
+def test_a_replacement_that_serves_ends_the_count_where_the_rules_forgive() -> None:
+    budget = RestartBudget(RestartRules(2, forgives=True), "slot")
+    for _ in range(10):
+        assert budget.take(0.0) is not None
+        budget.served()
+    assert [budget.take(0.0) is None for _ in range(3)] == [False, False, True]

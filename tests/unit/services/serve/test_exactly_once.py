@@ -86,11 +86,11 @@ async def test_an_operation_that_kills_every_trainer_fails_alone(tmp_path: Path)
         bad, good = await client.model(0), await client.model(1)
         world.trainer.gate.clear()
         asked = await client.train(bad, 1)
-        world.trainer.dies_in += ["execute"] * 5
+        world.trainer.dies_in += ["execute"] * 4
         world.trainer.gate.set()
         answer = await client.result(asked)
         assert answer["category"] == "server"
-        assert "the trainer was lost 4 times" in answer["error"]
+        assert "given up after 4 attempts, in each of which a process was lost" in answer["error"]
         await client.raw(await client.train(good, 1))
         assert (changes(world, bad), changes(world, good)) == (0, 1)
 
