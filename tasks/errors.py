@@ -18,6 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
+CALLERS = frozenset(
+    {
+        "call_marks.py",
+        "calls.py",
+        "group_scoring.py",
+        "running.py",
+        "task_loop.py",
+        "task_runner.py",
+    }
+)
 LONGEST = 500
 ERROR_PREFIX = "error: "
 """What the agent reads before the text of an error."""
@@ -137,13 +147,13 @@ class JudgesSpent(TaskError):
 def code_error(what: str, error: BaseException) -> TaskCodeError:
     """Return the error of a task's function that raised `error`; call it where that was caught."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_ours(frame.filename)]
+    theirs = [frame for frame in frames if not calls_tasks(frame.filename)]
     last = (theirs or frames)[-1]
     problem = f"{type(error).__name__}: {error}"[:LONGEST]
     return TaskCodeError(what, f"{last.filename}:{last.lineno}", problem)
 
 
-def _is_ours(file: str) -> bool:
+def calls_tasks(file: str) -> bool:
+    """Whether a file of ours only calls the functions of tasks, and is not where one fails."""
     path = Path(file)
-    folder = PACKAGE / "tasks"
-    return path.parent == folder and path.name in {"calls.py", "running.py"}
+    return path.parent == PACKAGE / "tasks" and path.name in CALLERS

@@ -10,12 +10,11 @@ import re
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import composer_mesh
 from composer_mesh.tasks.call_marks import CallMark
+from composer_mesh.tasks.errors import PACKAGE, calls_tasks
 
-OURS = str(Path(composer_mesh.__file__).parent.resolve())
+ACTORS = str(PACKAGE / "actors")
 LIBRARY = sysconfig.get_path("stdlib")
 THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -111,6 +110,6 @@ def place(frames: Sequence[Frame]) -> str:
 
 
 def _is_shipped(file: str) -> bool:
-    """Whether a file belongs to Python's library, to an installed package or to us."""
-    path = str(Path(file).resolve())
-    return path.startswith((OURS, LIBRARY)) or "site-packages" in path or file.startswith("<")
+    """Whether a file is of Python's library, an installed package, or what calls tasks."""
+    library = file.startswith((LIBRARY, ACTORS, "<")) or "site-packages" in file
+    return library or calls_tasks(file)

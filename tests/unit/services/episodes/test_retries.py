@@ -20,7 +20,7 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import Retries, RolloutsFail
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent
+from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskProcessEnded
 from composer_mesh.tasks.openenv.errors import ConnectionLost
 
 EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})
@@ -175,6 +175,37 @@ async def test_a_sample_that_is_cancelled_is_not_tried_again() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert attempts.sessions == ["a"]
+
+
+async def test_an_episode_is_set_aside_after_the_second_process_that_its_own_code_has_ended() -> (
+    None
+):
+    told = Told()
+    ends = iter(["at a (task.py:1)", "at b (task.py:2)"])
+    made = retries(told)
+    trial = made.trial(EPISODE)
+
+    async def kills(session: str) -> Trace:
+        await asyncio.sleep(0)
+        raise TaskProcessEnded("finish of train episode 7", f"held it, {next(ends)}")
+
+    async def bystands(session: str) -> Trace:
+        await asyncio.sleep(0)
+        raise lost_idle(session)
+
+    others = Attempts([lost_idle] * 6)
+    made_elsewhere = made.trial(Episode("toolbox", "train", 8))
+    found = await asyncio.gather(
+        trial.sample("train-000007-000", kills),
+        trial.sample("train-000007-001", bystands),
+        made_elsewhere.sample("train-000008-000", others),
+    )
+    assert found == [None, None, TRACE]
+    (poisoned,) = told.poisoned
+    assert (poisoned.episode, poisoned.cause) == (EPISODE, "data")
+    assert next(ends, "none left") == "none left"
+    (detail,) = [detail for kind, _, detail, _ in told.events if kind == "input_poisoned"]
+    assert "finish of train episode 7 held it, at b (task.py:2)" in detail
 
 
 async def test_events_name_the_actor_the_rollout_and_the_cause_in_one_line() -> None:

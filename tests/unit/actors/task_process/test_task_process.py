@@ -1,0 +1,183 @@
+"""A task's code that holds or ends its process costs its own call; all others are lost unharmed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raised_kinds import NAMES
+
+from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.mesh.actor import own_endpoint
+from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.supervision import SessionLost
+from composer_mesh.rollouts.tasks import Episode, Outcome
+from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskProcessEnded
+
+TASK = """
+import asyncio
+import ctypes
+import os
+import re
+import signal
+
+from raised_kinds import raised
+
+from composer_mesh import Session, Task, reward
+
+FAULTS = ["none", "holds", "holds_async", "sleeps", "segfault", "exits", "killed"]
+
+
+class Faulty(Session):
+    async def reply(self, text):
+        if text == "wait":
+            await asyncio.Event().wait()
+
+
+class Faults(Task):
+    session_class = Faulty
+
+    def rows(self, split):
+        return [{"question": fault, "fault": fault} for fault in FAULTS]
+
+    def prompt(self, row):
+        return row["question"]
+
+    @reward
+    def plain(self, transcript):
+        fault = transcript.row["fault"]
+        if fault == "holds":
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        if fault == "sleeps":
+            ctypes.PyDLL(None).sleep(100_000)
+        if fault == "segfault":
+            ctypes.string_at(0)
+        if fault == "exits":
+            os._exit(3)
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    @reward
+    async def waits(self, transcript):
+        if transcript.row["fault"] == "holds_async":
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        if transcript.answer.startswith("raise "):
+            raise raised(transcript.answer.split()[1])
+        return 0.0
+"""
+FAULTS = {
+    "holds": r"held the interpreter .*at plain \(.*faulty\.py:\d+\), in match \(",
+    "holds_async": r"held the interpreter .*at waits \(.*faulty\.py:\d+\), in match \(",
+    "sleeps": r"held the interpreter .*at plain \(.*faulty\.py:\d+\)",
+    "segfault": r"ended the process .*sig=11\), at plain \(.*faulty\.py:\d+\), in string_at",
+    "exits": r"ended the process of the task: its process exited with code 3",
+    "killed": r"ended the process of the task: its process failed: Killed\(sig=9\)",
+}
+NUMBERS = {fault: number for number, fault in enumerate(["none", *FAULTS])}
+
+
+class Environment:
+    """The endpoints of an actor, called in this process."""
+
+    def __init__(self, actor: EnvironmentActor) -> None:
+        self.actor = actor
+
+    async def __call__(self, endpoint: str, *args: Any) -> Any:
+        return await own_endpoint(self.actor, endpoint)(*args)
+
+    async def begin(self, name: str, fault: str = "none") -> None:
+        await self("begin", name, Episode("faults", "train", NUMBERS[fault]))
+
+
+async def loaded(folder: Path, build_config: Any, actor: EnvironmentActor, silent_s: float) -> Any:
+    """An environment whose process counts as hung after a CPU second, or `silent_s` seconds."""
+    (folder / "faulty.py").write_text(TASK)
+    environment = Environment(actor)
+    config = build_config(
+        data={"task": f"{folder}/faulty.py:Faults"},
+        environment={"hang_s": 1.0},
+        supervision={"hang_s": silent_s},
+    )
+    await environment("load", config)
+    return environment
+
+
+@pytest.fixture
+async def environment(tmp_path: Path, build_config: Any, environment_actor: Any) -> Environment:
+    environment: Environment = await loaded(tmp_path, build_config, environment_actor(), 600.0)
+    return environment
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_call_that_holds_or_ends_its_process_is_charged_alone_with_its_place(
+    fault: str, tmp_path: Path, build_config: Any, environment_actor: Any
+) -> None:
+    silent_s = 10.0 if fault == "sleeps" else 600.0  # it uses no CPU
+    environment = await loaded(tmp_path, build_config, environment_actor(), silent_s)
+    await environment.begin("guilty", fault)
+    for name in ("waiting", "idle"):
+        await environment.begin(name)
+    waiting = asyncio.create_task(environment("step", "waiting", "wait"))
+    before = environment.actor.details()["task_process"]
+    with pytest.raises(TaskProcessEnded) as failed:
+        await environment("finish", "guilty")
+    said = str(failed.value)
+    assert said.startswith(f"finish of train episode {NUMBERS[fault]} of task 'faults' ")
+    assert re.search(FAULTS[fault], said), said
+    for call in (waiting, environment("finish", "idle")):
+        with pytest.raises(SessionLost) as lost:
+            await call
+        assert not lost.value.in_call
+    await environment.begin("another")
+    assert isinstance(await environment("finish", "another"), Outcome)
+    assert environment.actor.details()["task_process"] != before
+    assert not is_alive(before)
+
+
+async def test_sessions_of_an_ended_process_are_forgotten_one_by_one(
+    environment: Environment,
+) -> None:
+    for name, fault in (("guilty", "exits"), ("idle", "none")):
+        await environment.begin(name, fault)
+    with pytest.raises(TaskProcessEnded):
+        await environment("finish", "guilty")
+    assert environment.actor.in_use() == 2
+    for name in ("guilty", "idle"):
+        await environment("forget", name)
+    assert environment.actor.in_use() == 0
+
+
+async def test_several_calls_of_one_episode_are_one_cause(environment: Environment) -> None:
+    for number in range(4):
+        await environment.begin(f"s{number}", "killed")
+    calls = (environment("finish", f"s{number}") for number in range(4))
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    kinds = sorted(type(error).__name__ for error in found)
+    assert kinds == ["SessionLost"] * 3 + ["TaskProcessEnded"]
+    assert not any(error.in_call for error in found if isinstance(error, SessionLost))
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_whatever_a_reward_raises_is_answered_with_its_line(
+    name: str, environment: Environment
+) -> None:
+    await environment.begin("s")
+    await environment("step", "s", f"raise {name}")
+    with pytest.raises(TaskError, match=name) as failed:
+        await environment("finish", "s")
+    assert isinstance(failed.value, TaskCodeError)
+    assert "reward 'waits' of task 'faults' failed at" in str(failed.value)
+    assert isinstance(await environment("prepare", Episode("faults", "train", 0)), tuple)
+
+
+async def test_a_task_that_ends_its_process_while_it_loads_is_an_error_of_load(
+    tmp_path: Path, build_config: Any, environment_actor: Any
+) -> None:
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    config = build_config(data={"task": f"{tmp_path}/dies.py:Dies"})
+    with pytest.raises(TaskProcessEnded, match=r"load of the task ended .* code 7"):
+        await own_endpoint(environment_actor(), "load")(config)
