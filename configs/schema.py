@@ -57,7 +57,10 @@ class RunConfig(Section):
     """Number of optimizer steps."""
 
     deadline_s: Seconds = 120.0
-    """Seconds until an unanswered call to an actor ends the run."""
+    """Seconds without an answer or progress after which the work of an actor is ended.
+
+    Progress is a microbatch, a layer, a decoding step, a tensor or file: work that reports it may
+    take any time. The work is repeated with twice the time, as often as its restarts allow."""
 
     import_paths: Annotated[tuple[FilePath, ...], Field(strict=False, max_length=100)] = ()
     """Folders with modules of your own, such as custom losses: searched after installed packages.

@@ -4,9 +4,9 @@
                                  <--- no progress --->
 
 A call whose deadline has passed may be repeated on the same or another process of its kind. Work is
-not tried again under a deadline that it could not meet, so the next one of the same kind and
-endpoint has twice the time. `most` expiries end this: from then on the error counts as one of the
-work itself, which no new process mends.
+not tried again under a deadline that it could not meet: in a run, the next one of the same kind and
+endpoint has twice the time. After `most` expiries the error counts as one of the work itself, which
+no new process mends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from composer_mesh.mesh.supervision import DeadlineExceeded, Recorder
 
 if TYPE_CHECKING:
     from composer_mesh.mesh.spawned import SpawnedActor
-
-MOST = 5
-"""Times that one deadline is doubled; in a run `supervision.restarts`."""
 
 Group = Callable[[], Sequence["SpawnedActor"]]
 
@@ -48,10 +45,13 @@ def working_together(actors: Group) -> Iterator[None]:
 
 
 class Deadlines:
-    """The deadlines of one owner's calls, by kind of actor and endpoint."""
+    """The deadlines of one owner's calls, by kind of actor and endpoint.
+
+    `most` is how often one deadline is doubled: not at all outside a run.
+    """
 
     def __init__(self, record: Recorder = record_nothing) -> None:
-        self._record, self.most = record, MOST
+        self._record, self.most = record, 0
         self._doubled: dict[tuple[str, str], int] = {}
 
     def of(self, kind: str, endpoint: str, deadline_s: float) -> float:
@@ -59,22 +59,23 @@ class Deadlines:
         return float(deadline_s * 2 ** self._doubled.get((kind, endpoint), 0))
 
     def missed(self, actor: SpawnedActor, endpoint: str, deadline_s: float, bound_s: float) -> bool:
-        """Double the deadline of a call that has missed `bound_s`; return False if it is not.
+        """Double the deadline of a call that has missed `bound_s`; return whether it was the last.
 
         Calls that missed the same deadline together double it once.
         """
         key, now_s = (actor.kind, endpoint), self.of(actor.kind, endpoint, deadline_s)
-        if bound_s < now_s:
-            return True
-        if self._doubled.get(key, 0) >= self.most:
+        doubled = self._doubled.get(key, 0)
+        if not self.most or bound_s < now_s:
             return False
-        self._doubled[key] = self._doubled.get(key, 0) + 1
+        if doubled >= self.most:
+            return True
+        self._doubled[key] = doubled + 1
         detail = (
             f"{endpoint}: no progress within {bound_s:g} s, so the next one has {2 * now_s:g} s"
         )
         about = {"host": actor.host.name, "kind": actor.kind}
         self._record("deadline_doubled", actor.name, detail, **about)
-        return True
+        return False
 
 
 class Patience:
@@ -101,8 +102,8 @@ class Patience:
         allowed_s = self.bound_s * (2 if own is not None and own.waits_for else 1)
         if silent_s < allowed_s:
             return allowed_s - silent_s
-        again = self._actor.deadlines.missed(
+        final = self._actor.deadlines.missed(
             self._actor, self._endpoint, self._deadline_s, self.bound_s
         )
         last = "" if own is None or not own.count else str(own)
-        raise DeadlineExceeded(self._actor.name, self._endpoint, allowed_s, last, not again)
+        raise DeadlineExceeded(self._actor.name, self._endpoint, allowed_s, last, final)

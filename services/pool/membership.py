@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from composer_mesh.mesh.background import BackgroundTasks
+from composer_mesh.mesh.deadlines import working_together
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
 from composer_mesh.mesh.waiting import cancel_and_wait, together
@@ -190,7 +191,14 @@ class Membership:
         return {one: answer for one, answer in found.items() if one not in failed}
 
     async def _come(self, newcomers: Sequence[Replica], deadline_s: float) -> None:
-        """Add new replicas; only quick calls run under the lock that blocks other set-ups."""
+        """Add new replicas; only quick calls run under the lock that blocks other set-ups.
+
+        They are judged by their own progress alone, whoever began this.
+        """
+        with working_together(list):
+            await self._come_alone(newcomers, deadline_s)
+
+    async def _come_alone(self, newcomers: Sequence[Replica], deadline_s: float) -> None:
         try:
             await together(*(self._start(one, deadline_s) for one in newcomers))
             await self._setups.readable(deadline_s)

@@ -21,6 +21,7 @@ from composer_mesh.actors.checkpoints.folder import (
     EarlierCheckpoint,
     UnreadableCheckpoint,
 )
+from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.actors.models.chat import open_chat
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
@@ -76,7 +77,7 @@ UNGUARDED = (
 ONE_LINE = (
     *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
     *(ChatTemplateError, CheckpointFailed, ConfigError, JudgesSpent, NoCapacity),
-    *(StoreUnavailable, StoreUnfit, UnreadableCheckpoint, UnreadableManifest),
+    *(GradientNotFinite, StoreUnavailable, StoreUnfit, UnreadableCheckpoint, UnreadableManifest),
 )
 """Errors whose message is complete, so no traceback is printed."""
 

@@ -95,7 +95,7 @@ class MeshTraining:
 
     def _at_work(self) -> list[SpawnedActor]:
         """Return the actors of a step: any of them may wait for any other."""
-        return [*self._ranks(), *([] if self._teachers is None else self._teachers.alive())]
+        return [*self._ranks(), *([] if self._teachers is None else self._teachers.at_work())]
 
 
 def joined(ranks: Sequence[dict[str, float]]) -> dict[str, float]:

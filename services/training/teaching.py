@@ -249,6 +249,11 @@ class SdpoTeachers:
         actors = [one.actor for one in self._members.members if one.serving]
         return [actor for actor in actors if actor is not None and actor.alive]
 
+    def at_work(self) -> list[SpawnedActor]:
+        """Return the teachers that a step may wait for: those alive, and those being loaded."""
+        coming = [one.actor for one in self._members.coming]
+        return [*self.alive(), *(actor for actor in coming if actor is not None)]
+
     async def _restored(self, teacher: SpawnedActor, version: int, average: Path | None) -> bool:
         try:
             await teacher.call("restore", version, average, deadline_s=self._deadline_s)

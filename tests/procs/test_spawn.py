@@ -111,6 +111,27 @@ async def test_the_errors_of_a_call_keep_their_type_or_their_text(host: MeshHost
     assert await actor.call("say", "alive") == "echo alive"
 
 
+async def test_work_that_stands_still_ends_with_its_last_progress_and_has_twice_the_time_again(
+    host: MeshHost, events: Events
+) -> None:
+    """The work takes longer than its deadline before it stands still."""
+    host.deadlines.most = 5
+    actor = await host.spawn("echo-0", EchoActor)
+    for bound in ("1", "2"):
+        with pytest.raises(
+            DeadlineExceeded,
+            match=rf"echo-0\.work made no progress for {bound} s \(last progress: part 8 of 9, ",
+        ):
+            await actor.call("work", 8, 0.2, deadline_s=1.0)
+    first, second = events
+    assert first == (
+        "deadline_doubled",
+        "echo-0",
+        "work: no progress within 1 s, so the next one has 2 s",
+    )
+    assert second[2] == "work: no progress within 2 s, so the next one has 4 s"
+
+
 async def test_what_a_dead_actor_started_is_gone_when_it_is_stopped(host: MeshHost) -> None:
     actor = await host.spawn("echo-0", EchoActor, policy=FaultPolicy.OWNER)
     child = await actor.call("start_child")
@@ -132,6 +153,10 @@ async def test_a_stopped_process_is_a_hang_and_then_a_death(host: MeshHost, even
         await held
     assert [event[:2] for event in events] == [("actor_hung", "echo-0"), ("actor_died", "echo-0")]
     assert await wait_gone(actor.pid, 5)
+    again = await host.spawn("echo-0.2", EchoActor, policy=FaultPolicy.OWNER)
+    os.kill(again.pid, signal.SIGSTOP)
+    assert again.death is not None
+    assert (await again.death).reason == "it gave no answer within 4 s and was killed"
 
 
 async def test_an_actor_that_computes_for_longer_than_a_hang_is_left_alone(

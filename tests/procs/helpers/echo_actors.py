@@ -9,6 +9,7 @@ import time
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.progress import made_progress
 
 
 class Bad(Exception):
@@ -63,6 +64,14 @@ class EchoActor(MeshActor):
         """The id of a process that outlives whoever does not end it."""
         child = await asyncio.create_subprocess_exec("sleep", "600")
         return child.pid
+
+    @concurrent_endpoint
+    async def work(self, parts: int, each_s: float) -> None:
+        """Complete some parts, and then hang."""
+        for part in range(1, parts + 1):
+            await asyncio.to_thread(time.sleep, each_s)
+            made_progress(f"part {part} of {parts + 1}")
+        await self.gate.wait()
 
     @concurrent_endpoint
     async def spin(self, seconds: float) -> None:

@@ -91,7 +91,9 @@ Events = list[tuple[str, str, str]]
 
 def recorded() -> tuple[Deadlines, Events]:
     events: Events = []
-    return Deadlines(lambda *event, **_: events.append(event)), events
+    deadlines = Deadlines(lambda *event, **_: events.append(event))
+    deadlines.most = 5
+    return deadlines, events
 
 
 def stands_still(age_s: float = 1.0) -> Report:
@@ -184,6 +186,16 @@ async def test_an_actor_that_waits_for_another_has_twice_the_time() -> None:
     with pytest.raises(DeadlineExceeded, match=r"for 2e-09 s .*waiting for the SDPO teachers"):
         await waiting.call("train", deadline_s=NOW_S)
     assert waiting.ref.asked == 2
+
+
+async def test_outside_a_run_a_deadline_is_what_its_caller_says() -> None:
+    deadlines = Deadlines()
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded, match="for 1e-09 s") as raised:
+            await actor(Worker([stands_still(), moves()]), deadlines).call(
+                "train", deadline_s=NOW_S
+            )
+        assert not is_deterministic(raised.value)
 
 
 async def test_an_actor_that_reports_no_progress_has_its_deadline_as_it_is() -> None:
