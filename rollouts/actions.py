@@ -19,10 +19,10 @@ The rules, which users may rely on:
 import json
 import math
 import re
-import unicodedata
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from composer_mesh.rollouts.foreign_text import normal_form
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 
 _END_OF_THOUGHT = "</think>"
@@ -98,7 +98,7 @@ def _number(value: float) -> int | float:
 
 
 def _text(value: str) -> str:
-    return unicodedata.normalize("NFC", value)
+    return normal_form("NFC", value)
 
 
 def _words(text: str) -> str:

@@ -22,6 +22,7 @@ from composer_mesh.rollouts.captured_turns import (
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationResult
 from composer_mesh.rollouts.raw_prompts import RawPrompts
+from composer_mesh.rollouts.stop_texts import tokens_to_stop
 from composer_mesh.rollouts.thinking import ThinkingStyle
 from composer_mesh.rollouts.traces import Message, StopReason, Turn
 
@@ -131,17 +132,10 @@ def cut_at_stop(chat: ChatFormat, ids: list[int], stops: Sequence[str]) -> Stopp
     They are what sampling with that stop string would have returned: later ids never influence
     earlier ones.
     """
-    text = chat.raw_text(ids)
-    if not any(stop in text for stop in stops):
+    count = tokens_to_stop(stops, ids, chat.raw_text)
+    text = chat.raw_text(ids[:count])
+    if count is None:
         return StoppedText(ids, text, stopped=False)
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        if any(stop in chat.raw_text(ids[:middle]) for stop in stops):
-            high = middle
-        else:
-            low = middle + 1
-    text = chat.raw_text(ids[:low])
     return StoppedText(
-        ids[:low], text[: min(text.find(s) for s in stops if s in text)], stopped=True
+        ids[:count], text[: min(text.find(s) for s in stops if s in text)], stopped=True
     )

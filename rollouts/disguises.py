@@ -3,10 +3,11 @@
 Each view is the whole text, normalized in one way. `leaks` searches the views for the answer.
 """
 
-import html
 import re
 import unicodedata
 from collections.abc import Iterator
+
+from composer_mesh.rollouts.foreign_text import normal_form, unescaped
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"))
 _MARKS = str.maketrans({"\u066b": ".", "\u066c": ",", "\u00b7": ".", "\u2027": ".", "\u2219": "."})
@@ -18,8 +19,10 @@ _LATIN = {"ı": "i", "ɑ": "a", "ɡ": "g", "ø": "o", "ł": "l"}
 _LETTERS = str.maketrans(_CYRILLIC | _GREEK | _LATIN)
 _DIGITS = dict(zip("oοо|lıiӏƨzзɜɛʒчsƽбbȣ8g", "00011111223333455688" + "89", strict=True))
 _LEET = str.maketrans("01345789@$!", "oleastbgasi")
-_DIGIT_LIKE = re.compile(rf"(?<![^\W_])[0-9{''.join(_DIGITS)}]{{2,}}(?![^\W_])")
-_LEET_LIKE = re.compile(r"(?=[^\s]*[a-z])[a-z0134578@$!]*[0134578@$!][a-z0134578@$!]*")
+_DIGIT_LIKE = re.compile(rf"[0-9{''.join(_DIGITS)}]{{2,}}")
+_SPACED = re.compile(r"\S+")
+_LEET_LIKE = re.compile(r"[a-z0134578@$!]+")
+_LETTERS_OF_WORDS = "abcdefghijklmnopqrstuvwxyz"
 _COMMANDS = re.compile(r"\\[a-zA-Z]+\*?|\\[^\w\s]|</?[a-zA-Z][^<>]*>|[{}$*_~`^]")
 _TIMES = re.compile(r"\\(?:times|cdot)\b")
 _ESCAPES = re.compile(r"\\u\{?([0-9a-fA-F]{2,6})\}?|\\x([0-9a-fA-F]{2})|%([0-9a-fA-F]{2})")
@@ -44,14 +47,14 @@ def normalized(text: str) -> str:
         return " ".join(text.lower().split())
     text = _SUPERSCRIPT.sub(lambda power: "^" + power.group(), text)
     text = "".join(map(_digit, text))
-    text = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", text).casefold())
+    text = unicodedata.normalize("NFKD", normal_form("NFKC", text).casefold())
     text = text.translate(_MINUS).translate(_MARKS)
     return " ".join("".join(filter(_is_visible, text)).split())
 
 
 def decoded(text: str) -> str:
     """Return a text with the escapes of HTML, JSON and URLs undone."""
-    return _ESCAPES.sub(_character, html.unescape(text))
+    return _ESCAPES.sub(_character, unescaped(text))
 
 
 def _digit(char: str) -> str:
@@ -78,18 +81,37 @@ def _with_letters(text: str) -> str:
 def _with_digits(text: str) -> str:
     """Replace look-alikes of digits, in words that hold nothing but them and a digit."""
 
-    def digits(word: re.Match[str]) -> str:
-        letters = word.group()
-        if letters.isascii() and not any(map(str.isdecimal, letters)):
+    def digits(run: re.Match[str]) -> str:
+        letters, before, after = (
+            run[0],
+            text[max(0, run.start() - 1) : run.start()],
+            text[run.end() : run.end() + 1],
+        )
+        # Beside another letter only what a vertical bar sets apart is a word.
+        start = (letters.find("|") + 1 or len(letters)) if before.isalnum() else 0
+        end = max(letters.rfind("|"), 0) if after.isalnum() else len(letters)
+        word = letters[start:end]
+        if len(word) < 2 or (word.isascii() and not any(map(str.isdecimal, word))):
             return letters
-        return "".join(_DIGITS.get(char, char) for char in letters)
+        read = "".join(_DIGITS.get(char, char) for char in word)
+        return f"{letters[:start]}{read}{letters[end:]}"
 
     return _DIGIT_LIKE.sub(digits, text)
 
 
 def _leet(text: str) -> str:
     """Read digits within words as the letters that they stand for."""
-    return _LEET_LIKE.sub(lambda word: word.group().translate(_LEET), text)
+    return _SPACED.sub(_leet_word, text)
+
+
+def _leet_word(word: re.Match[str]) -> str:
+    """Read the digits before the last letter of a word, and those joined to it."""
+    last = max(map(word[0].rfind, _LETTERS_OF_WORDS))
+
+    def letters(run: re.Match[str]) -> str:
+        return run[0].translate(_LEET) if run.start() <= last else run[0]
+
+    return _LEET_LIKE.sub(letters, word[0])
 
 
 def _character(escape: re.Match[str]) -> str:

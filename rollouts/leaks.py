@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from composer_mesh.rollouts.disguises import decoded, normalized, views
+from composer_mesh.rollouts.foreign_text import normal_form
 from composer_mesh.rollouts.number_words import english_words, foreign_words, with_digits
 
 SMALLEST_WORD = 2
@@ -31,7 +32,8 @@ _POWER = re.compile(r"(\d)\s*[x*\u00d7]\s*10\s*(?:\^|\*\*)?\s*[{(]?([+-]?\d{1,3}
 _NEGATIVE = re.compile(r"\b(?:minus|negative)[\s-]*(?=\d)")
 _AFTER_WORD = re.compile(r"(?<=[^\W\d_]{3})(?=\d\d)")
 _BETWEEN = (
-    r"(?:[\s,_;:|~'\"`\u2019\u2022\u2026()\[\]{}<>\\-]|\.{2,}|\.(?=\s)|(?<=\s)\.|"
+    r"(?:[\s,_;:|~'\"`\u2019\u2022\u2026()\[\]{}<>\\-]|"
+    r"(?<!\.)(?:\.{2,}(?!\.)|\.(?=\s)|(?<=\s)\.(?![.\s]))|"
     r"\b(?:and|then|next|followed|by|point|dot|comma|dash|space|hyphen)\b)+"
 )
 _RUN = re.compile(rf"(?<![\w.])(?:\d+{_BETWEEN})+\d+(?!\w|\.\d)")
@@ -111,7 +113,7 @@ class VerifiedAnswer:
             return False
         named = _BASES.search(plain) is not None
         return (
-            self._roman.search(unicodedata.normalize("NFKC", text)) is not None
+            self._roman.search(normal_form("NFKC", text)) is not None
             or self._other_bases[named].search(plain) is not None
             or bool(_BACKWARDS.search(plain) and self._is_number_in(plain, backwards=True))
         )
@@ -225,7 +227,7 @@ def _runs(text: str) -> Iterator[tuple[bool, str]]:
     """Yield sign and digits of numbers that are written in pieces: "4 2", "four, two"."""
     for reading in {text, with_digits(text)}:
         for match in _RUN.finditer(reading):
-            before = reading[: match.start()].rstrip()
+            before = reading[max(0, match.start() - 16) : match.start()].rstrip()
             negative = before.endswith(("-", "minus", "negative"))
             yield negative, _digits_of(match.group())
 

@@ -5,7 +5,6 @@ The Jaccard similarity is estimated from `permutations` hash values with a stand
 results on every machine.
 """
 
-import unicodedata
 import zlib
 from collections import deque
 from itertools import count
@@ -13,6 +12,8 @@ from itertools import count
 import numpy as np
 from datasketch import MinHash, MinHashLSH
 from numpy.typing import NDArray
+
+from composer_mesh.rollouts.foreign_text import normal_form
 
 MISSED = 0.01
 """Largest probability that the index misses a text whose similarity equals the threshold."""
@@ -64,7 +65,7 @@ class NearDuplicates:
 
 def shingles(text: str, size: int) -> NDArray[np.uint32]:
     """Hash all runs of `size` characters; case and the amount of white space are ignored."""
-    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    plain = " ".join(normal_form("NFKC", text).casefold().split())
     raw = plain.encode("utf-32-le", "surrogatepass")
     codes = np.frombuffer(raw, dtype="<u4").astype(np.uint64)
     size = max(1, min(size, len(codes)))

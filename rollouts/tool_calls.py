@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_mesh.rollouts.foreign_text import unescaped
 from composer_mesh.rollouts.traces import Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -88,7 +89,7 @@ def malformed_call(text: str) -> MalformedCall | None:
     found = _MALFORMED.match(text)
     if found is None:
         return None
-    return MalformedCall(text[found.end() :], html.unescape(found[1]))
+    return MalformedCall(text[found.end() :], unescaped(found[1]))
 
 
 def text_before_calls(text: str) -> str:

@@ -1,8 +1,9 @@
 """Formats whose calls are JSON: Hermes and Qwen, Llama 3, Mistral, Granite 3, Phi-4-mini."""
 
 import json
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from composer_mesh.rollouts.call_formats.port import (
     ParsedAction,
@@ -125,6 +126,7 @@ class LlamaJson:
 
 PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
+_BETWEEN = re.compile(r"\s*;?\s*")
 
 
 def _objects(text: str) -> list[ToolCall]:
@@ -137,8 +139,7 @@ def _objects(text: str) -> list[ToolCall]:
         except (ValueError, RecursionError):
             raise Unreadable("the call is not valid JSON") from None
         found.append(_llama_call(value))
-        rest = text[at:].lstrip().removeprefix(";").lstrip()
-        at = len(text) - len(rest)
+        at = cast("re.Match[str]", _BETWEEN.match(text, at)).end()
     if not found:
         raise Unreadable("the call is empty")
     return found

@@ -64,17 +64,19 @@ def _read(text: str, schemas: Schemas, call: Any) -> ParsedAction | MalformedCal
         return MalformedCall(text, str(error))
 
 
-_FUNCTION = re.compile(r"\s*<function=([^\s<>]+)>\s*(.*?)\s*</function>\s*", re.DOTALL)
+_FUNCTION, _FUNCTION_ENDS = "<function=", "</function>"
+_NAME = re.compile(r"[^\s<>]+")
 _PARAMETER = re.compile(r"<parameter=([^\n<>]+)>(.*?)</parameter>\s*", re.DOTALL)
 
 
 def _qwen_call(inside: str, schemas: Schemas) -> ToolCall:
-    found = _FUNCTION.fullmatch(inside)
-    if found is None:
+    inside = inside.strip()
+    name, named, body = inside.removeprefix(_FUNCTION).removesuffix(_FUNCTION_ENDS).partition(">")
+    framed = inside.startswith(_FUNCTION) and inside.endswith(_FUNCTION_ENDS)
+    if not framed or not named or not _NAME.fullmatch(name):
         raise Unreadable("the call needs <function=NAME> and </function>")
-    name, body = found.groups()
     pairs = []
-    for key, value in _all(_PARAMETER, body, "<parameter=NAME> and </parameter>"):
+    for key, value in _all(_PARAMETER, body.strip(), "<parameter=NAME> and </parameter>"):
         plain = value.removeprefix("\n").removesuffix("\n")
         pairs.append((key, typed(plain, schema_of(schemas, name, key))))
     return one_call(name, unique(pairs))

@@ -24,6 +24,7 @@ from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.actors.served_models.messages import ScoreRequest, Scores
 from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
+from composer_mesh.rollouts.stop_texts import tokens_to_stop
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import SERVER_FAULTS, BackendLost, SampleBackend
 from composer_mesh.services.serve.executing import MOST_ATTEMPTS, Executing
@@ -271,18 +272,12 @@ def _only_last(scores: Scores, last: int | None) -> Scores:
 
 def cut_after(texts: Sequence[str], result: GenerationResult, text_of: TextOf) -> GenerationResult:
     """Return a sample up to the token with which its text has one of `texts`."""
-    ids = result.token_ids
-
-    def has(count: int) -> bool:
-        text = text_of(ids[:count])
-        return any(one in text for one in texts)
-
-    if not texts or not has(len(ids)):
+    count = tokens_to_stop(texts, result.token_ids, text_of)
+    if count is None:
         return result
-    count = next(n for n in range(1, len(ids) + 1) if has(n))
     return replace(
         result,
-        token_ids=ids[:count],
+        token_ids=result.token_ids[:count],
         logprobs=result.logprobs[:count],
         versions=result.versions[:count],
         stop_reason="stop",

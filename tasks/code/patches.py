@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@.*")
 HEADER = re.compile(r"(?:---|\+\+\+) (?:[ab]/)?([^\t\n]+)")
+MOST_COMPARED = 10_000_000
+"""Lines of a file times hunks: each hunk is searched in the whole file."""
 IGNORED = ("diff ", "index ", "new file", "deleted file", "old mode", "new mode", "similarity ")
 
 
@@ -59,6 +62,10 @@ def read_patch(diff: str) -> list[FilePatch]:
 def apply_hunks(text: str, hunks: list[Hunk]) -> str:
     """Return a text with hunks applied in order; raise PatchFailed where one fits nowhere."""
     lines = text.split("\n")
+    if len(hunks) * len(lines) > MOST_COMPARED:
+        raise PatchFailed(
+            f"the diff has {len(hunks):,} hunks for {len(lines):,} lines: join hunks, or edit"
+        )
     done = 0
     moved = 0
     for number, hunk in enumerate(hunks, 1):
@@ -76,12 +83,25 @@ def _place(lines: list[str], hunk: Hunk, first: int, stated: int) -> int | None:
     size = len(hunk.before)
     if not size:
         return min(max(first, stated + 1), len(lines))
-    found = [
-        place
-        for place in range(first, len(lines) - size + 1)
-        if lines[place] == hunk.before[0] and lines[place : place + size] == hunk.before
-    ]
+    found = _places(lines, hunk.before, first)
     return min(found, key=lambda place: abs(place - stated), default=None)
+
+
+def _places(lines: list[str], wanted: list[str], first: int) -> Iterator[int]:
+    """Yield where some lines are, also overlapping, by the algorithm of Knuth, Morris and Pratt."""
+    back = [0]  # the longest own beginning that ends at each of the wanted lines
+    for line in wanted[1:]:
+        same = back[-1]
+        while same and wanted[same] != line:
+            same = back[same - 1]
+        back.append(same + (wanted[same] == line))
+    same = 0
+    for place in range(first, len(lines)):
+        while same and (same == len(wanted) or wanted[same] != lines[place]):
+            same = back[same - 1]
+        same += wanted[same] == lines[place]
+        if same == len(wanted):
+            yield place + 1 - same
 
 
 def _name(line: str) -> str | None:

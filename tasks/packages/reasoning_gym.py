@@ -35,7 +35,7 @@ SEEDS = 2**31
 LONGEST_ANSWER = 10_000
 MOST_LEVEL = 100
 FORMAT = "Write your final answer, and nothing else, between <answer> and </answer>."
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPEN, CLOSE = "<answer>", "</answer>"
 
 WITHOUT_SOLUTION = frozenset(
     {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -65,11 +65,19 @@ class PuzzleSession(Session):
 
     def reply(self, text: str) -> Reply:
         """Take the answer; one without the tags can be written again."""
-        found = ANSWER.findall(text)
-        if not found:
+        answer = last_answer(text)
+        if answer is None:
             raise ToolError("answer_format", FORMAT, {"format": FORMAT})
-        self.answer = found[-1].strip()
+        self.answer = answer
         return Reply()
+
+
+def last_answer(text: str) -> str | None:
+    """Return what stands between the last tags; None without them."""
+    found, end = None, 0
+    while (start := text.find(OPEN, end)) >= 0 and (end := text.find(CLOSE, start)) >= 0:
+        found = text[start + len(OPEN) : end].strip()
+    return found
 
 
 class ReasoningGym(Task):

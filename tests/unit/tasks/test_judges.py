@@ -125,6 +125,12 @@ def test_json_amid_other_text_is_no_answer(text: str, json: str) -> None:
     assert json_in(text) == json
 
 
+def test_thinking_in_a_value_stays_in_it() -> None:
+    text = '{"reason": "it says <think>no</think> twice", "score": 1}'
+    assert json_in(text) == text
+    assert json_in(f"<think>so</think>\n```json\n{text}\n```") == text
+
+
 def test_no_text_can_pretend_to_end_its_quote() -> None:
     first = quoted("hello")
     marker = first.splitlines()[-1]

@@ -60,6 +60,20 @@ def test_a_hunk_that_fits_nowhere_is_refused() -> None:
         apply_hunks("a\nb\n", file.hunks)
 
 
+def test_a_hunk_of_equal_lines_is_applied_at_the_nearest_place() -> None:
+    hunk = "--- a/f\n+++ b/f\n@@ -{} +1 @@\n-a\n a\n"
+    for line, left in ((1, "axaa"), (3, "aax")):
+        (file,) = read_patch(hunk.format(line))
+        text = "\n".join("aaxaa" if line == 1 else "aaax")
+        assert apply_hunks(text, file.hunks) == "\n".join(left)
+
+
+def test_a_diff_of_more_hunks_than_a_file_has_room_for_is_refused() -> None:
+    (file,) = read_patch("--- a/f\n+++ b/f\n" + "@@ -1 +1 @@\n-a\n" * 20)
+    with pytest.raises(PatchFailed, match="20 hunks for 1,000,001 lines: join hunks"):
+        apply_hunks("a\n" * 1_000_000, file.hunks)
+
+
 def test_a_cut_text_has_its_begin_its_end_and_what_is_missing() -> None:
     text = "a" * 3000 + "b" * 3000
     short = cut(text, 900)
