@@ -12,12 +12,19 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from composer_mesh.mesh.islands.outer_optimizer import Vector
-from composer_mesh.mesh.islands.quantization import Quantization, decode, encode
+from composer_mesh.mesh.islands.quantization import (
+    Quantization,
+    count_unusable,
+    decode,
+    encode,
+    payload_bytes,
+)
 from composer_mesh.mesh.islands.rounds import (
     BadRank,
     Contribution,
@@ -125,11 +132,14 @@ class ObjectStoreAllReduce:
     def contribute(self, base: int, vector: Vector) -> None:
         """Write this island's contribution that starts from a round, unless there is one already.
 
-        Raises ValueError for values that are not finite.
+        Raises ValueError for values that are not finite, or too large for a mean.
         """
-        if not np.isfinite(vector).all():
-            raise ValueError(f"the contribution of island {self.rank} has values like NaN")
-        self.contribute_encoded(base, encode(vector, self.quantization).payload, vector.size)
+        if bad := count_unusable(vector):
+            raise ValueError(f"the contribution of island {self.rank} has {bad} values like NaN")
+        encoded = encode(vector, self.quantization)
+        if bad := count_unusable(encoded.values):
+            raise ValueError(f"the contribution of island {self.rank} has {bad} values too large")
+        self.contribute_encoded(base, encoded.payload, vector.size)
 
     def contribute_encoded(self, base: int, payload: bytes, size: int) -> bool:
         """Write a contribution that is encoded already; return whether it is the one that counts.
@@ -173,25 +183,26 @@ class ObjectStoreAllReduce:
         """Return the manifest of a round; None as long as it is open."""
         if round_number not in self._manifests:
             key = self._round_key(round_number)
-            table = decided(self.store, key, self._clock.sleep)
+            is_value = partial(self.rules.is_manifest, round_number)
+            table = decided(self.store, key, self._clock.sleep, is_value)
             if table is None:
                 return None
-            self._manifests[round_number] = Manifest.of_table(key, table)
+            self._manifests[round_number] = Manifest.of_table(table)
         return self._manifests[round_number]
 
     def newest(self, known: int = 0) -> int:
         """Return the newest closed round, at least `known`; 0 if none is.
 
-        Listings may be late, so that it looks beyond what they say.
+        Rounds close one after the other and stay, so that it doubles its steps until one is open,
+        and halves them. Listings may be late, and may name what nobody of the islands has written.
         """
-        folder = f"{self.group}/rounds/"
-        names = (key.rpartition("/")[2].partition(".")[0] for key in self.store.keys(folder))
-        found = max([known, *(int(name) for name in names if name.isdigit())])
-        while found > known and self.manifest(found) is None:
-            found -= 1  # its only write was torn
-        while self.manifest(found + 1) is not None:
-            found += 1
-        return found
+        step = 1
+        while self.manifest(known + step) is not None:
+            known, step = known + step, 2 * step
+        while step := step // 2:
+            if self.manifest(known + step) is not None:
+                known += step
+        return known
 
     def mean(self, manifest: Manifest, size: int) -> Vector:
         """Return a round's mean: the sum of its contributions over its number of islands.
@@ -220,8 +231,9 @@ class ObjectStoreAllReduce:
         )
         mine = Manifest(round_number, tuple(found), refused, self.rank, digest)
         key = self._round_key(round_number)
-        table = decide(self.store, key, mine.to_table(), self._clock.sleep)
-        self._manifests[round_number] = Manifest.of_table(key, table)
+        is_value = partial(self.rules.is_manifest, round_number)
+        table = decide(self.store, key, mine.to_table(), self._clock.sleep, is_value)
+        self._manifests[round_number] = Manifest.of_table(table)
         return self._manifests[round_number]
 
     def _intact(self, round_number: int, size: int) -> list[Contribution]:
@@ -238,8 +250,9 @@ class ObjectStoreAllReduce:
             folder = f"{self.group}/contributions/{base:08d}/"
             for key in self.store.keys(folder):
                 name = key.removeprefix(folder).partition(".")[0]
-                if name.isdigit() and int(name) < self.world_size:
-                    found.add(Contribution(base, int(name)))
+                number = number_of(name, 5)
+                if number is not None and number < self.world_size:
+                    found.add(Contribution(base, number))
         return found
 
     def _is_intact(self, one: Contribution, size: int) -> bool:
@@ -266,7 +279,7 @@ class ObjectStoreAllReduce:
         told = {"island": one.island, "base": one.base, "size": size, "how": self.quantization}
         if head.about != told:
             raise CorruptObject(key, f"says {head.about} but must say {told}")
-        payload = payload_of(self.store, head)
+        payload = payload_of(self.store, head, payload_bytes(size, self.quantization))
         decode(payload, size, self.quantization)
         self._read[one] = payload
         self._refused.pop(one, None)
@@ -289,6 +302,11 @@ class ObjectStoreAllReduce:
 
     def _round_key(self, number: int) -> str:
         return f"{self.group}/rounds/{number:08d}"
+
+
+def number_of(name: str, digits: int) -> int | None:
+    """Return the number in a part of a key that has so many digits; None for any other part."""
+    return int(name) if len(name) == digits and name.isascii() and name.isdigit() else None
 
 
 def digest_of(mean: Vector) -> str:

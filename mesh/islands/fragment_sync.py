@@ -18,8 +18,14 @@ A run that trains steps again, because a process died, thereby merges the same r
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from composer_mesh.mesh.islands.all_reduce import ObjectStoreAllReduce, RoundLost, WrongMean
+from composer_mesh.mesh.islands.all_reduce import (
+    ObjectStoreAllReduce,
+    RoundLost,
+    WrongMean,
+    number_of,
+)
 from composer_mesh.mesh.islands.background import in_background
 from composer_mesh.mesh.islands.outer_gradient import count_not_finite, mixed, outer_gradient
 from composer_mesh.mesh.islands.outer_optimizer import (
@@ -279,7 +285,8 @@ class FragmentSync:
             head = head_of(self.reduce.store, self._state_key(round_number))
             if head is None:
                 return None
-            return state_of(round_number, payload_of(self.reduce.store, head), size, self.outer)
+            payload = payload_of(self.reduce.store, head, 4 * size * (1 + self.outer.slots))
+            return state_of(round_number, payload, size, self.outer)
         except (CorruptObject, ValueError) as error:
             self.tell("common_weights_broken", f"{self.reduce.group}: {error}")
             return None
@@ -295,8 +302,14 @@ class FragmentSync:
 
     def _stored_rounds(self) -> list[int]:
         folder = f"{self.reduce.group}/states/"
-        found = {key.removeprefix(folder)[:8] for key in self.reduce.store.keys(folder)}
-        return sorted(int(name) for name in found if name.isdigit())
+        return self._numbers(folder)
+
+    def _numbers(self, folder: str) -> list[int]:
+        """Return the rounds that folders of the store are named by; other names are left out."""
+        names = {
+            key.removeprefix(folder).partition("/")[0] for key in self.reduce.store.keys(folder)
+        }
+        return sorted(one for name in names if (one := number_of(name, 8)) is not None)
 
     def _collect_garbage(self, last: int) -> None:
         """Remove states before the newest one up to `last`, and the contributions in them.
@@ -312,19 +325,18 @@ class FragmentSync:
         for number in [one for one in rounds if 0 < one < kept]:
             delete_folder(store, f"{group}/states/{number:08d}/")
         folder, first = f"{group}/contributions/", kept - self.reduce.rules.max_staleness
-        bases = {key.removeprefix(folder)[:8] for key in store.keys(folder)}
-        for name in sorted(one for one in bases if one.isdigit() and int(one) < first):
-            delete_folder(store, f"{folder}{name}/")
+        for base in [one for one in self._numbers(folder) if one < first]:
+            delete_folder(store, f"{folder}{base:08d}/")
         self.reduce.forget(first)
 
     def _merged_after(self, step: str) -> int | None:
-        found = decided(self.reduce.store, self._merge_key(step))
+        found = decided(self.reduce.store, self._merge_key(step), is_value=_is_merge)
         return None if found is None else int(found["round"])
 
     def _note(self, step: str, merged: int) -> int:
         """Decide which round this run merges after a step; return the decided one."""
         key = self._merge_key(step)
-        return int(decide(self.reduce.store, key, {"round": merged})["round"])
+        return int(decide(self.reduce.store, key, {"round": merged}, is_value=_is_merge)["round"])
 
     def _merge_key(self, step: str) -> str:
         return f"{self.reduce.group}/merges/{self.member}/{step}"
@@ -344,3 +356,7 @@ class FragmentSync:
             self.counts.dropped += kind == "dropped"
             self.counts.refused += kind == "refused"
             self.tell(f"contribution_{kind}", f"{self.reduce.group}: {why}")
+
+
+def _is_merge(table: dict[str, Any]) -> bool:
+    return type(table.get("round")) is int and table["round"] >= 0

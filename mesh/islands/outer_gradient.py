@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from composer_mesh.mesh.islands.outer_optimizer import Vector
-from composer_mesh.mesh.islands.quantization import Quantization, encode
+from composer_mesh.mesh.islands.quantization import Quantization, count_unusable, encode
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,25 @@ class OuterGradient:
 def outer_gradient(
     common: Vector, snapshot: Vector, residual: Vector | None, how: Quantization
 ) -> OuterGradient | None:
-    """Return common weights minus snapshot, plus the earlier rounding error; None unless finite."""
+    """Return common weights minus snapshot, plus the earlier rounding error.
+
+    None if values are not finite, or too large to be of training.
+    """
     gradient = common - snapshot
-    if not np.isfinite(gradient).all():
+    if count_unusable(gradient):
         return None
     if residual is not None:
         gradient = gradient + residual
     encoded = encode(gradient, how)
+    if count_unusable(encoded.values):  # with the earlier error, or by rounding up
+        return None
     error = None if how == "none" else gradient - encoded.values
     return OuterGradient(encoded.payload, encoded.values, error)
 
 
 def count_not_finite(common: Vector, snapshot: Vector) -> int:
-    """Return how many values of an outer gradient are not finite."""
-    return int(snapshot.size - np.isfinite(common - snapshot).sum())
+    """Return how many values of an outer gradient are not finite, or too large to be of one."""
+    return count_unusable(common - snapshot)
 
 
 def mixed(common: Vector, weights: Vector, snapshot: Vector, mixing: float) -> Vector:

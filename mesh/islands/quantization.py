@@ -15,6 +15,8 @@ from composer_mesh.mesh.islands.outer_optimizer import Vector
 Quantization = Literal["none", "int8", "int4"]
 BLOCK = 256
 LIMITS = {"int8": 127, "int4": 7}
+LARGEST_VALUE = np.float32(1e9)
+"""Beyond it an outer gradient is not one of training, and sums and squares would be infinite."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ def decode(payload: bytes, size: int, how: Quantization) -> Vector:
     if len(payload) != payload_bytes(size, how):
         raise ValueError(f"has {len(payload)} bytes but {payload_bytes(size, how)} are its values")
     if how == "none":
-        return _finite(np.frombuffer(payload, "<f4").astype(np.float32))
+        return _usable(np.frombuffer(payload, "<f4").astype(np.float32))
     count = _block_count(size)
-    scales = _finite(np.frombuffer(payload[: 4 * count], "<f4").astype(np.float32))
+    scales = _usable(np.frombuffer(payload[: 4 * count], "<f4").astype(np.float32))
     body = payload[4 * count :]
     codes = np.frombuffer(body, np.int8) if how == "int8" else _unpacked(body)
-    return _finite(_values(scales, codes.reshape(count, BLOCK), size))
+    return _usable(_values(scales, codes.reshape(count, BLOCK), size))
 
 
 def payload_bytes(size: int, how: Quantization) -> int:
@@ -91,8 +93,12 @@ def _unpacked(body: bytes) -> np.ndarray:
     return np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.int8)
 
 
-def _finite(values: Vector) -> Vector:
-    if not np.isfinite(values).all():
-        count = int(values.size - np.isfinite(values).sum())
-        raise ValueError(f"has {count} values that are not finite")
+def count_unusable(values: Vector) -> int:
+    """Return how many values are not finite, or above `LARGEST_VALUE`."""
+    return int(values.size - (np.abs(values) <= LARGEST_VALUE).sum())
+
+
+def _usable(values: Vector) -> Vector:
+    if bad := count_unusable(values):
+        raise ValueError(f"has {bad} values that are not finite, or above {LARGEST_VALUE:g}")
     return values

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer_mesh.mesh.object_store.port import CorruptObject
-
 
 class BadRank(ValueError):
     """A rank out of bounds."""
@@ -74,8 +72,8 @@ class Manifest:
         }
 
     @classmethod
-    def of_table(cls, key: str, table: Mapping[str, Any]) -> "Manifest":
-        """Return the manifest of such a table; raises `CorruptObject`."""
+    def of_table(cls, table: Mapping[str, Any]) -> "Manifest":
+        """Return the manifest of such a table; raises ValueError for any other."""
         try:
             return cls(
                 int(table["round"]),
@@ -87,8 +85,8 @@ class Manifest:
                 int(table["closed_by"]),
                 str(table["digest"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptObject(key, f"is no manifest of a round: {error!r}") from error
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"it is no manifest of a round: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,17 @@ class RoundRules:
     def bases(self, round_number: int) -> range:
         """Return the rounds from which a contribution to this round may start."""
         return range(max(0, round_number - 1 - self.max_staleness), round_number)
+
+    def is_manifest(self, round_number: int, table: Mapping[str, Any]) -> bool:
+        """Whether a table is a manifest that islands under these rules may have written."""
+        try:
+            found = Manifest.of_table(table)
+        except ValueError:
+            return False
+        bases, named = self.bases(round_number), {one.island for one in found.contributions}
+        known = all(0 <= island < self.world_size for island in named)
+        in_time = all(one.base in bases for one in found.contributions)
+        return found.round == round_number and bool(named) and known and in_time
 
     def earlier(self, round_number: int) -> range:
         """Return the rounds whose manifests decide about this one."""

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from composer_mesh.mesh.islands.all_reduce import FIRST_POLL_S, LONGEST_POLL_S, Clock, RoundLost
 from composer_mesh.mesh.islands.lighthouse import LighthouseUnfit
 from composer_mesh.mesh.islands.outer_optimizer import Vector
-from composer_mesh.mesh.islands.quantization import Quantization, decode, encode
+from composer_mesh.mesh.islands.quantization import Quantization, count_unusable, decode, encode
 from composer_mesh.mesh.islands.rounds import BadRank
 from composer_mesh.mesh.islands.torchft_manager import IslandManager
 from composer_mesh.mesh.islands.torchft_rules import (
@@ -138,12 +138,12 @@ class TorchftAllReduce:
     def all_reduce(self, vector: Vector) -> Vector:
         """Return the mean of the vectors of the islands in this round. Waits for the others.
 
-        A single island gets its own back. Values that are not finite are in no average. Raises
-        `RoundLost`.
+        A single island gets its own back. Values that are not finite, or too large, are in no
+        average. Raises `RoundLost`.
         """
         if self._alone:
             return vector.copy()
-        payload = encode(vector, self.quantization).payload if np.isfinite(vector).all() else None
+        payload = None if count_unusable(vector) else encode(vector, self.quantization).payload
         return self.average(lambda _: Offer(payload, vector.size)).mean
 
     def average(self, offer: Callable[[int], Offer]) -> Outcome:
@@ -257,8 +257,8 @@ class TorchftAllReduce:
             mean = self._summed(offer, gives, len(headers)) / np.float32(len(places))
         else:
             mean = self._decoded(offer, gives, places)
-        if not np.isfinite(mean).all():
-            raise NoAverage("the mean has values like NaN")
+        if bad := count_unusable(mean):
+            raise NoAverage(f"the mean has {bad} values like NaN, or too large")
         check_same_mean(self._gathered(hashlib.sha256(mean.tobytes()).digest()))
         islands = tuple(sorted(headers[place].rank for place in places))
         present = tuple(sorted(one.rank for one in headers))

@@ -51,17 +51,23 @@ def put_blob(
     for name, chunk, _ in parts:
         _put_part(store, name, chunk)
     told = [[name, len(chunk), digest] for name, chunk, digest in parts]
-    return _head(key, decide(store, key, {"about": about, "parts": told}, sleep))
+    return _head(decide(store, key, {"about": about, "parts": told}, sleep, _is_head))
 
 
 def head_of(store: ObjectStore, key: str, sleep: Sleep = time.sleep) -> Head | None:
-    """Return a blob's head; None if there is none. Raises `CorruptObject`."""
-    found = decided(store, key, sleep)
-    return None if found is None else _head(key, found)
+    """Return a blob's head; None if there is none."""
+    found = decided(store, key, sleep, _is_head)
+    return None if found is None else _head(found)
 
 
-def payload_of(store: ObjectStore, head: Head) -> bytes:
-    """Return a blob's payload; raises `CorruptObject` for parts that are missing or changed."""
+def payload_of(store: ObjectStore, head: Head, size: int) -> bytes:
+    """Return a blob's payload of `size` bytes.
+
+    Raises `CorruptObject` for another size, of which nothing is read, and for parts that are
+    missing or changed.
+    """
+    if head.size != size:
+        raise CorruptObject(head.parts[0][0], f"is of {head.size} bytes but {size} are its values")
     return b"".join(_checked(store, *part) for part in head.parts)
 
 
@@ -109,8 +115,13 @@ def _checked(store: ObjectStore, name: str, size: int, digest: str) -> bytes:
     return data
 
 
-def _head(key: str, found: dict[str, Any]) -> Head:
-    about, parts = found.get("about"), found.get("parts")
-    if not isinstance(about, dict) or not isinstance(parts, list):
-        raise CorruptObject(key, "has a head without parts")
-    return Head(about, tuple((str(name), int(size), str(digest)) for name, size, digest in parts))
+def _is_head(found: dict[str, Any]) -> bool:
+    parts = found.get("parts")
+    if not isinstance(found.get("about"), dict) or not isinstance(parts, list) or not parts:
+        return False
+    return all(isinstance(one, list) and [*map(type, one)] == [str, int, str] for one in parts)
+
+
+def _head(found: dict[str, Any]) -> Head:
+    parts = tuple((name, size, digest) for name, size, digest in found["parts"])
+    return Head(found["about"], parts)

@@ -14,7 +14,13 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from composer_mesh.mesh.object_store.port import ObjectStore, StoreUnavailable, StoreUnfit
+from composer_mesh.mesh.object_store.port import (
+    LARGEST_OBJECT,
+    CorruptObject,
+    ObjectStore,
+    StoreUnavailable,
+    StoreUnfit,
+)
 
 REQUEST_S = 60.0
 """Seconds after which a request that does not progress has failed."""
@@ -102,7 +108,10 @@ class _Obstore:
 
     def get(self, key: str) -> bytes | None:
         try:
-            return bytes(self._calls.get(self._store, key).bytes())
+            found = self._calls.get(self._store, key)
+            if (size := int(found.meta["size"])) > LARGEST_OBJECT:
+                raise CorruptObject(key, f"has {size} bytes, above {LARGEST_OBJECT}: remove it")
+            return bytes(found.bytes())
         except FileNotFoundError:
             return None
         except (self._failed, OSError) as error:

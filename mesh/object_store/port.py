@@ -7,6 +7,9 @@ be late; reads of one key may not.
 from collections.abc import Iterator
 from typing import Protocol
 
+LARGEST_OBJECT = 1 << 28
+"""Bytes of the largest object that is read: registers and parts of blobs have far fewer."""
+
 
 class StoreUnavailable(Exception):
     """The store did not carry out an operation now: it may do so later."""
@@ -45,7 +48,10 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: str) -> bytes | None:
-        """Return an object; None if there is none."""
+        """Return an object; None if there is none.
+
+        Raises `CorruptObject` for more than `LARGEST_OBJECT` bytes, of which none is read.
+        """
         ...
 
     def size(self, key: str) -> int | None:

@@ -4,7 +4,8 @@
     KEY.1   intact: the value             the first intact one is the value, for all and for good
 
 A value has a checksum, so that a torn one is not taken for the value. It is passed over only after
-several equal reads, because a read may be torn as well.
+several equal reads, because a read may be torn as well. What a stranger has put there is passed
+over in the same way: `is_value` says what a register may hold, and is the same for all who ask.
 """
 
 import hashlib
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from composer_mesh.mesh.object_store.port import CorruptObject, ObjectStore, StoreUnavailable
+from composer_mesh.mesh.untrusted_json import parsed_json
 
 Missing = Literal["absent", "torn"]
+IsValue = Callable[[dict[str, Any]], bool]
 ABSENT: Missing = "absent"
 TORN: Missing = "torn"
 ATTEMPTS = 8
@@ -35,7 +38,7 @@ def unseal(key: str, data: bytes) -> dict[str, Any]:
     digest, _, body = data.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise CorruptObject(key, f"has a wrong checksum over its {len(body)} bytes")
-    about = json.loads(body)
+    about = parsed_json(body)
     if not isinstance(about, dict):
         raise CorruptObject(key, "is no table")
     return about
@@ -46,6 +49,7 @@ def decide(
     key: str,
     about: dict[str, Any],
     sleep: Callable[[float], None] = time.sleep,
+    is_value: IsValue = bool,
 ) -> dict[str, Any]:
     """Write a value unless one is decided; return the decided one, of whoever it is.
 
@@ -55,7 +59,7 @@ def decide(
     for attempt in range(ATTEMPTS):
         name = f"{key}.{attempt}"
         store.put_new(name, data)
-        found = _read(store, name, sleep)
+        found = _read(store, name, sleep, is_value)
         if found is ABSENT:
             raise StoreUnavailable("read", name, "it was written but cannot be read yet")
         if isinstance(found, dict):
@@ -64,11 +68,14 @@ def decide(
 
 
 def decided(
-    store: ObjectStore, key: str, sleep: Callable[[float], None] = time.sleep
+    store: ObjectStore,
+    key: str,
+    sleep: Callable[[float], None] = time.sleep,
+    is_value: IsValue = bool,
 ) -> dict[str, Any] | None:
     """Return the decided value; None as long as there is none."""
     for attempt in range(ATTEMPTS):
-        found = _read(store, f"{key}.{attempt}", sleep)
+        found = _read(store, f"{key}.{attempt}", sleep, is_value)
         if found is ABSENT:
             return None
         if isinstance(found, dict):
@@ -77,16 +84,20 @@ def decided(
 
 
 def _read(
-    store: ObjectStore, name: str, sleep: Callable[[float], None]
+    store: ObjectStore, name: str, sleep: Callable[[float], None], is_value: IsValue
 ) -> dict[str, Any] | Missing:
     """Return an attempt's value, or that it is absent or torn; raises where its reads differ."""
     first: bytes | None = None
     for read in range(READS):
-        data = store.get(name)
+        try:
+            data = store.get(name)
+        except CorruptObject:
+            return TORN
         if data is None:
             return ABSENT
         try:
-            return unseal(name, data)
+            about = unseal(name, data)
+            return about if is_value(about) else TORN
         except (CorruptObject, ValueError):
             if first is not None and data != first:
                 raise StoreUnavailable("read", name, "two reads of it differ") from None

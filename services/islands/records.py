@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from composer_mesh.mesh.object_store.port import ObjectStore, StoreUnavailable
+from composer_mesh.mesh.object_store.port import LARGEST_OBJECT, ObjectStore, StoreUnavailable
 from composer_mesh.services.directory.live import EVENTS_FILE
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
@@ -25,7 +25,7 @@ RECORDS = (
     *(STATUS_FILE, SUMMARY_FILE),
 )
 """The files that are copied; how a run ended is in the last two, so they come last."""
-MOST_BYTES = 1 << 28
+MOST_BYTES = LARGEST_OBJECT
 """Largest record that is copied, since a stranger may write to a store."""
 
 

@@ -21,7 +21,7 @@ HOW: tuple[Quantization, ...] = ("none", "int8", "int4")
 
 
 @pytest.mark.parametrize("how", HOW)
-@given(size=some.integers(0, 1000), seed=some.integers(0, 99), scale=some.floats(1e-20, 1e20))
+@given(size=some.integers(0, 1000), seed=some.integers(0, 99), scale=some.floats(1e-20, 1e8))
 def test_values_come_back_within_half_a_step(
     how: Quantization, size: int, seed: int, scale: float
 ) -> None:
@@ -40,8 +40,8 @@ def test_bytes_of_a_value() -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_refused(how: Quantization, bad: float) -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38, -2e9])
+def test_values_that_are_not_finite_or_too_large_are_refused(how: Quantization, bad: float) -> None:
     payload = bytearray(encode(np.ones(300, np.float32), how).payload)
     payload[:4] = np.float32(bad).tobytes()
 

@@ -126,7 +126,7 @@ def test_values_that_are_not_finite_are_never_averaged(lighthouse: str, how: Any
         assert [one.round for one in islands] == [1, 1]
 
 
-def test_a_mean_that_overflows_is_not_used(lighthouse: str) -> None:
+def test_values_by_which_a_mean_would_overflow_are_in_none(lighthouse: str) -> None:
     most = np.full(SIZE, np.finfo(np.float32).max, np.float32)
     islands = [
         TorchftAllReduce(lighthouse, rank, 2, request_s=20.0, clock=one_attempt())
@@ -135,7 +135,7 @@ def test_a_mean_that_overflows_is_not_used(lighthouse: str) -> None:
     with closing_all(islands):
         found = together(*(lambda one=one: lost(one, most) for one in islands))
 
-        assert all("the mean has values like NaN" in one for one in found)
+        assert all("0 islands have contributed" in one for one in found), found
         assert [one.round for one in islands] == [0, 0]
 
 
