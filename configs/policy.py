@@ -196,6 +196,10 @@ class PolicyConfig(Section):
     """Format in which the model writes tool calls; "auto" is the one that its chat template writes
     (model in path)."""
 
+    tools_in: Literal["auto", "template", "system"] = "auto"
+    """Where the model reads of its tools: where its chat template writes them, or in the system
+    message; "auto" is the system message where the template writes none (model in path)."""
+
     stop_tokens: Annotated[tuple[str, ...], Field(strict=False, max_length=16)] = ()
     """Tokens that end an action, besides the tokenizer's eos_token and those of the folder's
     generation_config.json (model in path)."""
@@ -216,11 +220,11 @@ class PolicyConfig(Section):
             raise ValueError(
                 f"chat_template_options has {wrong[0]!r}, which the run sets itself: remove it"
             )
-        given = (self.tool_calls != "auto", self.stop_tokens, self.chat_template_options)
-        if self.path is None and any(given):
+        chosen = self.tool_calls != "auto" or self.tools_in != "auto"
+        if self.path is None and (chosen or self.stop_tokens or self.chat_template_options):
             raise ValueError(
-                "tool_calls, stop_tokens or chat_template_options is set but path is not, and the "
-                "built-in model has a format of its own: set path, or remove them"
+                "tool_calls, tools_in, stop_tokens or chat_template_options is set but path is "
+                "not, and the built-in model has a format of its own: set path, or remove them"
             )
         return self
 
@@ -230,6 +234,7 @@ class PolicyConfig(Section):
         return {
             "stops": list(self.stop_tokens),
             "tool_calls": self.tool_calls,
+            "tools_in": self.tools_in,
             "options": dict(self.chat_template_options),
         }
 

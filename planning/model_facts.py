@@ -55,7 +55,8 @@ class ModelFacts:
     `head` is the difference between its logits and those of a head that the losses know; it and
     `attention` are None where only a model with weights shows them. `implementations` are the
     values of `trainer.attention` that compute all of its attention; `experts` are the numbers of
-    experts, each kind once, of layers that hold them as one tensor.
+    experts, each kind once, of layers that hold them as one tensor; `chat` says in words where
+    conversations have tools, calls and results.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelFacts:
     attention: tuple[AttentionCall, ...] | None
     implementations: tuple[str, ...]
     experts: tuple[int, ...] = ()
+    chat: str = ""
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Self:

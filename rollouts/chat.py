@@ -65,7 +65,8 @@ class ChatFormat:
 
     A non-empty `system` is prepended to every conversation as the system message. `stops` are
     tokens that end an action besides the tokenizer's own; `tool_calls` names a format of calls, or
-    "auto"; `options` are given to the template.
+    "auto"; `options` are given to the template; `tools_in` is where tools are written: "template",
+    "system" or "auto".
     """
 
     tokenizer: Tokenizer
@@ -74,12 +75,13 @@ class ChatFormat:
     stops: tuple[str, ...] = ()
     tool_calls: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
+    tools_in: str = "auto"
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, which renders texts."""
         stops = tuple(dict.fromkeys([self.tokenizer.eos_token, *self.stops]))
-        return ChatTemplate(self.tokenizer, stops, self.options, self.tool_calls)
+        return ChatTemplate(self.tokenizer, stops, self.options, self.tool_calls, self.tools_in)
 
     @cached_property
     def stop_ids(self) -> list[int]:
@@ -90,6 +92,11 @@ class ChatFormat:
     def style(self) -> CallStyle:
         """How actions are written: with calls where there are tools."""
         return self.template.call_style if self.tools else self.template.text_style
+
+    @property
+    def described(self) -> str:
+        """Where its conversations have tools, calls and results, in words."""
+        return str(self.template.placement) if self.tools else "no tools"
 
     def stop_of(self, action: Sequence[int]) -> str | None:
         """Return the stop token that an action ends with; None if it was cut."""

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from composer_mesh.rollouts.call_formats.choosing import EXAMPLE, calling
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.tool_placement import PROBE_CALL
 from composer_mesh.rollouts.traces import Message
 
 _USER = {"role": "user", "content": "q"}
@@ -27,6 +28,7 @@ def check_chat(chat: ChatFormat, *, hints: bool) -> None:
     if chat.tools:
         called = chat.action(call_text(EXAMPLE.name, EXAMPLE.arguments))
         _ends_with_the_prompt(chat, "a tool result", [_TOOL], called, hints=hints)
+    _writes_what_is_sent(chat)
     if hints:
         _hint_is_one_message(chat)
 
@@ -49,6 +51,39 @@ def _tools_are_text(chat: ChatFormat) -> None:
         raise ChatTemplateError(
             f"the tools hold the control token {found!r}, which would be read as one: reword their "
             "names and descriptions"
+        )
+
+
+def _writes_what_is_sent(chat: ChatFormat) -> None:
+    """Require each content, tool, call and result in what the model reads."""
+    question, remark = _said("user", "qzquestion"), _said("user", "qzremark")
+    system = [_said("system", chat.system)] if chat.system else []
+    write = chat.template.text
+    first = write([*system, question], True, chat.tools)
+    _require(first, "the system message", chat.system.strip())
+    _require(first, "a question", "qzquestion")
+    for tool in chat.tools:
+        function = tool["function"]
+        parameters = (function.get("parameters") or {}).get("properties") or {}
+        _require(first, f"the tool {function['name']}", function["name"], *parameters)
+    _require(chat.template.after_answer([remark], True), "a remark", "qzremark")
+    if chat.tools:
+        result = {**_said("tool", "qzresult"), "tool_call_id": PROBE_CALL.id}
+        again = write([question, calling(PROBE_CALL), result], True)
+        _require(again, "an earlier call", PROBE_CALL.name, *PROBE_CALL.arguments.values())
+        _require(again, "a tool's result", "qzresult")
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _require(text: str, what: str, *words: str) -> None:
+    missing = [word for word in words if word not in text]
+    if missing:
+        raise ChatTemplateError(
+            f"the chat template does not write {what}: {', '.join(map(repr, missing))} is not in "
+            "what it renders, so the model would never read it: use a template that writes it"
         )
 
 

@@ -5,7 +5,7 @@ Contents are placeholders here. Nothing is encoded.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from composer_mesh.rollouts.call_formats.harmony import FINAL
 from composer_mesh.rollouts.call_formats.known import HARMONY
 from composer_mesh.rollouts.call_formats.port import CallFormat
 from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.tool_placement import ToolPlacement, writes_system
 from composer_mesh.rollouts.traces import Message
 
 MARK = "COMPOSERMESHMARK"
@@ -45,22 +46,30 @@ class TemplateRenderer(Protocol):
 class ChatTemplate:
     """A chat template with the options and the format of tool calls of a run.
 
-    `stops` are the tokens that end an action; `tool_calls` names a format, or "auto".
+    `stops` are the tokens that end an action; `tool_calls` names a format, or "auto"; `tools_in` is
+    "template", "system" or "auto".
     """
 
     renderer: TemplateRenderer
     stops: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
     tool_calls: str = "auto"
+    tools_in: str = "auto"
 
     def text(
         self, messages: Sequence[Message], generate: bool, tools: list[dict[str, Any]] | None = None
     ) -> str:
         """Render messages; raises TemplateError where the template refuses them."""
-        if any(message.get("tool_calls") for message in messages):
-            style = self._styles[0] if self._styles else CallStyle()
-            messages = style.messages(messages)
-        return self._render(list(messages), generate, tools or [])
+        given, tools = list(messages), tools or []
+        if any(one["role"] == "system" for one in given) and not self._writes_system:
+            raise ChatTemplateError(
+                "the chat template does not write system messages, so the model would never read "
+                "their text: put it into the first question, or use a template that writes them"
+            )
+        if tools or any(one.get("tool_calls") or one["role"] == "tool" for one in given):
+            placement = self.placement if tools else self._placement
+            given, tools = placement.applied(given, tools)
+        return self._render(given, generate, tools)
 
     def after_answer(self, messages: Sequence[Message], generate: bool) -> str:
         """Return what follows an assistant's text before messages, from the end token on."""
@@ -78,10 +87,27 @@ class ChatTemplate:
         return self._kept(key, lambda: self._after_calls(calls, messages, generate))
 
     @cached_property
+    def placement(self) -> ToolPlacement:
+        """Where tools, calls and results stand; raises `ChatTemplateError` where tools cannot."""
+        placement = self._placement
+        if placement.tools_by_template:
+            return placement
+        if self.tools_in == "template":
+            raise ChatTemplateError(
+                "policy.tools_in is 'template' but the chat template writes neither the names nor "
+                "the parameters of tools: set it to 'system', or leave it out"
+            )
+        if not self._writes_system:
+            raise ChatTemplateError(
+                "the chat template writes neither tools nor system messages, so the model would "
+                "never read of its tools: use a template that writes one of them"
+            )
+        return placement
+
+    @cached_property
     def call_style(self) -> CallStyle:
         """How the template writes calls; raises `ChatTemplateError` where no format reads them."""
-        found = [one for one in self._styles if self.tool_calls in ("auto", one.format.name)]
-        if found:
+        if found := self._named_styles:
             return found[0]
         if self._styles:
             raise ChatTemplateError(
@@ -113,6 +139,20 @@ class ChatTemplate:
     def end_tokens(self, calls: CallFormat) -> tuple[str, ...]:
         """Return the tokens with which the template may end an action."""
         return (*self.stops, *calls.end_tokens)
+
+    @cached_property
+    def _placement(self) -> ToolPlacement:
+        style = (self._named_styles or self._styles or [CallStyle()])[0]
+        found = ToolPlacement.probe(self._render, style)
+        return replace(found, tools_by_template=False) if self.tools_in == "system" else found
+
+    @cached_property
+    def _writes_system(self) -> bool:
+        return writes_system(self._render)
+
+    @property
+    def _named_styles(self) -> list[CallStyle]:
+        return [one for one in self._styles if self.tool_calls in ("auto", one.format.name)]
 
     @cached_property
     def _styles(self) -> list[CallStyle]:

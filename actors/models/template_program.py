@@ -80,7 +80,7 @@ def _answered(
     _limit(limits["render_cpu_s"], limits["render_bytes"])
     try:
         if "check" in request:
-            return found | _checked(folder, tokenizer, **request["check"])
+            return _checked(found["facts"], folder, tokenizer, **request["check"])
         text = tokenizer.apply_chat_template(request["messages"], **request["options"])
         if not isinstance(text, str) or len(text) > MOST_TEXT:
             return {"error": f"writes more than {MOST_TEXT} characters"}
@@ -131,14 +131,19 @@ def _compared(tokenizer: Any, policy: str | None) -> dict[str, Any]:
 
 
 def _checked(
-    folder: Path, tokenizer: Any, tools: list[dict[str, Any]], hints: bool, chat: dict[str, Any]
+    facts: dict[str, Any],
+    folder: Path,
+    tokenizer: Any,
+    tools: list[dict[str, Any]],
+    hints: bool,
+    chat: dict[str, Any],
 ) -> dict[str, Any]:
     try:
-        settings = chat_settings(folder, tokenizer, chat)
-        check_chat(ChatFormat(tokenizer, tools, **settings), hints=hints)
+        format = ChatFormat(tokenizer, tools, **chat_settings(folder, tokenizer, chat))
+        check_chat(format, hints=hints)
+        return {"facts": {**facts, "chat": format.described}}
     except Exception as error:  # noqa: BLE001 whatever a stranger's template raises is the answer
         return {"error": f"has a chat template that cannot be used ({_line(error)})"}
-    return {}
 
 
 def _limit(cpu_s: int, more_bytes: int) -> None:

@@ -37,11 +37,25 @@ def check_policy_template(config: Config, tools: list[dict[str, Any]]) -> None:
     Raises `UnfitModel` where a model cannot do what the config asks of it. Tokenizers and templates
     run in a process of their own, whose CPU time and memory are limited.
     """
-    if (folder := _folder(config)) is not None:
-        chat = json.dumps(config.policy.chat)
-        check_model_fits(_checked(folder, json.dumps(tools), config.sdpo.on, chat), config)
+    if (facts := _facts(config, tools)) is not None:
+        check_model_fits(facts, config)
+    folder = _folder(config)
     if (other := _teacher_folder(config)) is not None:
         check_model_teaches(_checked_teacher(other, folder), config)
+
+
+def chat_remarks(config: Config, tools: list[dict[str, Any]]) -> list[str]:
+    """Return lines that say how the policy's chat template has the tools of a task."""
+    facts = _facts(config, tools) if tools else None
+    return [] if facts is None else [f"policy: {facts.chat}"]
+
+
+def _facts(config: Config, tools: list[dict[str, Any]]) -> ModelFacts | None:
+    """Return what is known of the policy's folder; None without one."""
+    folder = _folder(config)
+    if folder is None:
+        return None
+    return _checked(folder, json.dumps(tools), config.sdpo.on, json.dumps(config.policy.chat))
 
 
 @lru_cache

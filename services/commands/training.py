@@ -34,6 +34,7 @@ from composer_mesh.services.checks.accepting import (
     startable,
     use_umask,
 )
+from composer_mesh.services.checks.policy_folder import chat_remarks
 from composer_mesh.services.checks.task import heldout_of, told_of
 from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
 from composer_mesh.services.directory.report import STORE_FILE
@@ -56,7 +57,7 @@ def check(arguments: argparse.Namespace) -> int:
         check_vllm_installed(config)
     task, episodes = make_task(config), config.eval.episodes
     with serving(config, task):
-        told = list(told_of(config, task))
+        told = [*chat_remarks(config, task.tools), *told_of(config, task)]
     if fewer := fewer_episodes(heldout_of(task, episodes), episodes):
         told.append(fewer)
     print(dump_toml(config))

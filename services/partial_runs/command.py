@@ -90,6 +90,7 @@ class PartialRun(Run, ABC):
         self.event("policy_ready", "trainer", str(folder))
         async with open_chat(self.config, folder, task.tools) as chat:
             await asyncio.to_thread(check_chat, chat, hints=self.config.sdpo.on)
+            self.event("chat_format", "trainer", chat.described)
             self.view.phase("loading the policy")
             await mesh.load(folder, task, self.store.root)
             await self._work(mesh, task, chat)

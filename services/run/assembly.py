@@ -317,6 +317,7 @@ class Run:
         self.view.phase("loading the policy")
         async with open_chat(self.config, folder, task.tools) as chat:
             await asyncio.to_thread(check_chat, chat, hints=self.config.sdpo.on)
+            self.event("chat_format", "trainer", chat.described)
             await self._train_from(mesh, folder, task, chat, heldout)
 
     async def _train_from(

@@ -13,9 +13,10 @@ MARKERS = ["<think>", "</think>", "<|bos|>", "<|head|>", "<|tail|>", "<|eot|>"]
 IM = "'<|im_start|>' ~ m.role ~ '\\n' ~ {content} ~ '<|im_end|>\\n'"
 SHOWN = "(m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content)"
 
+FOR = "{% for m in messages %}"
 # Earlier thinking is taken out when a conversation is rendered again.
 STRIPS_THINKING = (
-    "{% for m in messages %}{{ " + IM.format(content=SHOWN) + " }}{% endfor %}"
+    FOR + "{{ " + IM.format(content=SHOWN) + " }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # Not thinking is asked for by an empty block in the generation prompt.
@@ -40,7 +41,7 @@ JOINS = (
 )
 # Users and assistants must take turns; no generation prompt is needed.
 ALTERNATES = (
-    "{{ '<|bos|>' }}{% for m in messages %}"
+    "{{ '<|bos|>' }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if (m.role != 'assistant') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'assistant' %}{{ m.content ~ '<|im_end|>' }}"
@@ -72,6 +73,8 @@ REFUSES_TOOLS = (
 )
 # Every user message but the last becomes a note.
 DROPS_CONTENT = STRIPS_THINKING.replace(SHOWN, "('note' if m.role == 'user' else m.content)")
+DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}" + STRIPS_THINKING[len(FOR) :]
+WRITES_TWICE = STRIPS_THINKING.replace(SHOWN, f"{SHOWN} ~ {SHOWN}")
 # A user message behind a tool result is part of it.
 MERGES_INTO_TOOLS = (
     "{% for m in messages %}{% if m.role == 'user' and loop.index0 and "

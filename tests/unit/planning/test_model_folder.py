@@ -215,6 +215,16 @@ def test_check_and_train_refuse_a_broken_folder_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_check_prints_where_the_tools_are(folder: Path, capsys: Any) -> None:
+    written = "hermes calls by the template, results by the template"
+    for place in ("template", "system"):
+        settings = [f"policy.path={folder}", "replay.beta=0", f"policy.tools_in={place}"]
+        words = [word for one in settings for word in ("--set", one)]
+        assert main(["check", "configs/quickstart.toml", *words]) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert f'policy: tools_in = "{place}", {written}' in told
+
+
 def test_a_header_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
     about = {"dtype": "U8", "shape": [1]}
     table = {"a": {**about, "data_offsets": [0, 1]}, "b": {**about, "data_offsets": [2, 3]}}

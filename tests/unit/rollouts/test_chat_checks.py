@@ -105,8 +105,9 @@ BROKEN = {
         "behind a tool result the chat template ends with .* use a template that ends every",
     ),
     "plain text": (chat_templates.PLAIN_TEXT, "set off by a control token"),
-    "refuses tools": (chat_templates.REFUSES_TOOLS, "refuses a tool result .*no tools here"),
-    "drops content": (chat_templates.DROPS_CONTENT, "writes a user message 0 times"),
+    "drops content": (chat_templates.DROPS_CONTENT, "does not write a question: 'qzquestion' is"),
+    "drops system messages": (chat_templates.DROPS_SYSTEM, "neither tools nor system messages"),
+    "writes contents twice": (chat_templates.WRITES_TWICE, "writes a user message 2 times"),
     "merges into tools": (chat_templates.MERGES_INTO_TOOLS, "one hint cannot stand behind both"),
 }
 

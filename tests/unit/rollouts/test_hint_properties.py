@@ -152,8 +152,9 @@ class Maker:
 @pytest.fixture(scope="module")
 def cases(tokenizer: Any, toolbox: ToolboxTask) -> list[Case]:
     """At least 500 traces with errors, and some without."""
-    templates = [tokenizer, *(with_template(tokenizer, text) for text in USABLE.values())]
-    chats = [ChatFormat(own, toolbox.tools) for own in templates]
+    chats = [ChatFormat(tokenizer, toolbox.tools)]
+    # They write no tools, whose schemas would make each conversation longer than most contexts.
+    chats += [ChatFormat(with_template(tokenizer, text), []) for text in USABLE.values()]
     made: list[Case] = []
     while sum(bool(trace.error_sites) for case in made for trace in case.group) < TRACES:
         made.append(Maker(chats, len(made)).case())

@@ -67,6 +67,15 @@ def native(chat: ChatFormat, text: str) -> str:
     return chat.raw_text(chat.action(text))
 
 
+def test_only_deepseek_writes_no_tools_and_has_them_in_the_system_message(
+    template: RealTemplate, chat: ChatFormat
+) -> None:
+    placed = "system" if template.calls == "deepseek" else "template"
+    assert chat.described == (
+        f'tools_in = "{placed}", {template.calls} calls by the template, results by the template'
+    )
+
+
 def test_the_format_is_chosen_by_what_the_template_writes(
     template: RealTemplate, chat: ChatFormat
 ) -> None:
@@ -127,11 +136,9 @@ def test_a_call_in_the_format_of_another_family_is_malformed_here(
 
 def whole(chat: ChatFormat, template: RealTemplate, said: list[Message]) -> list[int]:
     """The ids of a conversation that the template renders at once, with a generation prompt."""
+    messages, tools = chat.template.placement.applied(said, chat.tools)
     text = tokenizer_of(template).apply_chat_template(
-        chat.template.call_style.messages(said),
-        tokenize=False,
-        add_generation_prompt=True,
-        tools=chat.tools,
+        messages, tokenize=False, add_generation_prompt=True, tools=tools
     )
     return chat.tokenizer.encode(text, add_special_tokens=False)
 

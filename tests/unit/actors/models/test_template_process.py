@@ -68,7 +68,8 @@ def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_h
     messages: list[Message] = [{"role": "user", "content": "q"}]
     own = ChatFormat(tokenizer, toolbox.tools)
     apart = ChatFormat(BoundedTokenizer(tokenizer, hostile), toolbox.tools)
-    hostile.check(toolbox.tools, hints=True, chat=PolicyConfig().chat)
+    facts = hostile.check(toolbox.tools, hints=True, chat=PolicyConfig().chat)
+    assert facts.chat == own.described
     assert apart.first_prompt(messages) == own.first_prompt(messages)
     assert apart.continuation(messages, []) == own.continuation(messages, [])
     assert apart.hint("h") == own.hint("h")
