@@ -21,7 +21,7 @@ from composer_mesh.tasks.numbers import (
 )
 from composer_mesh.tasks.plans import next_call, plan_results, question_of
 from composer_mesh.tasks.reward import Transcript, reward
-from composer_mesh.tasks.rows import Row
+from composer_mesh.tasks.rows import COLUMN, Row, held_out
 from composer_mesh.tasks.session import Reply, Session
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import tool
@@ -46,7 +46,8 @@ class Gsm8kSession(Session):
 
 
 class Gsm8kTask(Task):
-    """Episodes are rows of the file in order; every `heldout_every`-th row is held out.
+    """Episodes are rows of the file in order; every `heldout_every`-th row is held out, or those
+    that their column `split` names.
 
     Rows with the same words count as one row, so no question is in both splits. Episode `index` of
     a split is row `index` modulo the number of rows: indices beyond the last row wrap around.
@@ -61,20 +62,19 @@ class Gsm8kTask(Task):
         if path is None:
             raise DataError("data.path is not set: name the JSONL file that holds the problems")
         problems = read_problems(path)
-        if len(problems) < every:
+        if len(problems) < every and not any(one.split for one in problems):
             raise DataError(
                 f"{path} has {len(problems)} different questions but data.heldout_every is "
                 f"{every}, so none is held out: give more rows or lower data.heldout_every"
             )
         self._problems = {normalized(problem.question): problem for problem in problems}
-        rows: list[Row] = [{"question": one.question, "answer": one.answer} for one in problems]
-        self._splits: dict[Split, list[Row]] = {
-            "train": [row for i, row in enumerate(rows) if i % every != every - 1],
-            "heldout": rows[every - 1 :: every],
-        }
+        self._splits = held_out([_row(one) for one in problems], every, self.identity, path)
 
     def rows(self, split: Split) -> list[Row]:
         return self._splits[split]
+
+    def identity(self, row: Row) -> str:
+        return normalized(row["question"])
 
     def prompt(self, row: Row) -> str:
         return str(row["question"])
@@ -114,6 +114,11 @@ class Gsm8kTask(Task):
                 f"{question[:60]!r} is not a question of this file: ask one from `episode`"
             )
         return problem
+
+
+def _row(problem: Problem) -> Row:
+    row = {"question": problem.question, "answer": problem.answer}
+    return row if problem.split is None else {**row, COLUMN: problem.split}
 
 
 def is_right(value: float, answer: Number) -> bool:

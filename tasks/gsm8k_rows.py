@@ -27,20 +27,23 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. `steps` are the calculator calls of its annotations, empty if unusable."""
+    """One problem. `steps` are the calculator calls of its annotations, empty if unusable; `split`
+    is the file's own label, where it has one."""
 
     question: str
     answer: Number
     steps: tuple[Step, ...]
+    split: str | None = None
 
 
 class _Line(BaseModel):
     question: str
     answer: str
+    split: str | None = None
 
 
 def read_problems(path: Path) -> tuple[Problem, ...]:
-    """Return the file's problems, each question once; raise DataError."""
+    """Return the file's problems, each question once for each split; raise DataError."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -61,16 +64,19 @@ def _read(path: Path, *_state: int) -> tuple[Problem, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
     problems: dict[str, tuple[int, Problem]] = {}
+    different: dict[tuple[str, str | None], Problem] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             problem = _problem(f"{path}, line {number}", line)
-            first, known = problems.setdefault(normalized(problem.question), (number, problem))
+            question = normalized(problem.question)
+            first, known = problems.setdefault(question, (number, problem))
+            different.setdefault((question, problem.split), problem)
             if known.answer != problem.answer:
                 raise DataError(
                     f"{path}, line {number}: the answer is {problem.answer} but line {first} asks "
                     f"the same question with the answer {known.answer}: remove one of them"
                 )
-    return tuple(problem for _, problem in problems.values())
+    return tuple(different.values())
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
@@ -87,7 +93,8 @@ def _problem(where: str, line: str) -> Problem:
         ) from None
     if not raw.question.strip():
         raise DataError(f"{where}: question is {raw.question!r}, without words: ask something")
-    return Problem(raw.question, _final_number(where, raw.answer), _steps(raw.answer))
+    answer = _final_number(where, raw.answer)
+    return Problem(raw.question, answer, _steps(raw.answer), raw.split)
 
 
 def _final_number(where: str, answer: str) -> Number:

@@ -4,10 +4,10 @@ A task with few problems repeats them by index; repeats add no information about
 make the confidence interval of its success rate too narrow.
 """
 
-import json
 from collections.abc import Sequence
 
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.rows import row_identity
 from composer_mesh.tasks.task import Task
 
 
@@ -15,7 +15,10 @@ def heldout_indices(task: Task, count: int) -> list[int]:
     """Return the first `count` held-out episodes by index, without repeated problems."""
     first: dict[str, int] = {}
     for index in range(count):
-        first.setdefault(_row(task.episode("heldout", index)), index)
+        try:
+            first.setdefault(row_identity(task.episode("heldout", index).payload), index)
+        except UnusableTask as error:
+            raise UnusableTask(f"heldout episode {index} of task {task.name!r}: {error}") from None
     return list(first.values())
 
 
@@ -27,7 +30,3 @@ def fewer_episodes(indices: Sequence[int], count: int) -> str:
         f"eval.episodes is {count} but the data has {len(indices)} different held-out episodes: "
         "each of them is evaluated once"
     )
-
-
-def _row(episode: Episode) -> str:
-    return json.dumps(episode.payload, sort_keys=True, default=repr)

@@ -1,9 +1,14 @@
-"""Rows of a task from a file: JSON lines, JSON, Parquet, or a folder that `datasets` saved."""
+"""Rows of a task from a file, and which of them are held out.
+
+Files are JSON lines, JSON, Parquet, or a folder that `datasets` saved.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,16 @@ from composer_mesh.tasks.errors import UnusableTask
 
 Row = Mapping[str, Any]
 """What one episode is made from; JSON can carry it."""
+
+COLUMN = "split"
+LABELS: Mapping[str, Split] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("heldout", "held_out", "holdout", "test", "testing"), "heldout"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "development"), "heldout"),
+    **dict.fromkeys(("eval", "evaluation"), "heldout"),
+}
+"""What the values of a column `split` mean, in lower case."""
+MOST_LISTED = 10
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -35,34 +50,103 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def row_identity(row: Row) -> str:
+    """Return the canonical JSON of a row, the same in every process.
+
+    Dates, times, decimals and bytes count as texts. Raises UnusableTask that names the field of any
+    other value that JSON cannot carry.
+    """
+    if not isinstance(row, Mapping):
+        raise UnusableTask(f"a row is a {type(row).__name__}: make it a mapping")
+    try:
+        return _canonical(dict(row))
+    except (TypeError, ValueError, RecursionError):
+        for key, value in row.items():
+            _refuse(key, value)
+        raise
+
+
+def _refuse(key: Any, value: Any) -> None:
+    """Raise UnusableTask for a field that JSON cannot carry."""
+    if not isinstance(key, str):
+        raise UnusableTask(f"a row has the field {key!r}: name all fields by texts")
+    try:
+        _canonical(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnusableTask(
+            f"JSON cannot carry the field {key!r} of a row ({error}): use texts, numbers, lists "
+            "and mappings, or define identity(self, row)"
+        ) from None
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_text_of)
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, date | time | Decimal | bytes):
+        return repr(value)
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
 def held_out(
     rows: Sequence[Row], every: int, identity: Callable[[Row], str], path: Path
 ) -> dict[Split, list[Row]]:
-    """Split rows: each `every`-th different one is held out, or those that say so themselves.
+    """Split different rows by their column `split`; without it each `every`-th is held out.
 
-    Rows with a column `split` of "train" or "heldout" are split by it. Raises UnusableTask if no
-    row is held out.
+    A row that is in both splits is held out. Raises UnusableTask for a label that is not in
+    `LABELS`, and if a split has no row.
     """
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(identity(row), row)
-    different = list(first.values())
-    if all(row.get("split") in ("train", "heldout") for row in different):
-        found: dict[Split, list[Row]] = {"train": [], "heldout": []}
-        for row in different:
-            found["heldout" if row["split"] == "heldout" else "train"].append(row)
+    labels = _labels(rows, path)
+    if labels is not None:  # a label is no part of what makes two rows the same problem
+        keys = _identities([{**row, COLUMN: ""} for row in rows], identity, path)
+        kept_out = {key for key, label in zip(keys, labels, strict=True) if label == "heldout"}
+        how = f"its column {COLUMN!r}: label rows of both splits, or remove the column"
     else:
-        found = {
-            "train": [row for i, row in enumerate(different) if i % every != every - 1],
-            "heldout": different[every - 1 :: every],
-        }
+        keys = _identities(rows, identity, path)
+        kept_out = set(list(dict.fromkeys(keys))[every - 1 :: every])
+        how = f"data.heldout_every {every}: give more rows or lower data.heldout_every"
+    found: dict[Split, list[Row]] = {"train": [], "heldout": []}
+    different: dict[str, Row] = {}
+    for key, row in zip(keys, rows, strict=True):
+        if key not in different:
+            different[key] = row
+            found["heldout" if key in kept_out else "train"].append(row)
     for split, those in found.items():
         if not those:
             raise UnusableTask(
-                f"{path} has {len(different)} different rows and none is for {split!r} with "
-                f"data.heldout_every {every}: give more rows or lower data.heldout_every"
+                f"{path} has {len(different)} different rows and none is for {split!r} with {how}"
             )
     return found
+
+
+def _identities(rows: Sequence[Row], identity: Callable[[Row], str], path: Path) -> list[str]:
+    found = []
+    for number, row in enumerate(rows, 1):
+        try:
+            found.append(identity(row))
+        except UnusableTask as error:
+            raise UnusableTask(f"{path}, row {number}: {error}") from None
+    return found
+
+
+def _labels(rows: Sequence[Row], path: Path) -> list[Split] | None:
+    """Return what the column `split` says of each row; None if there is no such column."""
+    stated = [row.get(COLUMN) for row in rows]
+    if all(one is None for one in stated):
+        return None
+    found = [LABELS.get(str(one).strip().lower().replace("-", "_")) for one in stated]
+    unknown: dict[str, int] = {}
+    for number, (one, label) in enumerate(zip(stated, found, strict=True), 1):
+        if label is None:
+            unknown.setdefault(str(one)[:40], number)
+    if unknown:
+        listed = [f"{one!r} (row {number})" for one, number in unknown.items()][:MOST_LISTED]
+        raise UnusableTask(
+            f"{path} has a column {COLUMN!r} with {', '.join(listed)}, and it decides what is held "
+            f"out: write one of {', '.join(LABELS)} in each row, or rename the column"
+        )
+    return [label for label in found if label is not None]
 
 
 def _json_lines(path: Path) -> Iterable[Any]:
@@ -107,8 +191,5 @@ def _dataset(path: Path) -> Iterable[Any]:
     except (FileNotFoundError, ValueError) as error:
         raise UnusableTask(f"{path} is no folder of datasets.save_to_disk: {error}") from error
     if isinstance(found, datasets.DatasetDict):
-        names = {"test": "heldout", "validation": "heldout"}
-        return [
-            {**row, "split": names.get(split, split)} for split in found for row in found[split]
-        ]
+        return [{**row, COLUMN: split} for split in found for row in found[split]]
     return list(found)

@@ -18,7 +18,6 @@ Rows come from `generate`, or from a file by `rows`. Training and held-out episo
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ from composer_mesh.tasks.reward import (
     Transcript,
     rewards_of,
 )
-from composer_mesh.tasks.rows import Row, held_out, read_rows
+from composer_mesh.tasks.rows import Row, held_out, read_rows, row_identity
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.tool import ToolSpec, tools_of
@@ -166,8 +165,11 @@ class Task:
         )
 
     def identity(self, row: Row) -> str:
-        """Return what makes a row a problem of its own: equal ones are in the same split."""
-        return json.dumps(row, sort_keys=True, default=repr)
+        """Return what makes a row a problem of its own: equal ones are in the same split.
+
+        It has to be the same in every process.
+        """
+        return row_identity(row)
 
     def prompt(self, row: Row) -> str | list[Message]:
         """Return the first messages of an episode, or the text of a single one from the user."""
@@ -344,7 +346,12 @@ class Task:
         for attempt in range(MOST_DRAWS):
             rng = random.Random(f"{self.settings.seed}:{split}:{index}:{attempt}")
             row = self.generate(rng)
-            if split_of(self.identity(row)) == split:
+            try:
+                found = split_of(self.identity(row))
+            except UnusableTask as error:
+                where = f"{split} episode {index} of task {self.name!r}"
+                raise UnusableTask(f"{where}: {error}") from None
+            if found == split:
                 return row
         raise UnusableTask(
             f"task {self.name!r} generated no {split} row in {MOST_DRAWS:,} draws: let generate() "
