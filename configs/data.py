@@ -57,7 +57,7 @@ class DataConfig(Section):
     wrote), relative to the working directory."""
 
     heldout_every: Every = 5
-    """Every n-th different row of the file is held out for evaluation, if no column `split` says."""
+    """Every n-th different row of the file is held out, unless a column `split` decides it."""
 
     mixture: Annotated[tuple[MixedTask, ...], Field(strict=False, max_length=MOST_TASKS)] = ()
     """Several tasks in place of one: tables [[data.mixture]], each with a `task` and a `weight`."""
