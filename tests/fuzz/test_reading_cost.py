@@ -17,6 +17,7 @@ from functools import partial
 from itertools import product
 
 import pytest
+from composer_mesh.services.serve.errors import Refused
 
 from composer_mesh.actors.mcp_servers.untrusted_text import clean
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
@@ -37,7 +38,6 @@ from composer_mesh.rollouts.near_duplicates import shingles
 from composer_mesh.rollouts.pair_filters import action_content, special_ratio, word_count
 from composer_mesh.rollouts.thinking import ThinkingStyle
 from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
-from composer_mesh.services.serve.errors import Refused
 from composer_mesh.services.serve.requests import Sample, parsed
 from composer_mesh.services.serve_env.errors import Refused as FrameRefused
 from composer_mesh.services.serve_env.validation import client_frame
