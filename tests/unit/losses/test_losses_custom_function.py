@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from raised_kinds import NAMES, raised
 
 from composer_mesh.losses.custom import (
     CustomFunctionError,
@@ -54,6 +55,23 @@ def test_a_coroutine_function_is_refused_and_a_function_without_signature_is_not
     with pytest.raises(CustomFunctionError, match="it is a coroutine function"):
         check_signature(later, NAME, {})
     check_signature(dict.fromkeys, NAME, {})
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"KeyboardInterrupt"}))
+def test_whatever_a_function_raises_is_an_error_that_names_it(name: str) -> None:
+    def fails(inputs: LossInputs) -> LossOutputs:
+        raise raised(name)
+
+    with pytest.raises(CustomFunctionError, match=rf"my_loss.*it raised {name}: .*of the user"):
+        custom_policy_loss(fails, NAME, {}, sequences(), normalizer=1)
+
+
+def test_ctrl_c_ends_a_command_that_runs_a_function_in_its_main_thread() -> None:
+    def interrupted(inputs: LossInputs) -> LossOutputs:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        custom_policy_loss(interrupted, NAME, {}, sequences(), normalizer=1)
 
 
 def test_the_error_survives_pickling() -> None:
