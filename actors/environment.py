@@ -5,7 +5,9 @@ goes on answering.
 """
 
 import asyncio
+import os
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -21,6 +23,7 @@ from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_server import Endpoint, current_caller
 from composer_mesh.mesh.call_stream import CallStream
+from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
@@ -140,7 +143,15 @@ class EnvironmentActor(MeshActor):
         return len(self._homes)
 
     def details(self) -> dict[str, Any]:
-        return {} if self._process is None else {"task_process": self._process.pid}
+        """Add the memory and CPU time of the task process to those of this one."""
+        if self._process is None:
+            return {}
+        pid = self._process.pid
+        return {
+            "task_process": pid,
+            "rss_bytes": (resident_bytes(os.getpid()) or 0) + (resident_bytes(pid) or 0),
+            "cpu_seconds": time.process_time() + (cpu_seconds(pid) or 0.0),
+        }
 
     async def __cleanup__(self, _: Exception | None) -> None:
         if self._process is not None:

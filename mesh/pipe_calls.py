@@ -13,7 +13,7 @@ import contextlib
 import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from struct import Struct
 from typing import Any
@@ -42,8 +42,8 @@ class OpenCall:
     """A call that is not answered yet."""
 
     endpoint: str
-    args: tuple[Any, ...]
-    answer: asyncio.Future[Any]
+    args: tuple[Any, ...] = field(repr=False)
+    answer: asyncio.Future[Any] = field(repr=False)
 
 
 class PipeCalls:

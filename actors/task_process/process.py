@@ -30,6 +30,7 @@ from composer_mesh.actors.task_process.faults import (
 )
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_server import Endpoint
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.pipe_calls import OpenCall, PipeCalls
 from composer_mesh.mesh.processes import cpu_seconds, end_of_child, kill_group
 from composer_mesh.mesh.programs import reap, start_tied
@@ -67,7 +68,7 @@ class TaskProcess:
         ours, theirs = socket.socketpair()
         passed = [theirs.fileno(), self._marks.fileno(), self._stacks.fileno()]
         with theirs:
-            command = [sys.executable, "-P", "-m", PROGRAM, *map(str, passed)]
+            command = python_module(PROGRAM, *map(str, passed))
             self.pid = start_tied(command, os.environ, pass_fds=passed)
         self._calls = PipeCalls(ours, endpoint, lambda: None, self.end_for)
         self._ending = self._tasks.start(f"end of task process {self.pid}", self._wait_for_end())
