@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.tasks.errors import TaskError, UnusableTask
+from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.task import Task
 
@@ -55,6 +55,8 @@ def open_configured(config: Config) -> Sandbox:
             f"environment.sandbox.options are {dict(chosen.options)}, which {chosen.kind!r} does "
             f"not take ({error}): change them"
         ) from error
+    except (StopIteration, SystemExit, asyncio.CancelledError, BaseExceptionGroup) as error:
+        raise code_error(f"opening the sandbox {chosen.kind!r}", error) from error
     return sandbox
 
 

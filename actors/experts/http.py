@@ -14,8 +14,10 @@ from http import HTTPStatus
 from typing import Any, Self
 
 from composer_mesh.actors.experts.panel import ExpertPanel, UnknownExpert
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.mesh.json_server import LOOPBACK, JsonHandler, JsonServer, Refusal
 from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.errors import code_error
 
 LARGEST_REQUEST = 4 * 2**20
 TOKEN_ENV = "COMPOSER_MESH_EXPERT_TOKEN"
@@ -108,6 +110,11 @@ def _complete(panel: ExpertPanel, model: str, messages: list[Message]) -> dict[s
         raise Refusal(HTTPStatus.NOT_FOUND, str(unknown), "model_not_found") from None
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as problem:
         raise _bad(f"the messages are no episode of this task ({problem}): send one") from None
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        text = str(code_error("the expert of the task", error))
+        raise Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, text) from error
 
 
 def _bad(text: str) -> Refusal:

@@ -1,5 +1,6 @@
 """Makes the order of a run's training episodes, with what the run has measured so far."""
 
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, InOrder, Source
 from composer_mesh.services.run.resume_loader import ResumeContents
@@ -34,5 +35,7 @@ def _different_episodes(task: Task) -> int | None:
         return None if rows is None else len(rows)
     except (TaskError, ValueError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise code_error(f"reading the rows of task {task.name!r}", error) from error

@@ -24,4 +24,9 @@ def raised(name: str) -> BaseException:
     return KINDS[name]("of the user")
 
 
+def fail(name: str) -> None:
+    """Raise an error of one of the kinds."""
+    raise raised(name)
+
+
 NAMES = [*KINDS, "BaseExceptionGroup"]

@@ -13,7 +13,7 @@ from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.task_sandboxes import attach_sandbox, open_configured
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.errors import TaskCodeError, UnusableTask
 from composer_mesh.tasks.loading import make_task
 
 SCRIPTED = "code_tasks:ScriptedBoxes"
@@ -96,4 +96,11 @@ def test_a_sandbox_that_cannot_be_imported_is_refused(code_config: Any, kind: st
 def test_options_that_a_sandbox_does_not_take_are_refused(code_config: Any) -> None:
     config = code_config(kind=SCRIPTED, options={"boxes": 2})
     with pytest.raises(UnusableTask, match=r"environment\.sandbox\.options"):
+        attach_sandbox(config, make_task(config))
+
+
+@pytest.mark.parametrize("name", ["StopIteration", "SystemExit", "CancelledError"])
+def test_whatever_an_opener_raises_is_an_error_that_names_it(code_config: Any, name: str) -> None:
+    config = code_config(kind="raised_kinds:fail", options={"name": name})
+    with pytest.raises(TaskCodeError, match=rf"opening the sandbox .*fail.*{name}"):
         attach_sandbox(config, make_task(config))

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from raised_kinds import NAMES, raised
 
 from composer_mesh.actors.experts.http import LARGEST_REQUEST, ExpertServer
 from composer_mesh.actors.experts.panel import Expert, ExpertPanel
@@ -29,6 +30,8 @@ class EchoTask:
         if messages[0]["role"] != "user":
             raise ValueError("no question")
         question = messages[0]["content"]
+        if question in NAMES:
+            raise raised(question)
         return call_text("echo", {"q": question}) if len(messages) == 1 else f"Answer: {question}"
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
@@ -70,6 +73,18 @@ def test_it_listens_on_the_address_that_it_is_given_and_on_no_other(address: str
         port = httpx.URL(server.base_url).port
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"StopIteration"}))
+def test_whatever_the_tasks_expert_raises_is_answered_with_its_line(
+    web: httpx.Client, name: str
+) -> None:
+    messages = [{"role": "user", "content": name}]
+    answer = web.post("/chat/completions", json={"model": "never-wrong", "messages": messages})
+    assert answer.status_code == 500
+    said = answer.json()["error"]["message"]
+    assert "the expert of the task failed at" in said
+    assert name in said
 
 
 def test_an_answer_is_a_chat_completion(web: httpx.Client) -> None:
