@@ -18,6 +18,7 @@ from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hints import (
     PREFIX,
     HintLeak,
+    HintTemplateError,
     HintTemplates,
     refuse_leak,
     render_hint,
@@ -81,10 +82,13 @@ class HintSources:
     def hints(
         self, trace: Trace, turn: int, group: Sequence[Trace], counts: HintCounts
     ) -> Iterator[Hint]:
-        """Yield the answer-free hints of one turn, preferred first; leaking ones are counted."""
+        """Yield the answer-free hints of one turn, preferred first.
+
+        Those that leak the answer, or that cannot be written, are counted.
+        """
         answer = self.answer_of(trace)
         for source in self.config.sources:
-            for hint in self._from(source, trace, turn, group, answer, counts):
+            for hint in self._written(source, trace, turn, group, answer, counts):
                 text, was_cut = shortened(hint.text, self.config.max_tokens, self.tokens)
                 if not text.strip():
                     continue
@@ -95,6 +99,22 @@ class HintSources:
                     continue
                 counts.cut += was_cut
                 yield Hint(turn, source, text, hint.wording, hint.site)
+
+    def _written(
+        self,
+        source: HintSource,
+        trace: Trace,
+        turn: int,
+        group: Sequence[Trace],
+        answer: str | None,
+        counts: HintCounts,
+    ) -> list[Hint]:
+        """Return a source's hints; what a stranger's text makes of it concerns this turn only."""
+        try:
+            return list(self._from(source, trace, turn, group, answer, counts))
+        except (LookupError, TypeError, ValueError) as error:
+            counts.fail(f"the {source} hint failed with {type(error).__name__}: {error}"[:500])
+            return []
 
     def _from(
         self,
@@ -108,7 +128,7 @@ class HintSources:
         if source == "error":
             for site in trace.error_sites:
                 if site.turn == turn:
-                    yield from self._worded(trace, site)
+                    yield from self._worded(trace, site, counts)
         elif source == "feedback":
             yield from _feedback(trace, turn)
         elif turn == _sibling_turn(trace) and _is_shown_a_sibling(trace, group):
@@ -117,13 +137,17 @@ class HintSources:
             except HintLeak:
                 counts.refused += 1
 
-    def _worded(self, trace: Trace, site: ErrorSite) -> Iterator[Hint]:
+    def _worded(self, trace: Trace, site: ErrorSite, counts: HintCounts) -> Iterator[Hint]:
         """Yield the writer's text, if there is one, and then the template."""
         written = self.written.get((trace.trace_id, site.turn))
         if written is not None:
             yield Hint(site.turn, "error", PREFIX + written.text, written.wording, site)
         wording: Wording = "template" if self.config.active_writer is None else "fallback"
-        text = render_hint(site, templates=self.templates)
+        try:
+            text = render_hint(site, templates=self.templates)
+        except HintTemplateError as error:
+            counts.fail(str(error))
+            return
         yield Hint(site.turn, "error", text, wording, site)
 
 

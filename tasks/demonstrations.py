@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import TEMPLATES, render_hint
+from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates, render_hint
 from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.mistakes import recover_or_give_up
@@ -65,15 +65,25 @@ def _demonstrate(
             text = task.corrupted(messages, rng)
         if hinted and text != right:
             site = _error_of(task, index, session.messages, text)
-            # Templates of the config alone are for the run's own hints.
-            if site is not None and site.hint_template_key in templates:
-                yield "hint", render_hint(site, templates=templates)
+            if site is not None and (hint := _hint(site, templates)):
+                yield "hint", hint
                 text = right
         yield "action", text
         result = session.step(text)
         failed, done = result.error is not None, result.done
         for message in result.messages:
             yield ("result" if message["role"] == "tool" else "remark"), message["content"]
+
+
+def _hint(site: ErrorSite, templates: HintTemplates) -> str:
+    """Return the hint for a site; "" where a fact is missing, or only the config has its template.
+
+    Templates of the config alone are for the run's own hints.
+    """
+    try:
+        return render_hint(site, templates=templates)
+    except HintTemplateError:
+        return ""
 
 
 def _error_of(

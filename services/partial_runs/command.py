@@ -43,6 +43,7 @@ from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
+from composer_mesh.services.steps.hint_writing import FirstReasons
 from composer_mesh.services.steps.recomputation_check import Trained
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
@@ -188,7 +189,8 @@ class TrainFromTracesRun(PartialRun):
         # Stored steps contain late-reward corrections, which this config may not enable.
         before = load_config(self.root / "config.toml", model_later=True)
         late = make_late_rewards(before, self.source.rewards, advantages, report)
-        return StepBuilder(Batcher(self.config, task, chat, advantages), late)
+        unwritten = FirstReasons(partial(self.event, "hint_not_written", "trainer"))
+        return StepBuilder(Batcher(self.config, task, chat, advantages, unwritten), late)
 
     def _progress(self) -> tuple[int, int]:
         return (self.training.step if self.training else 0, self.restarts)

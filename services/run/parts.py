@@ -30,7 +30,7 @@ from composer_mesh.services.schedule.resume_state import ResumeState
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
-from composer_mesh.services.steps.hint_writing import HintWriting
+from composer_mesh.services.steps.hint_writing import FirstReasons, HintWriting
 from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
 from composer_mesh.services.steps.ports import Watcher
 from composer_mesh.services.steps.recomputation_check import Trained
@@ -124,7 +124,9 @@ class RunParts:
         limit_s = self.config.supervision.custom_function_s
         advantages = make_advantages(self.config.advantage, limit_s)
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
-        return StepBuilder(Batcher(self.config, self.task, self.chat, advantages), late)
+        unwritten = FirstReasons(partial(self.event, "hint_not_written", "trainer"))
+        batcher = Batcher(self.config, self.task, self.chat, advantages, unwritten)
+        return StepBuilder(batcher, late)
 
     def rollouts(self, past: ResumeContents) -> Rollouts:
         """Return the rollout sampler with the failures of earlier processes of the run."""

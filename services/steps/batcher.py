@@ -4,7 +4,7 @@ A sample with advantage 0 is left out where nothing but its policy loss, which i
 forward. Pure; the order of everything in a batch depends only on its groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
@@ -31,12 +31,16 @@ from composer_mesh.tasks.task import Task
 
 @dataclass(frozen=True)
 class Batcher:
-    """Packs the samples of the three loss channels into steps."""
+    """Packs the samples of the three loss channels into steps.
+
+    `report` is called with the reason of a hint that could not be written.
+    """
 
     config: Config
     task: Task
     chat: ChatFormat
     advantages: Advantages
+    report: Callable[[str], object]
 
     def batch(
         self,
@@ -85,6 +89,8 @@ class Batcher:
             templates_of(self.task),
             self.config.sdpo,
         )
+        for reason in sites.counts.faults:
+            self.report(reason)
         sites.counts.requests, sites.counts.usd = worded.requests, worded.usd
         return sites
 

@@ -68,6 +68,19 @@ class _Stored:
 _STORED = fail_fast(_Stored)
 
 
+class FirstReasons:
+    """Reports why hints are missing: each reason once, at most `MOST_REASONS` in all."""
+
+    def __init__(self, report: Callable[[str], object]) -> None:
+        self._report = report
+        self._reported: set[str] = set()
+
+    def __call__(self, reason: str) -> None:
+        if reason not in self._reported and len(self._reported) < MOST_REASONS:
+            self._reported.add(reason)
+            self._report(reason)
+
+
 class HintWriting:
     """Requests hint texts for each group's share of `max_sites_per_step`.
 
@@ -82,8 +95,7 @@ class HintWriting:
         chat: ChatFormat,
         report: Callable[[str], None],
     ) -> None:
-        self._writer, self._report = writer, report
-        self._reported: set[str] = set()
+        self._writer, self._report = writer, FirstReasons(report)
         self._sites = config.sdpo.sites
         self._limit = config.sdpo.max_sites_per_step
         self._prompts = config.schedule.prompts_per_step
@@ -97,14 +109,9 @@ class HintWriting:
         found = WordedHints()
         for place, reply in zip(asked, replies, strict=True):
             found += _worded(place, reply)
-            self._tell(reply.reason)
+            if reply.reason:
+                self._report(reply.reason)
         return found
-
-    def _tell(self, reason: str) -> None:
-        """Report why a hint got no text: each reason once, at most `MOST_REASONS` in all."""
-        if reason and reason not in self._reported and len(self._reported) < MOST_REASONS:
-            self._reported.add(reason)
-            self._report(reason)
 
     def _requests(self, group: Sequence[Trace]) -> Mapping[Place, HintRequest]:
         """Return the requests for the turns whose best hint comes from the error source."""

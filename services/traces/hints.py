@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError
+from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.traces import Trace
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -61,13 +61,11 @@ def hints_of(
     found, notes = list[Hint](), list[str]()
     for turn in sources.turns(trace, group):
         counts = HintCounts()
-        try:
-            hint = next(sources.hints(trace, turn, group, counts), None)
-        except HintTemplateError as error:
-            notes.append(f"turn {turn} has no hint: {error}")
-            continue
+        hint = next(sources.hints(trace, turn, group, counts), None)
         if hint is not None:
             found.append(hint)
+        elif counts.faults:
+            notes.append(f"turn {turn} has no hint: {next(iter(counts.faults))}")
         elif counts.refused:
             notes.append(f"turn {turn} has no hint: each one would have told the answer")
     return found, notes

@@ -274,7 +274,7 @@ def controller_of(
         *(rollouts, stream, world, world, world, world, world.save, world.saved),
         in_thread=without_a_thread,
     )
-    batcher = Batcher(config, world.task, world.chat, make_advantages(config.advantage))
+    batcher = Batcher(config, world.task, world.chat, make_advantages(config.advantage), print)
     heldout = heldout_indices(world.task, config.eval.episodes)
     step_builder = StepBuilder(batcher)
     return Controller(

@@ -240,3 +240,45 @@ def test_a_turn_with_several_errors_gets_one_hint(chat: ChatFormat, toolbox: Too
     found = sites([doubled], chat, 10_000, "error", "feedback")
     assert [view.turn for view in found.views] == [0]
     assert found.counts.shown == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "data", "reason"),
+    [
+        ("missing_key", {"key": "a"}, "hint template 'missing_key' names the field 'keys'"),
+        ("another", {}, "no hint template 'another'"),
+    ],
+)
+def test_a_site_whose_hint_cannot_be_written_gets_none_and_others_theirs(
+    chat: ChatFormat, toolbox: ToolboxTask, key: str, data: dict[str, str], reason: str
+) -> None:
+    first, other = group_of(toolbox, chat, 0, ["quits", "quits"])
+    site = replace(first.error_sites[0], hint_template_key=key, data=data)
+    broken = replace(first, error_sites=[site])
+    found = hinted_sites([broken, other], chat, lambda trace: NOBODY, 9, 10_000)
+    assert [view.trace_id for view in found.views] == [other.trace_id]
+    assert found.counts.metrics()["hints/unwritten"] == 1
+    assert [fault[: len(reason)] for fault in found.counts.faults] == [reason]
+
+
+def test_a_writers_text_is_used_where_the_template_lacks_a_fact(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    (trace,) = group_of(toolbox, chat, 0, ["quits"])
+    site = replace(trace.error_sites[0], hint_template_key="missing_key", data={})
+    broken = replace(trace, error_sites=[site])
+    written = {(trace.trace_id, site.turn): Written("Look again.", "llm")}
+    hints, counts = hints_of(sources_of(chat, written=written), broken, site.turn, [broken])
+    assert [hint.text for hint in hints] == ["Hint: Look again."]
+    assert counts.unwritten == 1
+
+
+def test_a_turn_whose_source_fails_still_has_the_other_sources(
+    chat: ChatFormat, toolbox: ToolboxTask
+) -> None:
+    (trace,) = group_of(toolbox, chat, 0, ["quits"])
+    broken = replace(trace, messages=[{"content": "no role"}, *trace.messages])
+    turn = trace.error_sites[0].turn
+    hints, counts = hints_of(sources_of(chat, "feedback", "error"), broken, turn, [broken])
+    assert [hint.source for hint in hints] == ["error"]
+    assert list(counts.faults) == ["the feedback hint failed with KeyError: 'role'"]

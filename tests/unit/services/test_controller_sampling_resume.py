@@ -58,7 +58,7 @@ async def go_on(world: World, config: Config, root: Path, turns: int | None = No
             config, world, world, world.chat, store, store.reading.waiting_pairs
         )
         step_builder = StepBuilder(
-            Batcher(config, world.task, world.chat, make_advantages(config.advantage))
+            Batcher(config, world.task, world.chat, make_advantages(config.advantage), print)
         )
         state = resume_state_of(past, step_builder)
         restore_teacher_queries(past, stream, store.reading, state.next_group)

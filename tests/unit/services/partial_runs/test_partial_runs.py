@@ -71,7 +71,7 @@ def world(toolbox: ToolboxTask, chat: ChatFormat) -> World:
 
 
 def composer_of(config: Config, task: ToolboxTask, chat: ChatFormat) -> StepBuilder:
-    return StepBuilder(Batcher(config, task, chat, make_advantages(config.advantage)))
+    return StepBuilder(Batcher(config, task, chat, make_advantages(config.advantage), print))
 
 
 async def run_on(world: World, config: Config, root: Path) -> None:

@@ -50,7 +50,9 @@ def composer_of(
 ) -> StepBuilder:
     advantages = make_advantages(config.advantage)
     late = LateRewards(lambda: posted, advantages, 4, lambda _: None)
-    return StepBuilder(Batcher(config, task, ChatFormat(tokenizer, task.tools), advantages), late)
+    return StepBuilder(
+        Batcher(config, task, ChatFormat(tokenizer, task.tools), advantages, print), late
+    )
 
 
 def test_steps_made_again_of_their_recipes_are_the_same(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from typing import Any
 
@@ -33,7 +33,7 @@ from composer_mesh.services.run.hint_mesh import writer_endpoint
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
-from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
+from composer_mesh.services.steps.hint_writing import FirstReasons, HintWriting, WordedHints
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_hint"}
@@ -143,7 +143,7 @@ async def test_words_reach_the_batch_and_are_counted(
     worded = WordedHints()
     for group in groups:
         worded += await writing.ask(group)
-    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
+    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), silent)
     batch = batcher.batch(0, groups, [], worded)
     assert len(batch.views) == 6
     for view in batch.views:
@@ -158,7 +158,7 @@ async def test_a_writer_that_says_nothing_leaves_the_template_counted_as_fallbac
 ) -> None:
     writer, group = Writer(HintReply("", "none")), group_of(toolbox, chat, 0, ["quits"] * 2)
     worded = await HintWriting(writer, config, toolbox, chat, silent).ask(group)
-    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
+    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), silent)
     batch = batcher.batch(0, [group], [], worded)
     assert batch.hints is not None
     assert (batch.hints.fallback, batch.hints.llm, batch.hints.template) == (2, 0, 0)
@@ -182,7 +182,7 @@ async def test_words_that_tell_the_answer_are_refused_and_counted(
     answer = toolbox.verified_answer(toolbox.episode("train", 0))
     writer = Writer(HintReply(f"It is {answer}.0", "cached"))
     worded = await HintWriting(writer, config, toolbox, chat, silent).ask(group)
-    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
+    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), silent)
     batch = batcher.batch(0, [group], [], worded)
     assert batch.hints is not None
     assert (batch.hints.refused, batch.hints.fallback, batch.hints.cached) == (2, 2, 0)
@@ -225,7 +225,7 @@ def test_a_channel_that_is_off_counts_no_hints(
     chat: ChatFormat, toolbox: ToolboxTask, build_config: Any
 ) -> None:
     config = build_config()
-    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
+    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), silent)
     batch = batcher.batch(0, [group_of(toolbox, chat, 0, ["quits", "right"])], [])
     assert batch.hints is None
     assert not any(
@@ -268,3 +268,21 @@ def test_the_summary_of_a_run_shows_what_became_of_its_hints() -> None:
     shown = "3 llm, 1 fallback, 4 too long; 3 requests for $0.25"
     assert shown in console.export_text()
     assert "hints" not in summarize([{"step": 1}], wall_s=1.0)
+
+
+def test_each_reason_of_a_missing_hint_is_reported_once(
+    chat: ChatFormat, toolbox: ToolboxTask, config: Config
+) -> None:
+    group = group_of(toolbox, chat, 0, ["quits"] * 3)
+    broken = [
+        replace(one, error_sites=[replace(one.error_sites[0], hint_template_key="another")])
+        for one in group
+    ]
+    reported: list[str] = []
+    report = FirstReasons(reported.append)
+    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), report)
+    for step in range(2):
+        assert batcher.batch(step, [broken], []).views == []
+    assert len(reported) == 1
+    assert reported[0].startswith("no hint template 'another': use one of ")
+    assert HintWriting(Writer(), config, toolbox, chat, silent)._requests(broken) == {}
