@@ -1,15 +1,16 @@
 """Detection of the verified answer in a text, however it is written.
 
 Numbers are compared as values, in every view of the text that `disguises` gives and with number
-words as digits. Other answers are searched as words. What an answer is called without being
-written (`6 + 6`, "half of 84") is not found.
+words as digits; so are two numbers with an operator between them, percentages and dozens. Other
+answers are searched as words. Other descriptions of an answer ("half of 84") are not found.
 """
 
 import base64
 import math
+import operator
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -30,7 +31,19 @@ _COMMA = re.compile(r"(?<=\d),(?=\d{1,2}(?!\d))")
 _NUMBER = re.compile(r"(?<![\w.])(-?)(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d{1,3})(?!\w))?(?!\d)")
 _POWER = re.compile(r"(\d)\s*[x*\u00d7]\s*10\s*(?:\^|\*\*)?\s*[{(]?([+-]?\d{1,3})[)}]?")
 _NEGATIVE = re.compile(r"\b(?:minus|negative)[\s-]*(?=\d)")
-_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{3})(?=\d\d)")
+_AFTER_WORD = re.compile(
+    r"(?:(?<=[^\W\d_]{3})|(?<=(?<![^\W_])[^\W\d_])|(?<=(?<![^\W_])[^\W\d_]{2}))(?=\d\d)|"
+    "(?<=[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff])(?=[0-9])"
+)
+"""Where letters end and a number of two digits begins, or of one behind Japanese letters."""
+_PLAIN = r"\d+(?:\.\d+)?"
+_OPERATOR = r" ?[-+*/x\u00d7\u00f7] ?"
+_CALCULATION = re.compile(rf"(?<![\w.+*/-])({_PLAIN})((?:{_OPERATOR}{_PLAIN})+)(?!\w)")
+_STEP = re.compile(rf" ?([-+*/x\u00d7\u00f7]) ?({_PLAIN})")
+_PERCENT = re.compile(rf"(?<![\w.])({_PLAIN}) ?(?:%|per ?cent\b)")
+_DOZENS = re.compile(
+    rf"(?<![\w.])(?:({_PLAIN})( and a half)? |(half )?a )dozen\b(?: (?:and|plus) (\d+)(?!\w))?"
+)
 _BETWEEN = (
     r"(?:[\s,_;:|~'\"`\u2019\u2022\u2026()\[\]{}<>\\-]|"
     r"(?<!\.)(?:\.{2,}(?!\.)|\.(?=\s)|(?<=\s)\.(?![.\s]))|"
@@ -54,7 +67,7 @@ _BACKWARDS = re.compile(r"revers|backward|mirror|right[\s-]to[\s-]left|back[\s-]
 def holds_answer(text: str, answer: str) -> bool:
     """Whether a text contains the answer as a separate number or words; 12 is not in 120 or 1.12.
 
-    A number that ends a short word (`x12`) or has the other sign does not count.
+    A digit that ends a word (`q2`) does not count, nor does 3 where the answer is -3.
     """
     wanted = _wanted(answer)
     if not wanted.plain:
@@ -124,11 +137,15 @@ class VerifiedAnswer:
             return False
         if backwards:
             value = float(str(self.whole)[::-1])
+        sign = abs if value > 0 else float
         found = set(_values(view))
         if abs(value) >= SMALLEST_WORD:
             found |= set(_values(with_digits(view)))
-        return any(abs(one - value) <= TOLERANCE * max(1.0, abs(value)) for one in found) or any(
-            len(run[1]) > 1 and run == self._digits for run in _runs(view)
+        return any(
+            abs(sign(one) - value) <= TOLERANCE * max(1.0, abs(value)) for one in found
+        ) or any(
+            len(digits) > 1 and digits == self._digits[1] and (value > 0 or negative)
+            for negative, digits in _runs(view)
         )
 
     def _is_foreign_in(self, view: str) -> bool:
@@ -212,6 +229,28 @@ def _values(text: str) -> Iterator[float]:
     power = _POWER.sub(r"\1e\2", text)
     for reading in {text, grouped, _GROUPS.sub("", text), whole, _COMMA.sub(".", text), power}:
         yield from _numbers(reading)
+    yield from _calculated(_GROUPS.sub("", text))
+
+
+def _calculated(text: str) -> Iterator[float]:
+    """Yield what calculations with two numbers, percentages and dozens come to."""
+    for first, steps in _CALCULATION.findall(text):
+        (sign, second), *others = _STEP.findall(steps)
+        if not others and (sign not in "/\u00f7" or float(second)):
+            yield _OPERATIONS[sign](float(first), float(second))
+    for share in _PERCENT.findall(text):
+        yield float(share) / 100
+    for count, and_half, half, more in _DOZENS.findall(text):
+        dozens = float(count or 1) + bool(and_half) / 2 - bool(half) / 2
+        yield 12 * dozens + float(more or 0)
+
+
+_OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    **dict.fromkeys("*x\u00d7", operator.mul),
+    **dict.fromkeys("/\u00f7", operator.truediv),
+}
 
 
 def _numbers(text: str) -> Iterator[float]:

@@ -108,6 +108,15 @@ OF_42 = {
     "Cyrillic letter for a digit": "\u04272",
     "backwards, said so": "24 reversed",
     "words backwards": "owt-ytrof",
+    "quotient": "84/2",
+    "sum": "41+1",
+    "joined to a letter": "x42",
+    "percentage": "4200%",
+    "other sign": "-42",
+    "in Japanese text": "\u300c\u7b5442\u300d",
+    "dozens and more": "three dozen and six",
+    "part of a dozen": "3.5 dozen",
+    "half a dozen more": "three and a half dozen",
 }
 OTHERS = [
     ("57,25", "57.25"),
@@ -142,6 +151,14 @@ OTHERS = [
     ("Par&#105;s", "Paris"),
     ("UGFyaXM=", "Paris"),
     ("new_york", "New York"),
+    ("1,200 / 2", "600"),
+    ("6 \u00d7 7", "42"),
+    ("50 - 8", "42"),
+    ("1/2", "0.5"),
+    ("50 percent", "0.5"),
+    ("a dozen", "12"),
+    ("half a dozen", "6"),
+    ("\u7b54\u306f7\u3067\u3059", "7"),
 ]
 FRAMES = ["{}", "Hint: the result is {}.", "Look ({}) and try again!"]
 
@@ -183,6 +200,13 @@ HARMLESS = [
     "\u8bf7\u5148\u67e5\u4e00\u67e5\u8868\uff0c\u518d\u8ba1\u7b97\u3002",
     "The mm, cm and ml are units; MM and DC are not.",
     "Do not go back to front: begin with the left side.",
+    "Add 3 + 4 first, then 5 * 6, and divide by 7 - 2.",
+    "The formats are mp3, h264 and utf8; compare x1 with y2 in row b7.",
+    "The text is on pages 30-45 of the edition of 2026-01-05, at 2/3 of 1/1/2026.",
+    "Only 80% of the budget is left, 12.5 percent less than before.",
+    "Eggs are sold by the dozen; two dozen fill a box.",
+    "It is -7 degrees outside.",
+    "\u7b2c3\u56de\u306e\u554f\u984c\u3092\u898b\u76f4\u3057\u3066\u304f\u3060\u3055\u3044\u3002",
 ]
 ANSWERS = [
     "42",
@@ -205,3 +229,16 @@ ANSWERS = [
 @pytest.mark.parametrize("hint", HARMLESS)
 def test_a_harmless_hint_passes(hint: str, answer: str) -> None:
     assert not holds_answer(hint, answer)
+
+
+@pytest.mark.parametrize(
+    "text", ["half of 84", "(80 + 4) / 2", "84 / 2 / 1", "one more than 41", "21 twice"]
+)
+def test_what_the_docs_say_is_not_found(text: str) -> None:
+    assert not holds_answer(f"The result is {text}.", "42")
+
+
+def test_a_digit_that_ends_a_word_and_the_sign_of_a_negative_answer_count() -> None:
+    assert not holds_answer("Look at q2 and step2.", "2")
+    assert not holds_answer("Step 3 is next.", "-3")
+    assert not holds_answer("Divide 84/0 by nothing.", "42")

@@ -174,7 +174,7 @@ def test_the_generated_hints_are_of_every_kind(shown: Shown) -> None:
     for _, found in shown:
         for name, count in found.counts.metrics().items():
             total[name] += count
-    never_here = {"hints/requests", "hints/usd"}
+    never_here = {"hints/requests", "hints/usd", "hints/unwritten"}
     assert {name for name, count in total.items() if count < 10} == never_here
     assert sum(len(found.views) for _, found in shown) > TRACES
 

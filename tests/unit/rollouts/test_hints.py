@@ -39,12 +39,12 @@ TELLS = [
     ("it is  PARIS, of course", "Paris"),
     ("the New\nYork office", "new york"),
 ]
+TELLS += [("x12", "12"), ("-12", "12"), ("-57.25", "57.25")]
 TELLS_NOT = [
     ("120", "12"),
     ("1.12", "12"),
-    ("x12", "12"),
-    ("-12", "12"),
-    ("-57.25", "57.25"),
+    ("q2", "2"),
+    ("12", "-12"),
     ("257.25", "57.25"),
     ("use one of these", "1"),
     ("do not divide by zero", "0"),

@@ -121,7 +121,7 @@ def test_every_hint_template_belongs_to_a_failure_that_happens() -> None:
 
 @pytest.mark.parametrize(
     ("word", "leaks"),
-    [("57.25", True), ("5", False), ("25", False), ("257.25", False), ("-57.25", False)],
+    [("57.25", True), ("5", False), ("25", False), ("257.25", False), ("-57.25", True)],
 )
 def test_a_hint_that_holds_the_answer_is_refused(word: str, leaks: bool) -> None:
     site = ErrorSite(0, "missing_key", "missing_key", {"key": word, "keys": "lamp, rope"})
