@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from composer_mesh.services.make_code_tasks.problems import PROBLEM_FILES, package_of_problems
 from composer_mesh.tasks.code.making.functions import FEWEST_LINES
@@ -25,6 +25,12 @@ from composer_mesh.tasks.code.making.package import PackageRefused
 LARGEST_ARCHIVE = 64_000_000
 LARGEST_UNPACKED = 256_000_000
 MOST_FILES = 20_000
+LONGEST_HEADER = 1 << 20
+DESCRIBING = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+"""Types of headers that describe the next file: `tarfile` reads each at once."""
 INDEX = "https://pypi.org/simple"
 ARCHIVE = re.compile(r"(.+)-([^-]+)\.(tar\.gz|tar\.bz2|tar\.xz|tgz|zip)")
 
@@ -148,10 +154,30 @@ def _named(name: str, version: str, sha256: str, files: dict[str, bytes]) -> Sou
     )
 
 
+class _BoundedHeader(tarfile.TarInfo):
+    """A header, refused if what describes the next one is longer than any description is.
+
+    `tarfile` reads a description at once, with as many bytes as its header states.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.size < 0 or (found.type in DESCRIBING and found.size > LONGEST_HEADER):
+            raise PackageRefused(
+                f"its archive has a header of {found.size:,} bytes, and {LONGEST_HEADER:,} are read"
+            )
+        return found
+
+
 def _tarred(content: bytes) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+    left = LARGEST_UNPACKED
+    with tarfile.open(fileobj=io.BytesIO(content), tarinfo=_BoundedHeader) as archive:
         for member in archive:
-            if member.isreg() and member.size <= LARGEST_UNPACKED:
+            left -= member.size
+            if left < 0 or member.size < 0:
+                raise PackageRefused("it unpacks to too much")
+            if member.isreg():
                 file = archive.extractfile(member)
                 assert file is not None
                 yield member.name, file.read()

@@ -19,6 +19,11 @@ from importlib.util import find_spec
 from composer_mesh.tasks.code.judge.programs.reporting import Reporter
 
 LARGEST = 16_000_000
+UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, ValueError, MemoryError),
+    *(tarfile.TarError, zipfile.BadZipFile),
+)
+"""What reading an archive raises where it is none, or asks for more than this box has."""
 ARCHIVES = (".zip", ".whl", ".egg", ".pyz", ".tar", ".gz", ".tgz", ".bz2", ".xz")
 MOST_FOUND = 1000
 
@@ -77,7 +82,7 @@ def _members(content: bytes) -> dict[str, bytes]:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             files = ((one.name, archive.extractfile(one)) for one in archive.getmembers())
             return {f"!{name}": file.read() for name, file in files if file is not None}
-    except (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile):
+    except UNREADABLE:
         return {}
 
 

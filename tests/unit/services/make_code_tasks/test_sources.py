@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from pytest_httpserver import HTTPServer
 from small_packages import FILES, archive
 
 from composer_mesh.services.make_code_tasks.sources import SourceUnavailable, opened, unpacked
+from composer_mesh.tasks.code.making.package import PackageRefused
 
 PAGE = '<a href="/small-1.2.tar.gz#sha256={}">small-1.2.tar.gz</a>'
 
@@ -67,6 +70,32 @@ def test_links_and_devices_of_an_archive_are_left_out() -> None:
             member.type, member.linkname = kind, "/etc/passwd"
             packed.addfile(member)
     assert unpacked("small-1.tar.gz", buffer.getvalue()).files == {}
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK]
+)
+def test_a_header_that_states_gigabytes_is_refused_and_not_read(kind: bytes) -> None:
+    stated = tarfile.TarInfo("small-1/x")
+    stated.type, stated.size = kind, 4 << 30
+    content = gzip.compress(stated.tobuf(tarfile.GNU_FORMAT) + bytes(64 << 20), 1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PackageRefused, match="a header of 4,294,967,296 bytes"):
+            unpacked("small-1.tar.gz", content)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE])
+@pytest.mark.parametrize("size", [-512, 4 << 30])
+def test_a_file_that_states_an_impossible_size_is_refused(kind: bytes, size: int) -> None:
+    stated = tarfile.TarInfo("small-1/x")
+    stated.type, stated.size = kind, size
+    content = gzip.compress(stated.tobuf(tarfile.GNU_FORMAT) + bytes(10_240))
+    with pytest.raises(PackageRefused, match=r"a header of -512 bytes|unpacks to too much"):
+        unpacked("small-1.tar.gz", content)
 
 
 @pytest.mark.parametrize(
