@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from composer_mesh.mesh.open_folder import link_refused
 from composer_mesh.mesh.untrusted_json import MIB, refuse_unusual
 
 BUSY_S = 30.0
@@ -252,6 +253,7 @@ def _connected(path: Path | None) -> sqlite3.Connection:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _refuse_unusual(path)
+            _refuse_links(path)
             _make_private(path)
         return _opened(":memory:" if path is None else path.absolute().as_uri())
 
@@ -288,6 +290,13 @@ def _opened(place: str) -> sqlite3.Connection:
 def _refuse_unusual(path: Path) -> None:
     for suffix in BESIDE:
         refuse_unusual(path.with_name(f"{path.name}{suffix}"))
+
+
+def _refuse_links(path: Path) -> None:
+    """Refuse a file that is written where it leads to; SQLite opens by path, and follows links."""
+    for suffix in BESIDE:
+        if (one := path.with_name(f"{path.name}{suffix}")).is_symlink():
+            raise link_refused(one)
 
 
 def _reason(error: Exception, effort: WorkLimit | None) -> str:

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.private_folder import subfolder
 
 LOGS = "COMPOSER_MESH_LOGS"
@@ -42,8 +43,7 @@ class BoundedLog:
 
     def attach(self) -> None:
         """Point the descriptor at the file; refuses one that is a link."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(self.path, flags, 0o600)
+        file = open_in_logs(self.path)
         try:
             os.dup2(file, self.descriptor, inheritable=False)
         finally:
@@ -94,6 +94,13 @@ def log_folder() -> Path:
     folder = Path(os.environ[LOGS])
     folder.mkdir(mode=0o700, exist_ok=True)  # a run directory that is gone stays gone
     return folder
+
+
+def open_in_logs(path: Path) -> int:
+    """Open a file of a folder of logs for appending, through no link; return its descriptor."""
+    with OpenFolder(path.parent.parent) as above:
+        name = f"{path.parent.name}/{path.name}"
+        return above.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def _import_monarch() -> None:

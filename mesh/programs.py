@@ -21,6 +21,7 @@ from typing import IO
 
 import composer_mesh
 from composer_mesh.mesh.environment import python_code
+from composer_mesh.mesh.open_folder import OpenFolder
 
 RUN_S = 60.0
 MOST_ANSWER_BYTES = 1 << 25
@@ -293,7 +294,7 @@ def detached(
     Both of its streams are appended to `log`.
     """
     try:
-        with log.open("ab") as out:
+        with OpenFolder(log.parent) as above, above.append(log.name) as out:
             process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,

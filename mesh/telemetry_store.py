@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.mesh.connection_guard import guard_connections
-from composer_mesh.mesh.monarch_log import open_log
+from composer_mesh.mesh.monarch_log import open_in_logs, open_log
 from composer_mesh.mesh.telemetry_query import LONGEST_STATEMENT, QueryRefused, Tables, answer
 
 INGEST, QUERY, LOG = "ingest.sock", "query.sock", "store.log"
@@ -111,7 +111,7 @@ def end_with(parent: int) -> None:
 
 def write_to(log: Path) -> None:
     """Write what this process prints to a file, in place of the terminal of the run."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    file = open_in_logs(log)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
     os.close(file)

@@ -26,6 +26,7 @@ from composer_mesh.actors.checkpoints.manifest import (
     write_manifest,
 )
 from composer_mesh.actors.checkpoints.quarantine import quarantine
+from composer_mesh.mesh.open_folder import OpenFolder
 
 FOLDER = "checkpoints"
 EARLIER_STATE_FILE = "training_state.pt"
@@ -158,7 +159,8 @@ class Draft:
     def __init__(self, root: Path, step: int) -> None:
         """Create an empty folder; remove drafts that a killed process left."""
         self.step, self._place = step, folder_of(root, step)
-        self._place.parent.mkdir(parents=True, exist_ok=True)
+        with OpenFolder(root) as opened:
+            opened.make(FOLDER)
         for left in self._place.parent.glob(".step-*"):
             if not _FORMER.fullmatch(left.name):
                 shutil.rmtree(left)

@@ -21,7 +21,7 @@ from mcp_types import jsonrpc_message_adapter
 
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.configs.mcp import McpServer
-from composer_mesh.mesh.monarch_log import LOGS
+from composer_mesh.mesh.monarch_log import LOGS, open_in_logs
 from composer_mesh.mesh.programs import TiedProgram
 
 INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG")
@@ -66,9 +66,8 @@ class StdioProgram:
     async def _kept(self, errors: asyncio.StreamReader, pid: int) -> None:
         """Write the error stream to a file until that is full, and read on."""
         folder = os.environ.get(LOGS)
-        path = Path(folder) / f"mcp-{self._server.name}-{pid}.log" if folder else Path(os.devnull)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        file, written = os.open(path, flags, 0o600), 0
+        name, written = f"mcp-{self._server.name}-{pid}.log", 0
+        file = open_in_logs(Path(folder) / name) if folder else os.open(os.devnull, os.O_WRONLY)
         try:
             while piece := await _line(errors):
                 for secret in self._secrets:

@@ -14,6 +14,7 @@ from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeo
 from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import OpenRouterConfig, TeacherConfig
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import Prices
 
@@ -105,7 +106,6 @@ def ledger_name(name: str, run: Path) -> str:
     file = run / RUN_ID_FILE
     if not file.exists():
         run.mkdir(parents=True, exist_ok=True)
-        made = file.with_name(f".{RUN_ID_FILE}.{secrets.token_hex(4)}")
-        made.write_text(secrets.token_hex(8), encoding="ascii")
-        made.rename(file)
+        with OpenFolder(run) as folder:
+            folder.write_whole(RUN_ID_FILE, secrets.token_hex(8).encode(), synced=False)
     return f"{name}-{file.read_text(encoding='ascii').strip()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.open_folder import OpenFolder
 
 ID_FILE = "id"
 LONGEST = 200
@@ -21,5 +22,6 @@ def kept_id(folder: Path) -> str:
 def keep_id(folder: Path, identity: str) -> str:
     """Write an id into a tracker's folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ID_FILE).write_text(f"{identity}\n", encoding="utf-8")
+    with OpenFolder(folder) as opened:
+        opened.write_whole(ID_FILE, f"{identity}\n".encode())
     return identity

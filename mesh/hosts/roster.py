@@ -9,11 +9,11 @@ address, not whether it is still listening.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import MIB, read_json
 
 ROSTER = "hosts"
@@ -33,10 +33,10 @@ class Record:
 
 def announce(folder: Path, record: Record) -> None:
     """Write or replace the record of a worker atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{record.name}.{os.getpid()}"
-    draft.write_text(json.dumps(asdict(record)) + "\n")
-    draft.replace(_file(folder, record.name))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(asdict(record)).encode() + b"\n"
+    with OpenFolder(folder.parent) as run:
+        run.write_whole(f"{folder.name}/{_file(folder, record.name).name}", content, synced=False)
 
 
 def withdraw(folder: Path, record: Record) -> None:

@@ -5,6 +5,7 @@ Draws the contents of `ablation.json` with matplotlib objects and no global stat
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from composer_mesh.services.ablation.plan import BASELINE
 from composer_mesh.services.ablation.tables import TITLES
+from composer_mesh.services.store.whole_files import write_whole
 
 PICTURE_FILE = "ablation.png"
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -32,9 +34,9 @@ def draw_ablation(report: Mapping[str, Any], path: Path) -> None:
     _draw_means(figure.add_subplot(grid[0, :]), report)
     for column, arm in enumerate(report["arms"]):
         _draw_arm(figure.add_subplot(grid[1, column]), arm, report)
-    draft = path.with_name(f".{path.name}")
-    canvas.print_png(draft)
-    draft.replace(path)
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    write_whole(path, picture.getvalue())
 
 
 def _draw_means(axes: Axes, report: Mapping[str, Any]) -> None:

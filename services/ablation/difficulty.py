@@ -5,6 +5,7 @@ A panel holds the settings that differ in nothing but the difficulty.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from matplotlib.ticker import PercentFormatter
 
 from composer_mesh.services.ablation.curve import COLORS, INK
 from composer_mesh.services.ablation.tables import TITLES
+from composer_mesh.services.store.whole_files import write_whole
 
 DIFFICULTY_FILE = "difficulty.png"
 
@@ -47,9 +49,9 @@ def draw_difficulty(report: Mapping[str, Any], path: Path) -> None:
     rows = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, settings) in zip(rows, panels.items(), strict=True):
         _draw_panel(axes, title, settings, report["difficulty"])
-    draft = path.with_name(f".{path.name}")
-    canvas.print_png(draft)
-    draft.replace(path)
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    write_whole(path, picture.getvalue())
 
 
 def _draw_panel(axes: Axes, title: str, settings: list[Mapping[str, Any]], key: str) -> None:

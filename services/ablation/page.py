@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,15 @@ from composer_mesh.services.ablation.curve import PICTURE_FILE
 from composer_mesh.services.ablation.difficulty import DIFFICULTY_FILE, panels_of
 from composer_mesh.services.ablation.report import settings_of
 from composer_mesh.services.ablation.tables import TITLES, Rows, notes, step_rows, summary_rows
+from composer_mesh.services.store.whole_files import write_whole
 
 PAGE_FILE = "ablation.md"
 
 
 def write_page(report: Mapping[str, Any], output: Path) -> None:
     """Replace `ablation.md` atomically."""
-    draft = output / f".{PAGE_FILE}.{os.getpid()}"
-    draft.write_text("\n".join(page_lines(report)) + "\n", encoding="utf-8")
-    draft.replace(output / PAGE_FILE)
+    text = "\n".join(page_lines(report)) + "\n"
+    write_whole(output / PAGE_FILE, text.encode())
 
 
 def page_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ It is computed from the runs' own files, so it does not depend on when or how of
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from composer_mesh.services.ablation.plan import Ablation
 from composer_mesh.services.ablation.power import Deviation, deviations_of
 from composer_mesh.services.ablation.settings import Study
 from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.store.whole_files import write_whole
 
 REPORT_FILE = "ablation.json"
 LARGEST_REPORT = 64 * MIB
@@ -75,9 +75,8 @@ def ablation_report(
 
 def write_report(report: Mapping[str, Any], output: Path) -> None:
     """Replace `ablation.json` atomically."""
-    draft = output / f".{REPORT_FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    draft.replace(output / REPORT_FILE)
+    content = json.dumps(report, indent=1, allow_nan=False).encode() + b"\n"
+    write_whole(output / REPORT_FILE, content)
 
 
 def earlier_deviation(path: Path) -> Deviation | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from composer_mesh.services.dashboard.tokens import Tokenizers
 from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import StoreMissing, Where
+from composer_mesh.services.store.whole_files import write_whole
 
 STYLE = Path(__file__).parent / "static" / "style.css"
 MOST_RUNS = 8
@@ -65,9 +65,7 @@ class ReportOptions:
 def report_command(options: ReportOptions, say: Callable[[str], None]) -> int:
     """Write the report; return the exit status."""
     text = report_html(options)
-    draft = options.out.with_name(f".{options.out.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(options.out)
+    write_whole(options.out, text.encode())
     say(f"wrote {options.out}, {len(text.encode()) / 1e6:.1f} MB")
     return 0
 

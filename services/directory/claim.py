@@ -5,11 +5,13 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import psutil
 
-from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.regular_files import UnusableFile, read_regular
+from composer_mesh.mesh.open_folder import OpenFolder, refuse_links
 
 RUNS = Path("runs")
 LOCK_FILE = ".lock"
@@ -45,7 +47,9 @@ class RunDirectoryError(Exception):
 
 @contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Lock `output` for a block; raise RunDirectoryError if another run holds it.
+    """Lock `output` for a block.
+
+    Raises RunDirectoryError if another run holds it, or if a link below it leads out of it.
 
     The operating system releases the lock when the process ends, however it ends.
     """
@@ -57,8 +61,10 @@ def claimed(output: Path) -> Iterator[None]:
             "place with --output"
         ) from None
     with _disk_errors(output):
-        lock = (output / LOCK_FILE).open("ab+", buffering=0)
-    with lock:
+        refuse_links(output)
+        with OpenFolder(output) as folder:
+            descriptor = folder.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    with FileIO(descriptor, "ab+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -124,6 +130,8 @@ def holds_a_run(output: Path) -> bool:
 def _disk_errors(output: Path) -> Iterator[None]:
     try:
         yield
+    except UnusableFile as error:
+        raise RunDirectoryError(str(error)) from None
     except OSError as error:
         raise RunDirectoryError(
             f"{error.filename or output} cannot be used for a run ({error.strerror}): free the "

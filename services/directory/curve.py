@@ -3,6 +3,7 @@
 Draws with matplotlib objects and no global state, so it needs no display.
 """
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.services.directory.report import CHANNELS, Evaluation
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -45,7 +47,10 @@ def draw_reward_curve(
     last = max([1, *(int(step["step"]) for step in metrics), *(e.step for e in evaluations)])
     for axes in figure.axes:
         axes.set_xlim(-MARGIN * last, (1 + MARGIN) * last)
-    canvas.print_png(path)
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    with OpenFolder(path.parent) as folder:
+        folder.write_whole(path.name, picture.getvalue())
 
 
 def smoothed(values: Sequence[float], radius: int) -> list[float]:

@@ -5,7 +5,6 @@ Pure functions over the run's files; every figure comes from the metrics.
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.services.directory.claim import RunDirectoryError
 
@@ -155,9 +155,8 @@ def write_summary(
         restarts=restarts,
         rest=rest,
     )
-    draft = run / f".{SUMMARY_FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    draft.replace(run / SUMMARY_FILE)
+    with OpenFolder(run) as folder:
+        folder.write_whole(SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
     return summary
 
 

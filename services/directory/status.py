@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import Field
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.machine import NAME, this_host
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.untrusted_json import MIB
 
@@ -106,9 +106,9 @@ _STATUS = fail_fast(RunStatus)
 def write_status(path: Path, status: RunStatus) -> None:
     """Replace the status file atomically; `path` is the run directory or the file in it."""
     path = _file(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(dataclasses.asdict(status), indent=1) + "\n")
-    draft.replace(path)
+    content = json.dumps(dataclasses.asdict(status), indent=1) + "\n"
+    with OpenFolder(path.parent) as folder:
+        folder.write_whole(path.name, content.encode(), synced=False)
 
 
 def read_status(path: Path) -> RunStatus | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.checks.accepting import accepted, use_umask
@@ -107,7 +108,8 @@ def submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle:
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
     try:
         with claimed(order.output):  # refuses while a run is still being written
-            (order.output / FOLDER).mkdir(exist_ok=True)
+            with OpenFolder(order.output) as opened:
+                opened.make(FOLDER)
             write_files(plan)
             if _makes_authority(order):
                 make_authority(authority_of(order))

@@ -20,10 +20,10 @@ from safetensors.numpy import load, save
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.whole_files import write_whole
 
 FOLDER = "divergences"
 STEPS_IN_A_FOLDER = 1000
@@ -55,9 +55,9 @@ def write_divergences(root: Path, step: int, found: Sequence[TurnDivergences]) -
         "lengths": np.array([len(one.values) for one in found], np.int32),
         "body": np.frombuffer(_IDS.dump_json([one.trace_id for one in found]), np.uint8),
     }
-    path = divergences_path(root, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, save(tensors, {"format": FORMAT}))
+    name = str(divergences_path(root, step).relative_to(root))
+    with OpenFolder(root) as folder:
+        folder.write_whole(name, save(tensors, {"format": FORMAT}))
 
 
 def read_divergences(root: Path, step: int) -> list[TurnDivergences]:

@@ -26,6 +26,7 @@ from safetensors.numpy import load, save
 from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
 from composer_mesh.services.store.group_experts import (
@@ -35,7 +36,6 @@ from composer_mesh.services.store.group_experts import (
     shapes_of,
 )
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.whole_files import write_whole
 
 FOLDER = "traces"
 SUFFIX = ".safetensors"
@@ -177,10 +177,11 @@ def write_group(root: Path, group_id: int, traces: Sequence[Trace]) -> tuple[int
     Replaces an earlier file of the group. Raises OSError without leaving a file.
     """
     content, path = group_bytes(traces), path_of(root, group_id)
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.parent.exists()
+    with OpenFolder(root) as folder:
+        folder.write_whole(str(path.relative_to(root)), content)
+    if new:
         to_disk(path.parent.parent)
-    write_whole(path, content)
     return len(content), zlib.crc32(content)
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
-from composer_mesh.services.store.whole_files import write_whole
+from composer_mesh.mesh.open_folder import OpenFolder
 
 
 class Lines:
-    """Append-only files of a folder. Not thread-safe."""
+    """Append-only files of a folder, through no links below it. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root, self._folder = root, OpenFolder(root)
         self._files: dict[str, FileIO] = {}
         self._dirty: set[str] = set()
 
@@ -23,7 +23,7 @@ class Lines:
         """Append a line. Readers see it at once; `sync` puts it on disk."""
         if name not in self._files:
             # Unbuffered, so that nothing is left to fail once more when the file is closed.
-            self._files[name] = (self._root / name).open("ab", buffering=0)
+            self._files[name] = self._folder.append(name)
         left = memoryview(line + b"\n")
         while left:
             left = left[self._files[name].write(left) :]
@@ -42,9 +42,10 @@ class Lines:
         if name in self._files:
             self._files.pop(name).close()
             self._dirty.discard(name)
-        write_whole(path, content)
+        self._folder.write_whole(name, content)
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._folder.close()

@@ -73,6 +73,7 @@ class RunRecords:
 
     def add_group(self, group_id: int, traces: Sequence[Trace]) -> int:
         """Store a group's traces, the file first, then the rows; return the bytes of the file."""
+        self.file.refuse_if_lost()
         try:
             size, crc = write_group(self._root, group_id, traces) if traces else (0, 0)
         except OSError as error:

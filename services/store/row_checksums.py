@@ -59,13 +59,12 @@ def set_rows_aside(root: Path, file: SqliteFile) -> list[DamagedRow]:
 
 
 def _keep(root: Path, file: SqliteFile, damaged: list[DamagedRow]) -> None:
-    (root / FOLDER).mkdir(exist_ok=True)
-    kept = Lines(root / FOLDER)
+    kept = Lines(root)
     for row in damaged:
         select = f"SELECT * FROM {row.table} WHERE rowid = ?"
         with file.reading() as rows:
             values = rows.execute(select, (row.rowid,)).fetchone()
-        kept.add(ROWS_FILE, json.dumps([str(row), *map(_text, values)]).encode())
+        kept.add(f"{FOLDER}/{ROWS_FILE}", json.dumps([str(row), *map(_text, values)]).encode())
     kept.sync()
     kept.close()
 

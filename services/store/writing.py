@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.checkpoints.folder import FOLDER as CHECKPOINTS
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.poison import PoisonedInput
@@ -53,7 +55,9 @@ class RunStore:
         self.root = root
         self._bytes = 0
         with self._disk_errors():
-            (root / "checkpoints").mkdir(parents=True, exist_ok=True)
+            root.mkdir(parents=True, exist_ok=True)
+            with OpenFolder(root) as folder:
+                folder.make(CHECKPOINTS)
             self._lines, self._records = Lines(root), RunRecords(root)
             self.reading = RunReader(root)
             try:

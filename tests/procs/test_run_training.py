@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from live_run import SHORT, LiveRun, launched, untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_mesh.configs.load import load_config
+from composer_mesh.services.directory.claim import RunDirectoryError, claimed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -68,6 +71,27 @@ def test_the_shortened_quickstart_trains_in_a_live_mesh(finished: Finished) -> N
     assert {channel["active_steps"] for channel in summary["channels"].values()} == {STEPS}
     assert summary["eval"].keys() == {"initial", "final"}
     assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_file_or_folder_of_a_run_may_be_a_link_when_it_is_resumed(
+    finished: Finished, tmp_path: Path
+) -> None:
+    """The list is what this run has written, so that files of later versions are in it too."""
+    (tmp_path / "own").write_text("a file of the user's own")
+    places = [path.relative_to(finished.run.root) for path in finished.run.root.rglob("*")]
+    assert {Path(".lock"), Path("events.jsonl"), Path("logs"), Path("run.sqlite")} <= {*places}
+    for number, place in enumerate(places):
+        copy = tmp_path / f"{number}"
+        shutil.copytree(finished.run.root, copy, copy_function=os.link)
+        if (copy / place).is_dir():
+            shutil.rmtree(copy / place)
+        else:
+            (copy / place).unlink()
+        (copy / place).symlink_to(tmp_path / "own")
+        with pytest.raises(RunDirectoryError, match="is a link to") as refused, claimed(copy):
+            pass
+        assert str(copy / place) in str(refused.value)
+    assert (tmp_path / "own").read_text() == "a file of the user's own"
 
 
 def test_a_tracker_that_never_returns_is_left_behind(finished: Finished) -> None:

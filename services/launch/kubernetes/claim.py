@@ -16,6 +16,7 @@ from pathlib import Path
 
 from composer_mesh.mesh.hosts import address
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, read_roster, withdraw
+from composer_mesh.services.store.whole_files import write_whole
 
 LAUNCH = ".launch"
 REFUSED = 2
@@ -36,7 +37,7 @@ def claim(run: Path, launch: str, resume: bool) -> str:
     if resume and not has_started:
         return f"{run} is not on the volume, so there is nothing to resume: launch without --resume"
     run.mkdir(parents=True, exist_ok=True)
-    file.write_text(launch)
+    write_whole(file, launch.encode())
     return ""
 
 

@@ -17,6 +17,7 @@ from composer_mesh.services.launch.slurm import queue
 from composer_mesh.services.launch.slurm.places import Places
 from composer_mesh.services.launch.slurm.queue import JobState
 from composer_mesh.services.launch.slurm.script import job_script, reach_script
+from composer_mesh.services.store.whole_files import write_whole
 
 LONGEST_JOB = 64
 CANCELLED_S = 60.0
@@ -48,7 +49,7 @@ class SlurmLauncher:
         renamed_log(places.log)
         (command,) = plan.commands
         job = queue.submit(command)
-        places.job.write_text(f"{job}\n")
+        write_whole(places.job, f"{job}\n".encode())
         return Handle(
             kind="slurm",
             run=order.output,
@@ -87,7 +88,7 @@ class SlurmLauncher:
         """Mark the run as stopping, so that it is not requeued near its time limit either."""
         places = Places(handle.run)
         places.folder.mkdir(parents=True, exist_ok=True)
-        places.stopping.touch()
+        write_whole(places.stopping, b"")
 
     def stopped(self, handle: Handle) -> None:
         """Do nothing: the job ends with its controller."""
