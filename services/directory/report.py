@@ -20,6 +20,7 @@ from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.file_checksums import FileChecksums
 
 CHANNELS = ("policy", "sdpo", "replay")
 REPLAY_TOTALS = ("usd", "pairs", "states", "skipped", "cached", "expired", "saved_usd")
@@ -156,7 +157,11 @@ def write_summary(
         rest=rest,
     )
     with OpenFolder(run) as folder:
-        folder.write_whole(SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
+        content = json.dumps(summary, indent=2).encode() + b"\n"
+        folder.write_whole(SUMMARY_FILE, content)
+    checksums = FileChecksums(run)
+    checksums.whole(SUMMARY_FILE, content)
+    checksums.write()
     return summary
 
 

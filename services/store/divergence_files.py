@@ -1,5 +1,6 @@
 """File of a step's divergences: what the SDPO channel saw at each token of each hinted turn.
 
+    divergences/000/checksums.jsonl       size and CRC-32 of each file, a line for each write
     divergences/000/000012.safetensors    values: all turns' numbers in nats, in order
                                           turns, lengths: each turn's number and its tokens
                                           body: JSON; the trace id of each turn
@@ -8,8 +9,10 @@ Only for people to look at: no part of a run reads it, and a resume that trains 
 replaces its file. Steps count from 0.
 """
 
+import json
+import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,13 +24,16 @@ from safetensors.numpy import load, save
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.mesh.untrusted_json import short_reason
+from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.services.directory.file_checksums import FileSum, difference
 from composer_mesh.services.store.rows import DamagedRecord
 
 FOLDER = "divergences"
 STEPS_IN_A_FOLDER = 1000
 FORMAT = "composer-mesh divergences 1"
+SUMS_FILE, MOST_SUMS = "checksums.jsonl", 1 << 24
+"""Size and CRC-32 of each file of a folder; the last line about a step is the one that holds."""
 REPAIR = "remove it: nothing but the colours of tokens is lost"
 MOST = 1 << 30
 """Size in bytes of the largest file that is read."""
@@ -55,9 +61,31 @@ def write_divergences(root: Path, step: int, found: Sequence[TurnDivergences]) -
         "lengths": np.array([len(one.values) for one in found], np.int32),
         "body": np.frombuffer(_IDS.dump_json([one.trace_id for one in found]), np.uint8),
     }
-    name = str(divergences_path(root, step).relative_to(root))
+    path, content = divergences_path(root, step), save(tensors, {"format": FORMAT})
+    noted = {"step": step, "bytes": len(content), "crc32": zlib.crc32(content)}
     with OpenFolder(root) as folder:
-        folder.write_whole(name, save(tensors, {"format": FORMAT}))
+        sums = str((path.parent / SUMS_FILE).relative_to(root))
+        with folder.append(sums) as lines:
+            lines.write(json.dumps(noted).encode() + b"\n")
+        folder.write_whole(str(path.relative_to(root)), content)
+
+
+def damaged_divergences(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each step's file that is missing or not as it was written, and what is wrong."""
+    for sums in sorted((root / FOLDER).glob(f"*/{SUMS_FILE}")):
+        try:
+            noted = [parsed_json(line) for line in read_regular(sums, MOST_SUMS).splitlines()]
+            latest = {int(one["step"]): FileSum(one["bytes"], one["crc32"]) for one in noted}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            yield sums, f"it cannot be read: {short_reason(error)}"
+            continue
+        for step, one in latest.items():
+            path = divergences_path(root, step)
+            try:
+                if why := difference(path, one, grows=False):
+                    yield path, why
+            except OSError as error:
+                yield path, f"it cannot be read: {error.strerror}"
 
 
 def read_divergences(root: Path, step: int) -> list[TurnDivergences]:

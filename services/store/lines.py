@@ -9,6 +9,7 @@ from io import FileIO
 from pathlib import Path
 
 from composer_mesh.mesh.open_folder import OpenFolder
+from composer_mesh.services.directory.file_checksums import FileChecksums
 
 
 class Lines:
@@ -18,21 +19,29 @@ class Lines:
         self._root, self._folder = root, OpenFolder(root)
         self._files: dict[str, FileIO] = {}
         self._dirty: set[str] = set()
+        self.checksums = FileChecksums(root)
+        """Those of the files that are no copies of rows."""
 
-    def add(self, name: str, line: bytes) -> None:
-        """Append a line. Readers see it at once; `sync` puts it on disk."""
+    def add(self, name: str, line: bytes, *, copy: bool = False) -> None:
+        """Append a line. Readers see it at once; `sync` puts it on disk.
+
+        Lines that are no copies of rows get a checksum.
+        """
         if name not in self._files:
             # Unbuffered, so that nothing is left to fail once more when the file is closed.
             self._files[name] = self._folder.append(name)
         left = memoryview(line + b"\n")
         while left:
             left = left[self._files[name].write(left) :]
+        if not copy:
+            self.checksums.appended(name, line + b"\n")
         self._dirty.add(name)
 
     def sync(self) -> None:
-        """Flush all files to disk."""
+        """Flush all files to disk, and write their checksums."""
         while self._dirty:
             os.fsync(self._files[self._dirty.pop()].fileno())
+        self.checksums.write()
 
     def be(self, name: str, lines: Iterable[bytes]) -> None:
         """Rewrite a file atomically if its content differs from these lines."""

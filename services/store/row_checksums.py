@@ -64,7 +64,9 @@ def _keep(root: Path, file: SqliteFile, damaged: list[DamagedRow]) -> None:
         select = f"SELECT * FROM {row.table} WHERE rowid = ?"
         with file.reading() as rows:
             values = rows.execute(select, (row.rowid,)).fetchone()
-        kept.add(f"{FOLDER}/{ROWS_FILE}", json.dumps([str(row), *map(_text, values)]).encode())
+        kept.add(
+            f"{FOLDER}/{ROWS_FILE}", json.dumps([str(row), *map(_text, values)]).encode(), copy=True
+        )
     kept.sync()
     kept.close()
 

@@ -1,18 +1,33 @@
-"""Verification of a run directory: every file, row and reference.
+"""Verification of a run directory: each file of `CHECKED`, every row and reference.
 
-Reads everything and changes nothing. Each finding states what a resume would do about it;
+Reads these and changes nothing. Each finding states what a resume would do about it;
 `verify_command` prints findings.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.actors.checkpoints.manifest import damage, is_earlier
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
+from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.report import METRICS_FILE, STORE_FILE, read_metrics
+from composer_mesh.services.directory.file_checksums import (
+    CHECKSUMS_FILE,
+    difference,
+    read_checksums,
+)
+from composer_mesh.services.directory.report import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    STORE_FILE,
+    SUMMARY_FILE,
+    TIMELINE_FILE,
+    read_metrics,
+)
+from composer_mesh.services.store.divergence_files import REPAIR as REMOVE
+from composer_mesh.services.store.divergence_files import damaged_divergences
 from composer_mesh.services.store.group_files import FOLDER, read_group
 from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
 from composer_mesh.services.store.reading import RunReader
@@ -22,6 +37,7 @@ from composer_mesh.services.store.row_checksums import WHY, damaged_rows
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.store.schema import COLUMNS
+from composer_mesh.services.store.writing import CONFIG_FILE, EVENTS_FILE, POISONED_FILE
 
 GO_ON = "train --resume moves it to quarantine/ and goes on without it"
 AGAIN = "train --resume moves it to quarantine/ and samples the group again"
@@ -29,6 +45,15 @@ TRAINED = "train --resume goes on, from the step before where it must be trained
 EARLIER = "an earlier version wrote it, in a format that no resume opens"
 WAITS = "train --resume keeps the reward until the rollout is sampled again, or lets it expire"
 COPIES = "train --resume makes it again from run.sqlite"
+FROM_A_COPY = "take it from a copy of the run, or leave it: no part of a run reads it"
+AGAIN_WRITTEN = "train --resume writes it again"
+LINES = (EVENTS_FILE, TIMELINE_FILE)
+WHOLE = {CONFIG_FILE: AGAIN_WRITTEN, SUMMARY_FILE: "a run writes it again at its end"}
+CHECKED = (
+    *("*.sqlite", "traces/", "checkpoints/", "divergences/", METRICS_FILE, EVALUATIONS_FILE),
+    *(POISONED_FILE, *LINES, *WHOLE),
+)
+NOT_CHECKED = "logs, status, signatures, pictures, trackers' files and quarantine/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +82,7 @@ def verify_run(root: Path, live: bool = False) -> list[Finding]:
     ]
     if not any(one.where == STORE_FILE for one in found):
         found += _store(root, live)
-    return [*found, *_checkpoints(root)]
+    return [*found, *_files(root, live), *_divergences(root), *_checkpoints(root)]
 
 
 def _repair(path: Path) -> str:
@@ -144,13 +169,46 @@ def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
     for draft in sorted(root.glob(f"{FOLDER}/*/.*")):
         why = "its writer was stopped"
         yield Finding("orphaned", str(draft.relative_to(root)), why, "train --resume removes it")
+    evaluations = [asdict(one) for one in reader.evaluations()]
+    copies = {METRICS_FILE: [*reader.metrics()], EVALUATIONS_FILE: evaluations}
+    copies[POISONED_FILE] = reader.poisoned()
+    for name, rows in copies.items():
+        try:
+            same = read_metrics(root / name) == rows
+        except RunDirectoryError:
+            same = False
+        if not same:
+            yield Finding("differs", name, "it is not what run.sqlite says", COPIES)
+
+
+def _files(root: Path, live: bool) -> Iterator[Finding]:
+    """Compare files with the checksums that were written with them; an older run has none."""
     try:
-        same = read_metrics(root / METRICS_FILE) == list(reader.metrics())
-    except RunDirectoryError:
-        same = False
-    if not same:
-        why = "it is not what run.sqlite says"
-        yield Finding("differs", METRICS_FILE, why, COPIES)
+        noted = read_checksums(root)
+    except (OSError, ValueError) as error:
+        why = f"it cannot be read: {short_reason(error)}"
+        yield Finding("damaged", CHECKSUMS_FILE, why, AGAIN_WRITTEN)
+        return
+    for name, one in noted.items():
+        if live and name in WHOLE:
+            continue
+        if name not in (*LINES, *WHOLE):
+            yield Finding("damaged", CHECKSUMS_FILE, f"it names {name[:80]!r}", AGAIN_WRITTEN)
+            continue
+        repair = WHOLE.get(name, FROM_A_COPY)
+        try:
+            if why := difference(root / name, one, grows=name in LINES):
+                yield Finding("damaged", name, why, repair)
+        except FileNotFoundError:
+            yield Finding("missing", name, f"{one.size} bytes were written", repair)
+        except OSError as error:
+            yield Finding("damaged", name, f"it cannot be read: {error.strerror}", repair)
+
+
+def _divergences(root: Path) -> Iterator[Finding]:
+    for path, why in damaged_divergences(root):
+        kind = "damaged" if path.exists() else "missing"
+        yield Finding(kind, str(path.relative_to(root)), why, REMOVE)
 
 
 def _checkpoints(root: Path) -> Iterator[Finding]:

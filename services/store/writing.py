@@ -43,6 +43,7 @@ from composer_mesh.services.store.signatures import sign
 from composer_mesh.services.store.whole_files import write_whole
 from composer_mesh.services.store.writer_thread import WriterThread
 
+CONFIG_FILE = "config.toml"
 EVENTS_FILE = "events.jsonl"
 POISONED_FILE = "poisoned.jsonl"
 LOOK_EVERY_S = 1.0
@@ -111,7 +112,7 @@ class RunStore:
         """Store one held-out evaluation, with the number of steps that the policy was trained."""
         body = _json(dataclasses.asdict(evaluation))
         self._thread.tell(partial(self._records.add_evaluation, evaluation.step, body))
-        self._thread.tell(partial(self._lines.add, EVALUATIONS_FILE, body))
+        self._thread.tell(partial(self._lines.add, EVALUATIONS_FILE, body, copy=True))
 
     def add_timeline(self, line: Mapping[str, Any]) -> None:
         """Append what the actors did in a step; of no use to the run itself."""
@@ -125,7 +126,7 @@ class RunStore:
         """Store one episode that was quarantined because it failed repeatedly in the same way."""
         body = _json(dataclasses.asdict(poisoned))
         self._thread.tell(partial(self._records.add_poisoned, body))
-        self._thread.tell(partial(self._lines.add, POISONED_FILE, body))
+        self._thread.tell(partial(self._lines.add, POISONED_FILE, body, copy=True))
 
     async def add_group(self, group_id: int, traces: Sequence[Trace]) -> list[Trace]:
         """Store a finished group, unless it is already stored; return the stored traces."""
@@ -195,9 +196,10 @@ class RunStore:
 
     def _open(self, config: Config) -> None:
         """Prepare the directory: repair damage, rebuild copies."""
-        path, content = self.root / "config.toml", dump_toml(config).encode()
+        path, content = self.root / CONFIG_FILE, dump_toml(config).encode()
         write_whole(path, content)
         sign(path, content)
+        self._lines.checksums.whole(CONFIG_FILE, content)
         for one in repair_on_open(self.root, self._records, self.reading):
             self._note_moved(one)
         self._copy()
@@ -227,7 +229,7 @@ class RunStore:
 
     def _end_step(self, step: int, metrics: bytes) -> None:
         if self._records.end_step(step, metrics):
-            self._lines.add(METRICS_FILE, metrics)
+            self._lines.add(METRICS_FILE, metrics, copy=True)
 
     def _supersede(self, step: int) -> None:
         self._records.supersede(step)

@@ -100,7 +100,8 @@ def test_the_summary_on_disk_is_the_one_returned_and_nothing_else_is_left(tmp_pa
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in METRICS))
     written = write_summary(tmp_path, wall_s=3.0, evaluations=EVALUATIONS)
     assert json.loads((tmp_path / "summary.json").read_text()) == written
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "summary.json"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checksums.json", "metrics.jsonl", "summary.json"}
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -16,9 +17,14 @@ from composer_mesh.actors.checkpoints.folder import Draft
 from composer_mesh.actors.checkpoints.manifest import written
 from composer_mesh.actors.sqlite_file import checksum_of
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.cli import main
+from composer_mesh.services.directory.report import write_summary
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.verification import verify_run
+from composer_mesh.services.store.writing import RunStore
 
 
 @pytest.fixture
@@ -50,7 +56,86 @@ def checkpoint(run: Path, step: int) -> Path:
 def test_a_whole_run_has_nothing_to_tell(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint(run, 1)
     assert main(["verify", str(run)]) == 0
-    assert "every file and row is as it was written" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "events.jsonl, timeline.jsonl, config.toml, summary.json are as they were written" in said
+    )
+    assert "not checked: logs, status" in said
+
+
+FLIPPED = (
+    *("config.toml", "evaluations.jsonl", "metrics.jsonl", "poisoned.jsonl", "events.jsonl"),
+    *("timeline.jsonl", "summary.json", "divergences/000/000000.safetensors"),
+)
+
+
+def finished(root: Path, config: Config) -> None:
+    """Write all kinds of files that a run writes besides groups and checkpoints."""
+    with RunStore(root, config) as store:
+        store.add_event("a", "b", "c", {"d": 1})
+        store.add_timeline({"step": 1})
+        store.add_poisoned(PoisonedInput(Episode("toolbox", "train", 1), "kind", "why", "", 2))
+        store.add_divergences(0, [TurnDivergences("a", 0, [0.5, 0.25])])
+    write_summary(root, wall_s=1.0)
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_each_flipped_bit_of_a_file_is_found(name: str, run: Path, build_config: Any) -> None:
+    finished(run, build_config())
+    assert verify_run(run) == []
+    content = (run / name).read_bytes()
+    step = max(1, len(content) // 16)
+    for place in range(0, len(content), step):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 7
+        (run / name).write_bytes(flipped)
+        assert verify_run(run), (name, place)
+    (run / name).write_bytes(content[:-1])
+    assert verify_run(run)
+    (run / name).unlink()
+    assert verify_run(run)
+
+
+@pytest.mark.parametrize("name", ["divergences/000/checksums.jsonl", "checksums.json"])
+def test_another_value_in_a_file_of_checksums_is_found(
+    name: str, run: Path, build_config: Any
+) -> None:
+    finished(run, build_config())
+    content = (run / name).read_text()
+    for one in re.findall(r'[^\s{}":,]+', content):
+        (run / name).write_text(content.replace(one, f"{one[:-1]}{'1' if one[-1] != '1' else '2'}"))
+        assert verify_run(run), one
+    for broken in ("", "[]", "{", '{"a": 1}', "[" * 100_000):
+        (run / name).write_text(f"{broken}\n")
+        assert verify_run(run), broken
+
+
+def test_a_resume_goes_on_from_the_checksums_and_hides_no_damage(
+    run: Path, build_config: Any
+) -> None:
+    finished(run, build_config())
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "written, and killed before its checksum"}\n')
+    assert verify_run(run) == []
+    finished(run, build_config())
+    assert verify_run(run) == []
+    content = (run / "events.jsonl").read_bytes()
+    (run / "events.jsonl").write_bytes(content.replace(b"killed", b"Killed"))
+    (found,) = verify_run(run)
+    finished(run, build_config())
+    assert [one.where for one in verify_run(run)] == [found.where] == ["events.jsonl"]
+
+
+def test_a_run_of_an_earlier_version_has_no_checksums_and_gets_them_when_it_is_resumed(
+    run: Path, build_config: Any
+) -> None:
+    finished(run, build_config())
+    (run / "checksums.json").unlink()
+    assert verify_run(run) == []
+    finished(run, build_config())
+    assert verify_run(run) == []
+    (run / "timeline.jsonl").write_bytes(b"")
+    assert [one.where for one in verify_run(run)] == ["timeline.jsonl"]
 
 
 def test_each_finding_is_a_line_with_its_repair_and_the_status_is_1(
