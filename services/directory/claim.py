@@ -12,11 +12,13 @@ import psutil
 
 from composer_mesh.configs.regular_files import UnusableFile, read_regular
 from composer_mesh.mesh.open_folder import OpenFolder, refuse_links
+from composer_mesh.services.directory.signatures import LONGEST, is_own, sign
 
 RUNS = Path("runs")
 LOCK_FILE = ".lock"
 LONGEST_LOCK = 64
 MOST_PIDS = 2**22
+SIGNED = ("config.toml", "launch.json")
 # Any of these indicates that a run was started in the directory.
 _TRACES_OF_A_RUN = ("config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "traces")
 
@@ -102,12 +104,17 @@ def locker(output: Path) -> int | None:
 
 
 def set_aside(output: Path) -> Path | None:
-    """Move an earlier run to `output.1`, `.2`, …; return its new path, or None without one."""
+    """Move an earlier run to `output.1`, `.2`, …; return its new path, or None without one.
+
+    What this account has signed there is signed in the new place.
+    """
     if not holds_a_run(output):
         return None
     with claimed(output), _disk_errors(output):  # fails while that run is still being written
-        place = _free_place(output)
+        place, own = _free_place(output), [one for one in SIGNED if is_own(output / one)]
         output.rename(place)
+        for name in own:
+            sign(place / name, read_regular(place / name, LONGEST))
     return place
 
 

@@ -32,6 +32,7 @@ from composer_mesh.services.directory.report import (
     TIMELINE_FILE,
     Evaluation,
 )
+from composer_mesh.services.directory.signatures import sign
 from composer_mesh.services.store.divergence_files import write_divergences
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.lines import Lines
@@ -39,7 +40,6 @@ from composer_mesh.services.store.opening import QuarantinedItem, move_file, rep
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import RunRecords
 from composer_mesh.services.store.schema import KIND
-from composer_mesh.services.store.signatures import sign
 from composer_mesh.services.store.whole_files import write_whole
 from composer_mesh.services.store.writer_thread import WriterThread
 

@@ -15,10 +15,10 @@ from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.hint_sources import Hint, Place, Written
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.directory.signatures import is_own
 from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import damaged, object_row, stored_pair
-from composer_mesh.services.store.signatures import is_own
 from composer_mesh.services.traces.hints import TokenCount, hints_of, tokenizer_folder
 from composer_mesh.services.traces.listing import Listed
 from composer_mesh.services.traces.rollout import Paired, Rollout

@@ -11,6 +11,7 @@ from fake_programs import FakePrograms, fake_programs
 
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.signatures import KEY_FILE, key_folder, sign
 from composer_mesh.services.launch.by_ssh import HostsLauncher
 from composer_mesh.services.launch.handle import (
     LAUNCH_FILE,
@@ -20,7 +21,6 @@ from composer_mesh.services.launch.handle import (
 )
 from composer_mesh.services.launch.ports import Handle, LaunchRefused
 from composer_mesh.services.launch.ssh_words import refuse_unstorable
-from composer_mesh.services.store.signatures import KEY_FILE, key_folder, sign
 
 COMMANDS = [
     ["tree", "run"],

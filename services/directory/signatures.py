@@ -2,7 +2,9 @@
 
 A run directory may come from anybody, also where its files belong to the viewer, as those of an
 unpacked archive do. So a file that decides what is run, or where API keys are sent, is signed with
-a key that only this account can read (HMAC-SHA256); the key never leaves its folder:
+a key that only this account can read (HMAC-SHA256); the key never leaves its folder. A signature is
+about one content under one name in one folder, so that no file counts in a folder to which somebody
+has copied it with its signature:
 
     ~/.local/state/composer-mesh/signing.key      or below $XDG_STATE_HOME
     RUN/.launch.json.signature                    beside the file that it is about
@@ -22,8 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from composer_mesh.configs.regular_files import UnusableFile, open_regular, read_regular
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import MIB
-from composer_mesh.services.store.whole_files import write_whole
 
 KEY_FILE = "signing.key"
 KEY_BYTES = 32
@@ -41,7 +43,9 @@ def sign(path: Path, content: bytes) -> None:
     as a stranger's.
     """
     try:
-        write_whole(signature_file(path), _signature(_key(create=True), path.name, content))
+        with OpenFolder(path.parent) as folder:
+            signature = _signature(_key(create=True), path, content)
+            folder.write_whole(signature_file(path).name, signature)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         log.warning("%s is not signed, so it counts as a stranger's: %s", path, error)
 
@@ -50,7 +54,7 @@ def is_signed(path: Path, content: bytes) -> bool:
     """Return whether this account's program wrote a file with this content."""
     try:
         found = read_regular(signature_file(path), 2 * hashlib.sha256().digest_size)
-        expected = _signature(_key(create=False), path.name, content)
+        expected = _signature(_key(create=False), path, content)
     except (OSError, RuntimeError):
         return False
     return hmac.compare_digest(found, expected)
@@ -76,9 +80,9 @@ def key_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return home / "composer-mesh"
 
 
-def _signature(key: bytes, name: str, content: bytes) -> bytes:
-    """Return the signature; the name keeps one kind of file from being taken for another."""
-    message = name.encode() + b"\0" + content
+def _signature(key: bytes, path: Path, content: bytes) -> bytes:
+    """Return the signature of a content in its place, wherever links lead to that."""
+    message = b"\0".join([os.fsencode(path.name), os.fsencode(path.parent.resolve()), content])
     return hmac.new(key, message, hashlib.sha256).hexdigest().encode()
 
 
