@@ -7,6 +7,7 @@ from pydantic import Field
 from composer_mesh.configs.base import Count, Gigabytes, Positive, Seconds, Section
 
 MOST_MODELS = 10_000
+Megabytes = Annotated[float, Field(gt=0, le=1_000_000)]
 
 
 class ServeConfig(Section):
@@ -41,6 +42,13 @@ class ServeConfig(Section):
     """Operations of all clients that are not answered yet."""
     max_open_per_client: Count = 2000
     """Operations of one client that are not answered yet; more are told to come back."""
+    max_open_mb: Megabytes = 4096.0
+    """Data of all clients' operations that are not answered yet, in the log, in megabytes."""
+    max_open_mb_per_client: Megabytes = 512.0
+    """Data of one client's operations that are not answered yet, in megabytes."""
+    max_repeated_mb: Megabytes = 64.0
+    """Data of one model's operations since its written state, in megabytes, above which the state
+    is written before `save_every` steps; the log keeps them for models_in_memory models."""
     batched_models: Annotated[int, Field(ge=1, le=1024)] = 16
     """Models whose operations are computed in one forward, where their shapes allow it."""
     max_request_mb: Annotated[float, Field(gt=0, le=1024)] = 32.0
@@ -55,5 +63,7 @@ class ServeConfig(Section):
     """Seconds that a result is kept for its client."""
     max_results_gb: Gigabytes = 4.0
     """Size of all kept results; the oldest are dropped first."""
+    max_results_gb_per_client: Gigabytes = 1.0
+    """Size of one client's kept results; its oldest are dropped first."""
     gap_s: Seconds = 60.0
     """Seconds that an operation waits for earlier ones of its model that were not received."""

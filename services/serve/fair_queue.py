@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from composer_mesh.services.serve.operations import Operation
-from composer_mesh.services.web.errors import TOO_MANY, Refused, bad
+from composer_mesh.services.web.errors import TOO_LARGE, TOO_MANY, Refused, bad
 
+MOST_TAKEN = 64 * 2**20
+"""Bytes of the operations that are executed together, but for the last one."""
 MOST_TIMES = 10_000
 """Clients above which those that are not ahead of the others are forgotten."""
 
@@ -47,20 +49,23 @@ class VirtualTimes:
 
 
 class OpenCounts:
-    """Counts the unanswered operations of clients, against limits."""
+    """Counts the unanswered operations of clients, and the bytes of their data, against limits."""
 
-    def __init__(self, most: int, most_per_client: int) -> None:
+    def __init__(self, most: int, most_per_client: int, mb: float, mb_per_client: float) -> None:
         self._most, self._most_per_client = most, most_per_client
-        self._counts: dict[str, int] = {}
-        self.total = 0
+        self._most_bytes, self._most_bytes_per_client = int(mb * 1e6), int(mb_per_client * 1e6)
+        self._counts, self._bytes = dict[str, int](), dict[str, int]()
+        self.total = self.bytes = 0
 
     def of(self, client: str) -> int:
         """Return how many operations of a client are open."""
         return self._counts.get(client, 0)
 
-    def add(self, client: str, checked: bool = True) -> None:
-        """Count one more; raises `Refused`, 429, at a limit."""
+    def add(self, client: str, size: int, checked: bool = True) -> None:
+        """Count one more; raises `Refused` at a limit: 413 where it can never be accepted."""
         own = self.of(client)
+        if checked:
+            self._check_bytes(client, size)
         if checked and own >= self._most_per_client:
             raise Refused(
                 TOO_MANY,
@@ -73,14 +78,38 @@ class OpenCounts:
                 f"{self.total} operations are open, of at most {self._most}: send this again later",
             )
         self._counts[client], self.total = own + 1, self.total + 1
+        self._bytes[client] = self._bytes.get(client, 0) + size
+        self.bytes += size
 
-    def remove(self, client: str) -> None:
+    def remove(self, client: str, size: int) -> None:
         """Count one less."""
-        self.total -= 1
+        self.total, self.bytes = self.total - 1, self.bytes - size
         if self._counts[client] == 1:
-            del self._counts[client]
+            del self._counts[client], self._bytes[client]
         else:
             self._counts[client] -= 1
+            self._bytes[client] -= size
+
+    def _check_bytes(self, client: str, size: int) -> None:
+        own, most = self._bytes.get(client, 0), self._most_bytes_per_client
+        if size > min(most, self._most_bytes):
+            raise Refused(
+                TOO_LARGE,
+                f"the operation has {size:,} bytes, and those that wait at most "
+                f"{min(most, self._most_bytes):,}: send it in parts",
+            )
+        if own + size > most:
+            raise Refused(
+                TOO_MANY,
+                f"your open operations have {own:,} bytes and this one {size:,}, of at most "
+                f"{most:,}: wait for some, and send this again",
+            )
+        if self.bytes + size > self._most_bytes:
+            raise Refused(
+                TOO_MANY,
+                f"all open operations have {self.bytes:,} bytes and this one {size:,}, of at most "
+                f"{self._most_bytes:,}: send this again later",
+            )
 
 
 @dataclass
@@ -136,15 +165,17 @@ class TrainingQueue:
     def take(self, models: int, each: int, cost: int) -> list[Operation]:
         """Return operations to execute together, those of one model one after another.
 
-        At most `models` models and `each` operations of one; after `cost` no further model.
+        At most `models` models and `each` operations of one; after `cost`, or `MOST_TAKEN` bytes,
+        no further operation.
         """
         taken: list[Operation] = []
-        spent, by_client = 0, self._ready()
-        while by_client and models > 0 and spent < cost:
+        spent, left, by_client = 0, MOST_TAKEN, self._ready()
+        while by_client and models > 0 and spent < cost and left > 0:
             for client in self._times.order(by_client):
-                if models <= 0 or spent >= cost:
+                if models <= 0 or spent >= cost or left <= 0:
                     break
-                own = self._take_of(by_client[client].pop(0), each)
+                own = self._take_of(by_client[client].pop(0), each, left)
+                left -= sum(one.size for one in own)
                 paid = sum(one.request.cost for one in own)
                 self._times.serve(client, paid)
                 taken, spent, models = taken + own, spent + paid, models - 1
@@ -179,11 +210,16 @@ class TrainingQueue:
             queues.sort(key=lambda one: one.waiting[0][1])
         return found
 
-    def _take_of(self, queue: _ModelQueue, each: int) -> list[Operation]:
+    def _take_of(self, queue: _ModelQueue, each: int, left: int) -> list[Operation]:
         taken: list[Operation] = []
-        while len(taken) < each and queue.waiting and queue.waiting[0][0] <= queue.next_seq:
+        while (
+            len(taken) < each
+            and left > 0
+            and queue.waiting
+            and queue.waiting[0][0] <= queue.next_seq
+        ):
             seq, _, first = queue.waiting.pop(0)
-            queue.next_seq = max(queue.next_seq, seq + 1)
+            queue.next_seq, left = max(queue.next_seq, seq + 1), left - first.size
             taken.append(first)
         return taken
 

@@ -41,7 +41,9 @@ class Housekeeping:
         """Drop what is over."""
         before = time.time() - self._limits.result_s
         most = int(self._limits.max_results_gb * 1e9)
-        await self._commits.run(partial(log.expire, before=before, most_bytes=most))
+        each = int(self._limits.max_results_gb_per_client * 1e9)
+        job = partial(log.expire, before=before, most_bytes=most, most_of_client=each)
+        await self._commits.run(job)
         for saved in self._registry.expired():
             await self._registry.delete_saved(saved)
         if outdated := self._registry.outdated(self._limits.unnamed_kept):

@@ -20,6 +20,7 @@ from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import TrainBackend
 from composer_mesh.services.serve.calls import call_of
 from composer_mesh.services.serve.group_commit import GroupCommit
+from composer_mesh.services.serve.operations import Operation
 from composer_mesh.services.serve.payloads import payload_of
 from composer_mesh.services.serve.records import Model
 from composer_mesh.services.serve.registry import Registry
@@ -52,8 +53,14 @@ class ModelStore:
         self._backend, self._limits, self._most = backend, limits, most
         self._keep = keep_operations
         self._open: OrderedDict[str, None] = OrderedDict()
+        self.kept: dict[str, int] = {}
+        """Bytes of the bodies that the log keeps of each model since its last written state."""
         self.repeated = 0
         """Number of operations that were repeated from the log so far."""
+
+    def keep(self, operation: Operation) -> None:
+        """Count the body of an operation that a repetition may need."""
+        self.kept[operation.model] = self.kept.get(operation.model, 0) + operation.size
 
     def lost(self) -> None:
         """Note that the trainer was lost with all it held."""
@@ -128,6 +135,7 @@ class ModelStore:
         saved = replace(held, file=file, saved_position=held.position, saved_steps=held.steps)
         await self._commits.run(partial(log.put_model, one=saved, keep_bodies=self._keep))
         self._registry.set_model(saved)
+        self.kept.pop(held.id, None)
         if held.file and held.file != file:
             await asyncio.to_thread((self._folder / held.file).unlink, missing_ok=True)
         return saved

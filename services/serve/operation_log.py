@@ -17,7 +17,7 @@ from typing import Any
 
 from composer_mesh.actors.served_models.messages import ModelSpec, Shape
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
-from composer_mesh.services.serve.operations import Accepted, OperationRequest
+from composer_mesh.services.serve.operations import Accepted, Operation, OperationRequest
 from composer_mesh.services.serve.records import Model, Sampler, Saved, Session
 from composer_mesh.services.serve.results import MediaType, Result
 from composer_mesh.services.web.errors import bad
@@ -75,14 +75,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stored:
-    """An operation as the log has it."""
+    """A change of a model as the log has it."""
 
     number: int
-    request_id: str
     request: OperationRequest
     position: int | None
     shape: Shape | None
-    attempts: int = 0
 
 
 def open_log(path: Path) -> SqliteFile:
@@ -159,58 +157,85 @@ def result_of(rows: sqlite3.Connection, request_id: str) -> LoggedAnswer | None:
     return LoggedAnswer(client, Result(bytes(content), MEDIA[media], status == FAILED))
 
 
-def expire(rows: sqlite3.Connection, before: float, most_bytes: int) -> int:
-    """Drop the answers from before a time, and the oldest above a size; return how many."""
+def expire(rows: sqlite3.Connection, before: float, most_bytes: int, most_of_client: int) -> int:
+    """Drop the answers from before a time, and the oldest above a size; return how many.
+
+    Those of a client that has more than `most_of_client` bytes of them go first.
+    """
     dropped = rows.execute(
         "UPDATE operations SET result = NULL, status = ? WHERE result IS NOT NULL AND finished < ?",
         (EXPIRED, before),
     ).rowcount
-    total = rows.execute(
-        "SELECT COALESCE(SUM(LENGTH(result)), 0) FROM operations WHERE result IS NOT NULL"
-    ).fetchone()[0]
+    sizes = rows.execute(
+        "SELECT client, SUM(LENGTH(result)) FROM operations WHERE result IS NOT NULL "
+        "GROUP BY client"
+    ).fetchall()
+    for client, size in sizes:
+        dropped += _drop_oldest(rows, "AND client = ?", (client,), size - most_of_client)
+    total = sum(min(size, most_of_client) for _, size in sizes)
+    return int(dropped) + _drop_oldest(rows, "", (), total - most_bytes)
+
+
+def _drop_oldest(rows: sqlite3.Connection, where: str, values: tuple[Any, ...], excess: int) -> int:
+    """Drop the oldest answers that have `excess` bytes together; return how many."""
+    if excess <= 0:
+        return 0
     oldest = rows.execute(
-        "SELECT number, LENGTH(result) FROM operations WHERE result IS NOT NULL ORDER BY finished"
+        "SELECT number, LENGTH(result) FROM operations "
+        f"WHERE result IS NOT NULL {where} ORDER BY finished",
+        values,
     )
-    excess = []
-    for number, size in oldest if total > most_bytes else ():
-        if total <= most_bytes:
+    dropped = []
+    for number, size in oldest:
+        if excess <= 0:
             break
-        total -= size
-        excess.append((EXPIRED, number))
-    rows.executemany("UPDATE operations SET result = NULL, status = ? WHERE number = ?", excess)
-    return int(dropped) + len(excess)
+        excess -= size
+        dropped.append((EXPIRED, number))
+    rows.executemany("UPDATE operations SET result = NULL, status = ? WHERE number = ?", dropped)
+    return len(dropped)
 
 
-def queued(rows: sqlite3.Connection) -> list[Stored]:
-    """Return the operations that are not answered, in order of arrival."""
-    return _stored(rows, "status = ?", (QUEUED,))
+def queued(rows: sqlite3.Connection) -> list[Operation]:
+    """Return the operations that are not answered, in order of arrival, without their bodies."""
+    found = rows.execute(
+        "SELECT number, request_id, client, kind, scope, seq, model, cost, LENGTH(body), attempts "
+        "FROM operations WHERE status = ? ORDER BY number",
+        (QUEUED,),
+    )
+    return [
+        Operation(
+            number,
+            request_id,
+            OperationRequest(client, kind, scope, seq, b"", model, cost),
+            size or 0,
+            attempts=attempts,
+        )
+        for number, request_id, client, kind, scope, seq, model, cost, size, attempts in found
+    ]
+
+
+def body_of(rows: sqlite3.Connection, number: int) -> bytes:
+    """Return the body of an operation that is not answered."""
+    select = "SELECT body FROM operations WHERE number = ?"
+    return bytes(rows.execute(select, (number,)).fetchone()[0])
 
 
 def changes_after(rows: sqlite3.Connection, model: str, position: int) -> list[Stored]:
     """Return the changes of a model since a position, which a repetition executes in this order."""
     where = "model = ? AND position >= ? AND status IN (?, ?)"
-    found = _stored(rows, where, (model, position, DONE, EXPIRED))
-    return sorted(found, key=lambda one: one.position or 0)
-
-
-def _stored(rows: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Stored]:
     found = rows.execute(
-        "SELECT number, request_id, client, kind, scope, seq, body, model, cost, position, shape, "
-        f"attempts FROM operations WHERE {where} ORDER BY number",
-        values,
+        "SELECT number, client, kind, scope, seq, body, model, cost, position, shape "
+        f"FROM operations WHERE {where} ORDER BY position",
+        (model, position, DONE, EXPIRED),
     )
     return [
         Stored(
             number,
-            request_id,
             OperationRequest(client, kind, scope, seq, bytes(body or b""), model, cost),
             position,
             None if shape is None else Shape(**json.loads(shape)),
-            attempts,
         )
-        for number, request_id, client, kind, scope, seq, body, model, cost, position, shape, (
-            attempts
-        ) in found
+        for number, client, kind, scope, seq, body, model, cost, position, shape in found
     ]
 
 

@@ -41,12 +41,17 @@ class OperationRequest:
 
 @dataclass(eq=False)
 class Operation:
-    """An accepted operation that is not answered yet; `payload` is its decoded body."""
+    """An accepted operation that is not answered yet; its body is in the log."""
 
     number: int
     request_id: str
     request: OperationRequest
-    payload: Any
+    size: int
+    """Bytes of its body."""
+    payload: Any = None
+    """Its decoded body; of a large one that waits, None."""
+    held: int = 0
+    """Bytes of its body that are in memory while it waits."""
     waited_since: float = 0.0
     attempts: int = 0
     """How often the process that executed it, or the server, was lost; as in the log."""

@@ -28,9 +28,10 @@ from composer_mesh.rollouts.stop_texts import tokens_to_stop
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import SERVER_FAULTS, BackendLost, SampleBackend
 from composer_mesh.services.serve.executing import MOST_ATTEMPTS, Executing
-from composer_mesh.services.serve.fair_queue import SampleQueue
+from composer_mesh.services.serve.fair_queue import MOST_TAKEN, SampleQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.operations import Operation
+from composer_mesh.services.serve.payloads import Payloads
 from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.requests import IntTensor, Sample
 from composer_mesh.services.serve.results import (
@@ -69,11 +70,13 @@ class SamplingLane:
         facts: SamplingFacts,
         answered: Callable[[Operation, Result], None],
         executing: Executing,
+        payloads: Payloads,
         at_once: int,
     ) -> None:
         self._folder, self._queue, self._registry = folder, queue, registry
         self._commits, self._backend, self._facts = commits, backend, facts
-        self._answered, self._executing, self._at_once = answered, executing, at_once
+        self._answered, self._executing, self._payloads = answered, executing, payloads
+        self._at_once = at_once
         self._wake = asyncio.Event()
         self._running: dict[str, Operation] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,7 +113,7 @@ class SamplingLane:
         elif waiting is not None:
             self._queue.put(waiting)
         running = self._running.get(request_id)
-        if running is not None and running.request.client == client:
+        if running is not None and running.request.client == client and running.payload:
             samples = running.payload.num_samples
             await self._backend.abort([f"{request_id}/{n}" for n in range(samples)])
 
@@ -124,8 +127,12 @@ class SamplingLane:
         """Whether an operation may run with the others now.
 
         Those with which a generator was lost run with a sixteenth of the others, and then alone,
-        so that one that kills generators is found, and what ran at the same time is answered.
+        so that one that kills generators is found, and what ran at the same time is answered. All
+        that run have at most `MOST_TAKEN` bytes of data.
         """
+        size = sum(other.size for other in self._running.values())
+        if self._running and size + one.size > MOST_TAKEN:
+            return False
         attempts = max(other.attempts for other in (one, *self._running.values()))
         return len(self._running) < max(1, self._at_once >> (4 * attempts))
 
@@ -141,6 +148,7 @@ class SamplingLane:
                 if answer is not None:
                     await self._finish(operation, answer)
         finally:
+            self._payloads.executed(operation)
             self._running.pop(operation.request_id, None)
             if operation.result is None and not self._failed.done():
                 self._queue.put(operation)
@@ -172,7 +180,7 @@ class SamplingLane:
         self._answered(operation, answer)
 
     async def _sampled(self, operation: Operation) -> Result:
-        payload: Sample = operation.payload
+        payload: Sample = await self._payloads.read(operation)
         snapshot = self._file_of(operation.request.client, payload)
         requests = generation_requests(operation.request_id, payload, self._facts)
         ids = payload.prompt.ids

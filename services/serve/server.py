@@ -23,7 +23,7 @@ from composer_mesh.services.serve import requests
 from composer_mesh.services.serve.fair_queue import OpenCounts, SampleQueue, TrainingQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.operations import Accepted, Operation, OperationRequest
-from composer_mesh.services.serve.payloads import payload_of
+from composer_mesh.services.serve.payloads import Payloads
 from composer_mesh.services.serve.recent_answers import RecentAnswers
 from composer_mesh.services.serve.records import Sampler, saved_path
 from composer_mesh.services.serve.registry import Registry
@@ -55,15 +55,21 @@ class TrainingServer:
         commits: GroupCommit,
         training: TrainingQueue,
         samples: SampleQueue,
+        payloads: Payloads,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.served, self.registry = served, registry
         self._commits, self._training, self._samples = commits, training, samples
-        self._clock = clock
+        self._payloads, self._clock = payloads, clock
         self._open: dict[str, Operation] = {}
         self._recent = RecentAnswers()
         limits = served.limits
-        self._counts = OpenCounts(limits.max_open_operations, limits.max_open_per_client)
+        self._counts = OpenCounts(
+            limits.max_open_operations,
+            limits.max_open_per_client,
+            limits.max_open_mb,
+            limits.max_open_mb_per_client,
+        )
         self.wake_training: Callable[[], None] = lambda: None
         self.wake_sampling: Callable[[], None] = lambda: None
         self.ended = asyncio.Event()
@@ -88,6 +94,7 @@ class TrainingServer:
         models = self.registry.models()
         return {
             "open_operations": self._counts.total,
+            "open_bytes": self._counts.bytes,
             "waiting_training": len(self._training),
             "waiting_samples": len(self._samples),
             "models": sum(not one.unloaded for one in models),
@@ -103,12 +110,8 @@ class TrainingServer:
                 self._training.begin(model.id, model.client, seqs.get(model.id, 1))
         found = await self._commits.run(log.queued)
         for one in found:
-            payload = await asyncio.to_thread(
-                payload_of, one.request.kind, one.request.body, self.served.data
-            )
-            again = Operation(one.number, one.request_id, one.request, payload)
-            again.attempts = one.attempts
-            self._enter(again, False)
+            self._counts.add(one.request.client, one.size, checked=False)
+            self._enter(one)
         return len(found)
 
     async def create_model(self, client: str, request: requests.CreateModel) -> Accepted:
@@ -257,7 +260,8 @@ class TrainingServer:
         self, asked: OperationRequest, payload: Any, check_new: Callable[[], None]
     ) -> Accepted:
         """Log and queue an operation, unless it is known already."""
-        self._counts.add(asked.client)
+        size = len(asked.body)
+        self._counts.add(asked.client, size)
         try:
 
             def enter(rows: Any) -> Accepted:
@@ -268,18 +272,18 @@ class TrainingServer:
 
             accepted = await self._commits.run(enter)
         except BaseException:
-            self._counts.remove(asked.client)
+            self._counts.remove(asked.client, size)
             raise
         if accepted.is_new:
-            operation = Operation(accepted.number, accepted.request_id, asked, payload)
-            self._enter(operation, counted=True)
+            request = replace(asked, body=b"")
+            operation = Operation(accepted.number, accepted.request_id, request, size)
+            self._payloads.hold(operation, payload)
+            self._enter(operation)
         else:
-            self._counts.remove(asked.client)
+            self._counts.remove(asked.client, size)
         return accepted
 
-    def _enter(self, operation: Operation, counted: bool) -> None:
-        if not counted:
-            self._counts.add(operation.request.client, checked=False)
+    def _enter(self, operation: Operation) -> None:
         operation.waited_since = self._clock()
         self._open[operation.request_id] = operation
         if operation.request.kind == "sample":
@@ -292,7 +296,8 @@ class TrainingServer:
     def answered(self, operation: Operation, answer: Result) -> None:
         """Give an answer that is in the log to those who wait for it."""
         if self._open.pop(operation.request_id, None) is not None:
-            self._counts.remove(operation.request.client)
+            self._counts.remove(operation.request.client, operation.size)
+            self._payloads.release(operation)
         self._recent.add(operation.request_id, operation.request.client, answer)
         operation.answer(answer)
 

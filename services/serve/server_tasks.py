@@ -17,6 +17,7 @@ from composer_mesh.services.serve.fair_queue import SampleQueue, TrainingQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.housekeeping import Housekeeping, delete_abandoned
 from composer_mesh.services.serve.model_store import ModelStore
+from composer_mesh.services.serve.payloads import Payloads
 from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.sampling_lane import SamplingFacts, SamplingLane
 from composer_mesh.services.serve.server import Served, TrainingServer
@@ -52,7 +53,8 @@ class ServerTasks:
         training, samples = TrainingQueue(), SampleQueue()
         self._commits, self._executing = commits, executing
         self.registry = Registry(commits, found)
-        self.server = TrainingServer(served, self.registry, commits, training, samples)
+        payloads = Payloads(commits, served.data)
+        self.server = TrainingServer(served, self.registry, commits, training, samples, payloads)
         answered = self.server.answered
         rest = (self.registry, commits, trainer)
         most, keep = limits.models_in_memory, limits.keep_operations
@@ -64,13 +66,15 @@ class ServerTasks:
             self.store,
             answered,
             executing,
+            payloads,
             models_at_once=min(limits.batched_models, limits.models_in_memory),
             tokens_at_once=sizes.tokens_at_once,
             save_every=limits.save_every,
+            most_repeated=int(limits.max_repeated_mb * 1e6),
             gap_s=limits.gap_s,
         )
         at_once = sizes.samples_at_once
-        more = (self.registry, commits, samplers, facts, answered, executing, at_once)
+        more = (self.registry, commits, samplers, facts, answered, executing, payloads, at_once)
         self.sampling = SamplingLane(folder, samples, *more)
         self.server.wake_training = self.training.wake
         self.server.wake_sampling = self.sampling.wake

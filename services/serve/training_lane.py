@@ -29,6 +29,7 @@ from composer_mesh.services.serve.fair_queue import TrainingQueue
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.model_store import ModelStore, StateLost
 from composer_mesh.services.serve.operations import Operation
+from composer_mesh.services.serve.payloads import Payloads
 from composer_mesh.services.serve.records import Model, Sampler, Saved
 from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.results import (
@@ -82,10 +83,12 @@ class TrainingLane:
         store: ModelStore,
         answered: Answered,
         executing: Executing,
+        payloads: Payloads,
         *,
         models_at_once: int,
         tokens_at_once: int,
         save_every: int,
+        most_repeated: int,
         gap_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -94,6 +97,7 @@ class TrainingLane:
         self._answered, self._executing, self._clock = answered, executing, clock
         self._models_at_once, self._tokens_at_once = models_at_once, tokens_at_once
         self._save_every, self._gap_s = save_every, gap_s
+        self._most_repeated, self._payloads = most_repeated, payloads
         self._wake = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self.groups = 0
@@ -186,14 +190,20 @@ class TrainingLane:
             await self._commits.run(partial(log.count_attempts, numbers=numbers))
 
     async def _execute(self, group: list[Operation]) -> None:
-        with self._executing.during(group):
-            await self._try(group)
+        try:
+            with self._executing.during(group):
+                await self._try(group)
+        finally:
+            for one in group:
+                self._payloads.executed(one)
 
     async def _try(self, group: list[Operation]) -> None:
         alive = [one for one in group if not self._registry.held(one.model).unloaded]
         gone = [one for one in group if one not in alive]
         await self._finish_all(gone, failure("its model was unloaded", "user"))
         ready = await self._with_models(alive)
+        for one in ready:
+            await self._payloads.read(one)
         if ready:
             targets, calls, refused = self._calls(ready)
             for operation, error in refused:
@@ -255,7 +265,8 @@ class TrainingLane:
         written = self._commits.start(outcome.write)
         self._writing = asyncio.create_task(self._answer(written, outcome, former))
         for held in list(outcome.models.values()):
-            if held.steps - held.saved_steps >= self._save_every:
+            steps, kept = held.steps - held.saved_steps, self._store.kept.get(held.id, 0)
+            if steps >= self._save_every or kept >= self._most_repeated:
                 await self._save(held.id)
 
     def _remember(self, outcome: _Outcome) -> list[str]:
@@ -296,6 +307,8 @@ class TrainingLane:
             failure(result.error, "user") if result.error else _answer(operation, target, result)
         )
         keep = changed and kind != "load_weights"
+        if keep:
+            self._store.keep(operation)
         position = held.position if changed else None
         finished = log.Finished(operation.number, answer, now, position, result.shape, keep)
         outcome.finished.append(finished)

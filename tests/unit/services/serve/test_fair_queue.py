@@ -24,7 +24,7 @@ class Made:
         self.number += 1
         kind = "forward" if model else "sample"
         request = OperationRequest(client, kind, model, seq, b"", model, cost)
-        return Operation(self.number, f"r{self.number}", request, None)
+        return Operation(self.number, f"r{self.number}", request, 0)
 
 
 def test_each_model_is_served_in_order_whatever_the_order_of_arrival() -> None:
@@ -99,15 +99,40 @@ def test_a_number_that_was_passed_is_refused() -> None:
     queue.check_seq("a", 2)
 
 
-def test_open_operations_are_counted_for_each_client_and_for_all() -> None:
-    counts = OpenCounts(3, 2)
-    counts.add("a")
-    counts.add("a")
-    with pytest.raises(Refused, match="2 operations of yours are open, of at most 2"):
-        counts.add("a")
-    counts.add("b")
+def test_open_operations_and_their_bytes_are_counted_for_each_client_and_for_all() -> None:
+    counts = OpenCounts(3, 2, 1e-4, 6e-5)
+    counts.add("a", 10)
+    counts.add("a", 50)
+    with pytest.raises(Refused, match="2 operations of yours are open, of at most 2") as refused:
+        counts.add("a", 0)
+    assert refused.value.status == 429
+    counts.remove("a", 10)
+    with pytest.raises(Refused, match="have 50 bytes and this one 11, of at most 60") as refused:
+        counts.add("a", 11)
+    assert refused.value.status == 429
+    with pytest.raises(Refused, match="all open operations have 50 bytes and this one 51"):
+        counts.add("b", 51)
+    with pytest.raises(Refused, match="has 61 bytes, and those that wait at most 60") as refused:
+        counts.add("b", 61)
+    assert refused.value.status == 413
+    counts.add("b", 50)
+    counts.add("b", 0)
     with pytest.raises(Refused, match="3 operations are open, of at most 3"):
-        counts.add("c")
-    counts.remove("a")
-    counts.add("c")
-    assert (counts.of("a"), counts.total) == (1, 3)
+        counts.add("c", 0)
+    counts.add("c", 70, checked=False)
+    for client, size in (("a", 50), ("b", 50), ("b", 0), ("c", 70)):
+        counts.remove(client, size)
+    assert (counts.total, counts.bytes, counts.of("a")) == (0, 0, 0)
+
+
+def test_operations_that_are_taken_together_have_bounded_bytes() -> None:
+    queue = TrainingQueue()
+    for model in "ab":
+        queue.begin(model, model, 1)
+        for seq in (1, 2, 3):
+            request = OperationRequest(model, "forward", model, seq, b"", model)
+            queue.put(Operation(ord(model) * seq, "", request, 40 * 2**20))
+    taken = []
+    while group := queue.take(8, 4, 10**9):
+        taken.append([(one.model, one.request.seq) for one in group])
+    assert taken == [[("a", 1), ("a", 2)], [("b", 1), ("b", 2)], [("a", 3), ("b", 3)]]

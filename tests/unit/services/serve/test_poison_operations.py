@@ -186,7 +186,7 @@ def test_a_log_of_an_earlier_version_is_refused_with_the_repair(tmp_path: Path) 
 
 def test_what_a_killed_process_executed_is_known_to_the_next(tmp_path: Path) -> None:
     def operation(number: int) -> Operation:
-        return Operation(number, str(number), OperationRequest("c", "sample", "", None, b""), None)
+        return Operation(number, str(number), OperationRequest("c", "sample", "", None, b""), 0)
 
     first = Executing(tmp_path / "executing")
     with first.during([operation(5), operation(2**40)]), first.during([operation(7)]):
