@@ -170,6 +170,8 @@ class JsonHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = PIECE
     largest_request = 4 * 2**20
+    most_values = 1_000_000
+    """Commas of a body: a parser of JSON holds up all threads as long as it builds values."""
 
     def authorize(self) -> None:
         """Raise a Refusal unless the client may ask; the body is not read yet."""
@@ -238,6 +240,9 @@ class JsonHandler(BaseHTTPRequestHandler):
             busy = HTTPStatus.SERVICE_UNAVAILABLE
             status = HTTPStatus.TOO_MANY_REQUESTS if spent.own else busy
             raise Refusal(status, str(spent)) from None
+        if (values := found.count(b",")) > self.most_values:
+            text = f"the body has {values:,} values, above {self.most_values:,}: send less"
+            raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
         return bytes(found)
 
     def _pieces(self, length: int) -> Iterator[bytes]:

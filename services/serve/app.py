@@ -9,13 +9,11 @@ GET  /api/v1/healthz get_server_capabilities metrics      lists and checkpoints:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -26,16 +24,15 @@ from composer_mesh.services.serve.operations import Accepted
 from composer_mesh.services.serve.requests import ClientRequest, parsed
 from composer_mesh.services.serve.rest_routes import RestRoutes
 from composer_mesh.services.serve.results import Result, try_again
+from composer_mesh.services.serve.sample_checks import check_sample
 from composer_mesh.services.serve.server import TrainingServer
 from composer_mesh.services.serve.training_data import read_training_request
-from composer_mesh.services.web.bodies import read_body
+from composer_mesh.services.web.bodies import HANDLERS
 from composer_mesh.services.web.errors import UNAVAILABLE, UNSUPPORTED, Refused
 
 WAIT_S = 20.0
 """Seconds that `retrieve_future` waits for an answer; SDKs wait 45 for it."""
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
-INLINE_BYTES = 256 * 1024
-"""Size above which a body is decoded in a thread."""
 
 Model = TypeVar("Model", bound=ClientRequest)
 Cancel = Callable[[str, str], Awaitable[None]]
@@ -45,7 +42,7 @@ class Routes:
     """The handlers of one server."""
 
     def __init__(self, server: TrainingServer, cancel: Cancel) -> None:
-        self._server, self._cancel = server, cancel
+        self._server, self._bodies, self._cancel = server, server.bodies, cancel
         self._registry = server.registry
 
     async def healthz(self, _: Request) -> Response:
@@ -74,7 +71,7 @@ class Routes:
         return JSONResponse(listings.capabilities(self._server.served))
 
     async def telemetry(self, request: Request) -> Response:
-        await self._body(request)
+        await self._bodies.read(request, client(request), len)
         return JSONResponse({"status": "accepted"})
 
     async def metrics(self, _: Request) -> Response:
@@ -109,12 +106,11 @@ class Routes:
     async def forward_backward(self, request: Request) -> Response:
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise Refused(UNSUPPORTED, f"send the data as {PROTOBUF}, as SDKs from 0.25.0 on do")
-        body, limits = await self._body(request), self._server.served.data
-        if len(body) > INLINE_BYTES:
-            asked = await asyncio.to_thread(read_training_request, body, limits)
-        else:
-            asked = read_training_request(body, limits)
-        return _accepted(await self._server.train(client(request), asked), asked.model_id)
+        own, limits = client(request), self._server.served.data
+        asked = await self._bodies.read(
+            request, own, lambda body: read_training_request(body, limits)
+        )
+        return _accepted(await self._server.train(own, asked), asked.model_id)
 
     async def optim_step(self, request: Request) -> Response:
         return await self._change(request, requests.OptimStep, "optim_step")
@@ -140,8 +136,15 @@ class Routes:
         return JSONResponse(body)
 
     async def asample(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.Sample)
-        accepted = await self._server.sample(client(request), asked)
+        own, served = client(request), self._server.served
+
+        def made(body: bytes) -> requests.Sample:
+            found = parsed(requests.Sample, body)
+            check_sample(found, served.data, served.limits)  # counts all tokens, however many
+            return found
+
+        asked = await self._bodies.read(request, own, made)
+        accepted = await self._server.sample(own, asked)
         names = [f"{accepted.request_id}/{n}" for n in range(asked.num_samples)]
         return JSONResponse(accepted.body(sample_sequence_ids=names))
 
@@ -164,10 +167,9 @@ class Routes:
         return JSONResponse(listings.weights_info(saved, self._server.served))
 
     async def _parsed(self, request: Request, kind: type[Model]) -> Model:
-        return parsed(kind, await self._body(request) or b"{}")
-
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._server.served.limits.max_request_mb)
+        return await self._bodies.read(
+            request, client(request), lambda body: parsed(kind, body or b"{}")
+        )
 
 
 def make_app(
@@ -203,8 +205,7 @@ def make_app(
     routes = [Route(f"/api/v1/{path}", call, methods=["POST"]) for path, call in posts.items()]
     routes += [Route(f"/api/v1/{path}", call) for path, call in gets.items()]
     routes += [*rest.routes(), *further]
-    handlers: Any = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Starlette(routes=routes, exception_handlers=HANDLERS)
 
 
 def _accepted(accepted: Accepted, model: str) -> Response:
@@ -213,18 +214,3 @@ def _accepted(accepted: Accepted, model: str) -> Response:
 
 def _result(found: Result) -> Response:
     return Response(found.content, media_type=PROTOBUF if found.media == "protobuf" else JSON)
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return JSONResponse({"detail": error.text}, error.status)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse({"detail": error.detail}, error.status_code)
-
-
-async def _gone(_: Request, error: Exception) -> Response:
-    del error
-    return Response(status_code=400)

@@ -48,7 +48,6 @@ from composer_mesh.services.serve.protobuf_messages import STOP, SampleResponse
 from composer_mesh.services.serve.records import SCHEME
 from composer_mesh.services.serve.results import Result
 from composer_mesh.services.serve.server import TrainingServer
-from composer_mesh.services.web.bodies import read_body
 from composer_mesh.services.web.errors import Refused
 
 PREFIXES = ("/v1", "/oai/api/v1")
@@ -159,16 +158,16 @@ class OpenAiRoutes:
     def _answering(self, read: ReadRequest) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             served, own = self._server.served, client(request)
-            body = await read_body(request, served.limits.max_request_mb)
-            asked = _parameters(body)
-            generation = SampledByOperations(
-                self._server, self._cancel, own, self._where(own, asked.model)
-            )
-            sampling = asked.sampling(served.data.context)
-            sample = Sample(Episode("", "heldout", 0), 0, 0, sampling)
-            episode = AgentEpisode(self._format, generation, sample, sampling, 0.0)
+            async with self._server.bodies.body(request, own) as body:
+                asked = await self._server.bodies.made(_parameters, body)
+                generation = SampledByOperations(
+                    self._server, self._cancel, own, self._where(own, asked.model)
+                )
+                sampling = asked.sampling(served.data.context)
+                sample = Sample(Episode("", "heldout", 0), 0, 0, sampling)
+                episode = AgentEpisode(self._format, generation, sample, sampling, 0.0)
+                reading = await self._server.bodies.made(read, body, episode, asked.model)
             try:
-                reading = read(body, episode, asked.model)
                 exchange = await _while_connected(request, episode.answer(reading.ask, b"", False))
                 return _written(reading, exchange)
             finally:

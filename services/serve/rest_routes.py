@@ -21,7 +21,6 @@ from composer_mesh.services.serve.access import client
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.paging import cursor, page_of
 from composer_mesh.services.serve.server import TrainingServer
-from composer_mesh.services.web.bodies import read_body
 
 CHECKPOINT = "/api/v1/training_runs/{id}/checkpoints/{kind}/{name}"
 
@@ -30,7 +29,7 @@ class RestRoutes:
     """The handlers of one server."""
 
     def __init__(self, server: TrainingServer, archives: Archives) -> None:
-        self._server, self._archives = server, archives
+        self._server, self._bodies, self._archives = server, server.bodies, archives
         self._registry = server.registry
 
     def routes(self) -> list[Route]:
@@ -70,7 +69,7 @@ class RestRoutes:
 
     async def finish_session(self, request: Request) -> Response:
         """Accept that a program has ended; its models stay, for others with its key."""
-        await read_body(request, self._server.served.limits.max_request_mb)
+        await self._bodies.read(request, client(request), len)
         await self._registry.touch(client(request), request.path_params["id"])
         return Response(status_code=204)
 
@@ -102,8 +101,9 @@ class RestRoutes:
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request) -> Response:
-        body = await read_body(request, self._server.served.limits.max_request_mb)
-        asked = requests.parsed(requests.TimeToLive, body)
+        asked = await self._bodies.read(
+            request, client(request), lambda body: requests.parsed(requests.TimeToLive, body)
+        )
         saved = self._registry.saved(client(request), _saved_path(request))
         await self._registry.set_ttl(saved, asked.ttl_seconds)
         return Response(status_code=204)

@@ -30,6 +30,7 @@ from composer_mesh.services.serve.registry import Registry
 from composer_mesh.services.serve.results import Result, failure, json_result
 from composer_mesh.services.serve.sample_checks import check_sample
 from composer_mesh.services.serve.training_data import DataLimits, TrainingRequest
+from composer_mesh.services.web.bodies import MOST_VALUES, Bodies
 from composer_mesh.services.web.errors import GONE, Refused, bad, unknown
 
 
@@ -70,6 +71,8 @@ class TrainingServer:
             limits.max_open_mb,
             limits.max_open_mb_per_client,
         )
+        most, tokens = int(limits.max_request_mb * 1e6), served.data.context * limits.max_top_k
+        self.bodies = Bodies(most, 2 * most, 8 * most, MOST_VALUES + tokens)
         self.wake_training: Callable[[], None] = lambda: None
         self.wake_sampling: Callable[[], None] = lambda: None
         self.ended = asyncio.Event()

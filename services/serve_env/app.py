@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -37,11 +37,13 @@ from composer_mesh.services.serve_env.validation import (
     checked,
     json_object,
 )
+from composer_mesh.services.web.bodies import HANDLERS, Bodies
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.openenv.wire import SESSION_PATH, ErrorCode
 from composer_mesh.tasks.task_loop import LoopLost
 
 Model = TypeVar("Model", bound=BaseModel)
+Read = TypeVar("Read")
 STATUS = {
     ErrorCode.CAPACITY_REACHED: 503,
     ErrorCode.EXECUTION_ERROR: 500,
@@ -50,6 +52,8 @@ STATUS = {
 """HTTP statuses of error codes; the others are the client's fault."""
 
 LONGEST_NUMBER = 18
+MOST_OF_ONE, MOST_OF_ALL = 128 * 2**20, 256 * 2**20
+"""Bytes of unfinished requests and messages from one address, and from all."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Served:
     mcp: McpSessions
     rewards: LateRewards
     forwarding: Forwarding
+    bodies: Bodies = field(
+        default_factory=lambda: Bodies(MOST_REQUEST_BYTES, MOST_OF_ONE, MOST_OF_ALL)
+    )
+    """Of requests; messages of sessions count too."""
 
 
 class AcceptedSocket:
@@ -96,11 +104,11 @@ class _Routes:
         self._served, self._pool = served, served.pool
 
     async def reset(self, request: Request) -> Response:
-        data = json_object(await _body(request) or b"{}")
+        data = await self._read(request, lambda body: json_object(body or b"{}"))
         return await self._stateless(lambda session: session.reset(data))
 
     async def step(self, request: Request) -> Response:
-        action = json_object(await _body(request)).get("action")
+        action = (await self._read(request, json_object)).get("action")
         if not isinstance(action, dict):
             raise invalid("send an object with an object action")
 
@@ -151,7 +159,7 @@ class _Routes:
         return _json({"tasks": await _counted(task_api.task_range(self._pool.runner, query))})
 
     async def mcp(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await self._read(request, bytes)
         session_id = request.headers.get(SESSION_HEADER)
         if session_id is not None:
             owner = self._served.mcp.owner(session_id)
@@ -169,7 +177,7 @@ class _Routes:
         return _json(answer.body, answer.status, headers)
 
     async def post_reward(self, request: Request) -> Response:
-        late = checked(LateReward, json_object(await _body(request)))
+        late = checked(LateReward, await self._read(request, json_object))
         await self._served.rewards.post(late)
         return _json({"episode_id": late.episode_id, "reward": late.reward})
 
@@ -186,7 +194,11 @@ class _Routes:
 
     async def _query(self, request: Request, kind: type[Model]) -> Model:
         self._check_name(request)
-        return checked(kind, json_object(await _body(request)))
+        return checked(kind, await self._read(request, json_object))
+
+    async def _read(self, request: Request, make: Callable[[bytes], Read]) -> Read:
+        address = request.client.host if request.client is not None else ""
+        return await self._served.bodies.read(request, address, make)
 
     def _check_name(self, request: Request) -> None:
         name = request.path_params["env"]
@@ -242,19 +254,12 @@ def _http_app(served: Served) -> Starlette:
         Route("/{env}/task", do.task, methods=["POST"]),
         Route("/{env}/task_range", do.task_range, methods=["POST"]),
     ]
-    return Starlette(
-        routes=routes, exception_handlers={Refused: _refused, HTTPException: _http_error}
-    )
+    return Starlette(routes=routes, exception_handlers={**HANDLERS, Refused: _refused})
 
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return _json({"detail": error.data}, STATUS.get(error.code, 400))
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _json({"detail": error.detail}, error.status_code)
 
 
 async def _counted(work: Awaitable[Any]) -> Any:
@@ -268,16 +273,6 @@ async def _counted(work: Awaitable[Any]) -> Any:
         raise Refused(
             ErrorCode.EXECUTION_ERROR, f"the rows failed: {type(error).__name__}"
         ) from None
-
-
-async def _body(request: Request) -> bytes:
-    """Return the body; refused where it is too long, before it is whole."""
-    found = bytearray()
-    async for piece in request.stream():
-        found += piece
-        if len(found) > MOST_REQUEST_BYTES:
-            raise HTTPException(413, f"send at most {MOST_REQUEST_BYTES:,} bytes")
-    return bytes(found)
 
 
 def _seconds(request: Request) -> float:

@@ -74,8 +74,9 @@ class Worker:
         self._forwarding = Forwarding(folder, self._options.processes, start.number)
         self._mcp = McpSessions(pool, start.number)
         rewards = LateRewards(folder / "rewards.sqlite")
-        app = make_app(Served(pool, self._mcp, rewards, self._forwarding))
-        self._app = Access(app, self._options.names, start.token)
+        served = Served(pool, self._mcp, rewards, self._forwarding)
+        self._bodies = served.bodies.budget
+        self._app = Access(make_app(served), self._options.names, start.token)
 
     @property
     def sessions(self) -> int:
@@ -88,6 +89,7 @@ class Worker:
         config = http_config(
             self._app,
             CLOSING_S,
+            bodies=self._bodies,
             ws=OpenSocket,
             ws_max_size=MOST_REQUEST_BYTES,
             ws_per_message_deflate=False,

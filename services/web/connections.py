@@ -22,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
+from composer_mesh.mesh.byte_budget import ByteBudget
 from composer_mesh.mesh.json_server import for_others, most_connections
 from composer_mesh.mesh.peer_user import ROOT_USER
 from composer_mesh.mesh.tcp_peer import user_at
@@ -106,9 +107,10 @@ class Connections:
 
 
 class ServerConfig(uvicorn.Config):
-    """Settings of uvicorn, and the connections of the server that has them."""
+    """Settings of uvicorn, and what the connections of one server share."""
 
     connections: Connections
+    messages: ByteBudget
 
 
 class EndsStalled(asyncio.Protocol):

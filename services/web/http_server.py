@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from composer_mesh.mesh.byte_budget import ByteBudget
 from composer_mesh.services.web.connections import (
     Connections,
     HttpConnection,
@@ -55,11 +56,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def http_config(
-    app: Any, closing_s: int, limits: Limits | None = None, **settings: Any
+    app: Any,
+    closing_s: int,
+    limits: Limits | None = None,
+    bodies: ByteBudget | None = None,
+    **settings: Any,
 ) -> ServerConfig:
     """Return the settings that our servers share: no logs, no headers of proxies, no sockets.
 
-    Requests under way have `closing_s` seconds to finish when the server ends.
+    Requests under way have `closing_s` seconds to finish when the server ends. `bodies` bounds the
+    messages of WebSockets that are not finished or not answered; without it there are none.
     """
     shared: dict[str, Any] = {
         "http": HttpConnection,
@@ -74,6 +80,7 @@ def http_config(
     }
     config = ServerConfig(app, timeout_graceful_shutdown=closing_s, **(shared | settings))
     config.connections = Connections(limits or Limits())
+    config.messages = bodies or ByteBudget(0, 0)
     return config
 
 

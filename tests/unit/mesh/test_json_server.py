@@ -22,6 +22,7 @@ class Handler(JsonHandler):
     server_version = "test"
     largest_request = 4 * PIECE
     timeout = body_s = 60.0
+    most_values = 100
 
     def authorize(self) -> None:
         if self.headers.get("Authorization") != "friend":
@@ -84,6 +85,14 @@ def test_another_users_connections_leave_one_for_the_owner(
     assert post(webs[2], b"")[0] == 200
     for web in webs:
         web.close()
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server: Server) -> None:
+    web = connection(server)
+    assert post(web, b"," * Handler.most_values)[0] == 200
+    status, text = post(web, b"," * (Handler.most_values + 1))
+    assert (status, b"has 101 values" in text) == (413, True)
+    web.close()
 
 
 def test_a_connection_beyond_the_bound_is_closed_and_the_others_go_on(server: Server) -> None:

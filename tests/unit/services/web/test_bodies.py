@@ -1,0 +1,116 @@
+"""Bodies are bounded each, for each client and for all, and long ones are read off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from composer_mesh.services.web.bodies import HANDLERS, INLINE_BYTES, Bodies
+from composer_mesh.services.web.connections import Limits
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
+
+MOST = 1_000_000
+
+
+class Served:
+    """A server of one route, which tells the length of a body and the thread that read it."""
+
+    def __init__(self) -> None:
+        self.bodies = Bodies(MOST, of_one=MOST, of_all=2 * MOST)
+        self.port = 0
+
+    async def post(self, request: Request) -> Response:
+        def made(body: bytes) -> dict[str, Any]:
+            json.loads(body)
+            own = threading.current_thread() is threading.main_thread()
+            return {"length": len(body), "on_the_loop": own}
+
+        return JSONResponse(await self.bodies.read(request, request.headers["client"], made))
+
+    async def unfinished(self, client: str, count: int) -> asyncio.StreamWriter:
+        """Send the beginning of a body; wait until the server holds it."""
+        before = self.bodies.budget.total
+        _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = f"POST / HTTP/1.1\r\nhost: x\r\nclient: {client}\r\ncontent-length: {MOST}\r\n\r\n"
+        writer.write(head.encode() + b"[" * count)
+        await self.held(before + count)
+        return writer
+
+    async def held(self, count: int) -> None:
+        """Wait until so many bytes are held."""
+        while self.bodies.budget.total != count:  # noqa: ASYNC110  of another task's reading
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def served(limits: Limits | None = None) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    server = Served()
+    app = Starlette(routes=[Route("/", server.post, methods=["POST"])], exception_handlers=HANDLERS)
+    with listening_socket("127.0.0.1", 0) as listener:
+        async with listening(http_config(app, 0, limits), listener) as server.port:
+            url = f"http://127.0.0.1:{server.port}"
+            async with httpx.AsyncClient(base_url=url, timeout=120) as web:
+                yield server, web
+
+
+async def post(web: httpx.AsyncClient, client: str, length: int) -> httpx.Response:
+    return await web.post("/", content=b" " * (length - 1) + b"1", headers={"client": client})
+
+
+async def test_a_long_body_is_read_in_a_thread_and_a_short_one_at_once() -> None:
+    async with served() as (_, web):
+        assert (await post(web, "a", MOST)).json() == {"length": MOST, "on_the_loop": False}
+        short = (await post(web, "a", INLINE_BYTES)).json()
+        assert short == {"length": INLINE_BYTES, "on_the_loop": True}
+        assert (await post(web, "a", MOST + 1)).status_code == 413
+
+
+async def test_unfinished_bodies_are_bounded_for_a_client_and_for_all() -> None:
+    async with served() as (server, web):
+        opened = [await server.unfinished("a", MOST - 10)]
+        refused = await post(web, "a", 11)
+        assert (refused.status_code, "one client may hold" in refused.text) == (429, True)
+        assert (await post(web, "b", MOST)).status_code == 200
+        opened.append(await server.unfinished("b", MOST - 10))
+        refused = await post(web, "c", 21)
+        assert (refused.status_code, "all clients together" in refused.text) == (503, True)
+        for writer in opened:
+            writer.close()
+        await server.held(0)
+        assert (await post(web, "a", MOST)).status_code == 200
+
+
+async def test_a_body_that_never_ends_is_held_no_longer_than_its_time() -> None:
+    async with served(Limits(body_s=0.2)) as (server, web):
+        writer = await server.unfinished("a", 100_000)
+        await server.held(0)
+        assert (await post(web, "a", MOST)).status_code == 200
+        writer.close()
+
+
+async def test_a_body_that_cannot_be_read_is_held_no_more() -> None:
+    async with served() as (server, web):
+        for content in (b"{" * 1000, b"x" * MOST):
+            reply = await web.post("/", content=content, headers={"client": "a"})
+            assert reply.status_code == 500
+        assert server.bodies.budget.total == 0
+
+
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    async with served() as (server, web):
+        server.bodies = Bodies(MOST, of_one=MOST, of_all=MOST, values=1000)
+        reply = await web.post("/", content=b"[" + b"1," * 1001, headers={"client": "a"})
+        assert reply.status_code == 413
+        assert "the body has 1,001 values, above 1,000" in reply.text
+        reply = await web.post("/", content=b"[" + b"1," * 1000 + b"1]", headers={"client": "a"})
+        assert reply.status_code == 200
