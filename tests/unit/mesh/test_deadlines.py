@@ -4,87 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
+from scripted_work import NOW_S, Broken, Silent, Worker, actor, moves, stands_still
 
-from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.deadlines import Deadlines, working_together
 from composer_mesh.mesh.failures import is_deterministic
-from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.progress import Report
-from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import DeadlineExceeded
-
-NOW_S = 1e-9
-"""A deadline that has passed as soon as anybody looks."""
-
-
-class Work:
-    """An answer that the test gives, as Monarch's future."""
-
-    def __init__(self) -> None:
-        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def as_asyncio(self) -> asyncio.Future[Any]:
-        return self.answer
-
-
-@dataclass
-class Endpoint:
-    """An endpoint, whose calls are answered by a function."""
-
-    answer: Any
-
-    def call_one(self) -> Work:
-        work = Work()
-        self.answer(work.answer)
-        return work
-
-
-@dataclass
-class Worker:
-    """What `SpawnedActor.ref` has: work that never ends, and a report for each question.
-
-    The reports are used up one by one; after the last one the work ends.
-    """
-
-    reports: list[Report]
-    asked: int = 0
-    working: list[asyncio.Future[Any]] = field(default_factory=list)
-
-    @property
-    def train(self) -> Endpoint:
-        return Endpoint(self.working.append)
-
-    @property
-    def describe(self) -> Endpoint:
-        return Endpoint(self._describe)
-
-    def _describe(self, answer: asyncio.Future[Any]) -> None:
-        self.asked += 1
-        if len(self.reports) == 1:
-            for work in self.working:
-                if not work.done():
-                    work.set_result("done")
-        report = self.reports.pop(0) if self.reports else Report()
-        answer.set_result({"progress": report.__dict__})
-
-
-class Silent(Worker):
-    """A worker whose loop stands still."""
-
-    @property
-    def describe(self) -> Endpoint:
-        return Endpoint(lambda _: None)
-
-
-def actor(worker: Worker, deadlines: Deadlines | None = None, name: str = "trainer") -> Any:
-    given = {"deadlines": deadlines or Deadlines()}
-    procs: Any = None
-    return SpawnedActor(name, "trainer", worker, 7, MeshActor, procs, LocalHost(), **given)
-
 
 Events = list[tuple[str, str, str]]
 
@@ -94,14 +21,6 @@ def recorded() -> tuple[Deadlines, Events]:
     deadlines = Deadlines(lambda *event, **_: events.append(event))
     deadlines.most = 5
     return deadlines, events
-
-
-def stands_still(age_s: float = 1.0) -> Report:
-    return Report(3, "microbatch 3 of 8 of step 5", age_s)
-
-
-def moves() -> Report:
-    return Report(4, "microbatch 4 of 8 of step 5", 0.0)
 
 
 async def test_work_that_makes_progress_is_waited_for_past_its_deadline() -> None:
@@ -196,6 +115,11 @@ async def test_outside_a_run_a_deadline_is_what_its_caller_says() -> None:
                 "train", deadline_s=NOW_S
             )
         assert not is_deterministic(raised.value)
+
+
+async def test_an_actor_whose_status_fails_has_its_deadline_as_it_is() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"trainer\.train gave no answer within 1e-09 s"):
+        await actor(Broken([])).call("train", deadline_s=NOW_S)
 
 
 async def test_an_actor_that_reports_no_progress_has_its_deadline_as_it_is() -> None:
