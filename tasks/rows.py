@@ -150,22 +150,27 @@ def _labels(rows: Sequence[Row], path: Path) -> list[Split] | None:
 
 
 def _json_lines(path: Path) -> Iterable[Any]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _parsed(line, f"{path}: line {number}")
 
 
 def _json(path: Path) -> Iterable[Any]:
-    found = _parsed(path.read_text(encoding="utf-8"), str(path))
+    found = _parsed(path.read_bytes(), str(path))
     if not isinstance(found, list):
         raise UnusableTask(f"{path} holds a {type(found).__name__}: write a list of objects")
     return found
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(content: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise UnusableTask(
+            f"{where} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}: "
+            "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8 (or -f UTF-16)"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UnusableTask(f"{where} is not valid JSON: {error}") from error
 

@@ -19,7 +19,7 @@ from composer_mesh import Task, TaskSettings
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.gsm8k import Gsm8kTask
 from composer_mesh.tasks.heldout import heldout_indices
-from composer_mesh.tasks.rows import row_identity
+from composer_mesh.tasks.rows import read_rows, row_identity
 
 HELD_OUT = (
     "heldout",
@@ -167,7 +167,7 @@ EVERY_EPISODE = """
 import datetime, json, random
 from composer_mesh import Task, TaskSettings
 from composer_mesh.tasks.loading import task_class
-from composer_mesh.tasks.rows import row_identity
+from composer_mesh.tasks.rows import read_rows, row_identity
 
 class Mixed(Task):
     def generate(self, rng):
@@ -204,3 +204,28 @@ def test_two_processes_draw_the_same_episodes() -> None:
             for split in ("train", "heldout")
         )
         assert not train & heldout
+
+
+LINES = b'{"q": 1}\n' + '{"q": "caf\u00e9"}\n'.encode("latin-1")
+UTF_16 = '{"q": "x"}\n'.encode("utf-16")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("a.jsonl", LINES, "line 2 is not UTF-8: byte 0xe9 at offset 10"),
+        ("a.json", b'["caf\xe9"]', "is not UTF-8: byte 0xe9 at offset 5"),
+        ("a.jsonl", UTF_16, "line 1 is not UTF-8: byte 0xff at offset 0"),
+    ],
+)
+def test_rows_that_are_not_utf_8_are_refused_with_file_place_and_repair(
+    tmp_path: Path, name: str, content: bytes, where: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnusableTask, match=f"{name}.*{where}: save it as UTF-8, such as by iconv"):
+        read_rows(tmp_path / name)
+
+
+def test_lines_end_as_in_any_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"q": "\u00e9"}\r\n\n{"q": 2}'.encode())
+    assert read_rows(tmp_path / "a.jsonl") == [{"q": "\u00e9"}, {"q": 2}]
