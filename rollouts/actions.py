@@ -6,14 +6,13 @@ The rules, which users may rely on:
   escapes and surrounding text are ignored. Numbers are equal by value: `2`, `2.0` and `2e0` are the
   same, and integers are exact at any size. Types are distinct: `2`, `"2"` and `true` differ, and a
   missing argument is not `null`. Strings are compared in Unicode NFC; case and white space are
-  significant, because a path, a key or a program may depend on them. List order is significant. The
-  last value of a duplicate key counts, as it does for the tool.
+  significant, because a path, a key or a program may depend on them. List order is significant.
 - An **answer with a number** (`Answer: 5`) is compared by the number that the environment parses.
 - Any other **words** are compared after casefolding and collapsing white space; a leading
   `<think>…</think>` block is ignored.
 - **Malformed** actions are equal to nothing, not even to themselves: a call that is not valid JSON
-  or not the only call, a call with `NaN`, an infinity or two keys that normalize to the same text,
-  an empty answer.
+  or not the only call, that has text behind it, `NaN`, an infinity or a key twice (also in another
+  normal form), or that stands in thinking which is not closed; an empty answer.
 """
 
 import json

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from composer_mesh.rollouts.agent_messages import message_keys
 from composer_mesh.rollouts.thinking import ThinkingStyle
 from composer_mesh.rollouts.tool_calls import (
-    OPEN,
     MalformedCall,
     ToolCall,
     malformed_call,
     parse_calls,
+    text_before_calls,
 )
 from composer_mesh.rollouts.traces import Message
 
@@ -36,7 +36,7 @@ def reply_to(text: str, style: ThinkingStyle, with_tools: bool, name: str) -> Re
     thinking, answer = style.split(told.text if told else text)
     found = parse_calls(answer) if with_tools and told is None else ()
     calls = () if isinstance(found, MalformedCall) else found
-    content = answer.partition(OPEN)[0].strip() if calls else answer
+    content = text_before_calls(answer).strip() if calls else answer
     message: Message = {"role": "assistant", "content": content or (None if calls else "")}
     if thinking:
         message["reasoning_content"] = thinking

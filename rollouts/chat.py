@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from composer_mesh.rollouts.call_formats.choosing import CallStyle
 from composer_mesh.rollouts.call_formats.known import HERMES
-from composer_mesh.rollouts.call_formats.port import ParsedAction, Schemas
+from composer_mesh.rollouts.call_formats.port import Schemas
 from composer_mesh.rollouts.chat_template import (
     MARK,
     MOST_RENDERED,
@@ -26,9 +26,9 @@ from composer_mesh.rollouts.chat_template import (
     ChatTemplateError,
 )
 from composer_mesh.rollouts.tool_calls import (
-    CLOSE,
     OPEN,
     MalformedCall,
+    ParsedAction,
     ToolCall,
     malformed_text,
     parse_calls,
@@ -142,14 +142,14 @@ class ChatFormat:
         if self.style.format == HERMES:
             return text
         found = self.style.format.read(text, self._schemas)
-        if isinstance(found, ParsedAction) and (OPEN in found.text or CLOSE in found.text):
-            written = f"a call is not written with {OPEN} here"
-            found = MalformedCall(text, written)
         if isinstance(found, ParsedAction):
             found = self._without_controls(text, found)
         if isinstance(found, MalformedCall):
             return malformed_text(text, found.reason)
-        return HERMES.write(found)
+        written = HERMES.write(found)
+        if parse_calls(written) != found.calls:
+            return malformed_text(text, f"a call is not written with {OPEN} here")
+        return written
 
     def raw_text(self, ids: list[int]) -> str:
         """Return sampled ids as the policy wrote them, without the stop token."""

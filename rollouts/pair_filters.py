@@ -26,7 +26,7 @@ from composer_mesh.configs.filters import (
 )
 from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.tool_calls import OPEN, ToolCall, parse_action
+from composer_mesh.rollouts.tool_calls import ToolCall, parse_action, text_before_calls
 from composer_mesh.rollouts.traces import Message
 
 _UNSPACED = re.compile(
@@ -102,7 +102,7 @@ def action_content(text: str) -> str:
     action = parse_action(text)
     if not isinstance(action, ToolCall):
         return text
-    words = [text.partition(OPEN)[0], action.name, *_leaves(action.arguments)]
+    words = [text_before_calls(text), action.name, *_leaves(action.arguments)]
     return " ".join(" ".join(words).split())
 
 

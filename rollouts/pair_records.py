@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.pairs import PreferencePair, Provenance
-from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, call_text
+from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, call_text, wire_arguments
 from composer_mesh.rollouts.traces import Message
 
 _PROVENANCE = fail_fast(Provenance)
@@ -65,12 +65,10 @@ def _content(content: Any) -> str:
 def _call(function: dict[str, Any]) -> str:
     arguments = function["arguments"]
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return call_text(function["name"], wire_arguments(arguments))
     except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict):
-        return call_text(function["name"], parsed)
-    return f'{OPEN}\n{{"name": {_json(function["name"])}, "arguments": {arguments}}}\n{CLOSE}'
+        name = _json(function["name"])
+        return f'{OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CLOSE}'
 
 
 def _json(value: Any) -> str:

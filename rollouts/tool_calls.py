@@ -3,11 +3,15 @@
 Calls are JSON objects between `<tool_call>` tags, as Hermes and Qwen models write them. What models
 of other families write is converted where ids become text (`call_formats`). The text is untrusted
 and is only parsed as JSON.
+
+The rules are those of every format. Thinking is set apart: a call in it is none. Nothing but white
+space stands between or behind calls. No mapping names a key twice, and every number is finite.
 """
 
 import html
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +19,8 @@ from composer_mesh.rollouts.foreign_text import unescaped
 from composer_mesh.rollouts.traces import Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINKING, THINKING_ENDS = "<think>", "</think>"
+_SPACE = re.compile(r"\s*")
 _MALFORMED = re.compile(r'<tool_call error="([^"]*)">\n')
 
 
@@ -35,6 +41,18 @@ class MalformedCall:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedAction:
+    """An action: its text before the calls, thinking included, and its calls in order."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+class Unreadable(ValueError):
+    """A call that is not well-formed; the text says why, for the policy to read."""
+
+
 def parse_bounded(text: str, most: int) -> tuple[ToolCall, ...] | MalformedCall:
     """Parse the tool calls in an action's text; more than `most` of them make it malformed."""
     if most == 1:
@@ -51,13 +69,12 @@ def parse_action(text: str) -> ToolCall | MalformedCall | None:
 
     An action makes one call at most; a second one makes it malformed.
     """
-    if (told := malformed_call(text)) is not None:
-        return told
-    if OPEN not in text and CLOSE not in text:
-        return None
-    if text.count(OPEN) != 1 or text.count(CLOSE) > 1:
+    found = parse_calls(text)
+    if isinstance(found, MalformedCall):
+        return found
+    if len(found) > 1:
         return MalformedCall(text, "write exactly one tool call")
-    return _parsed(text, text.partition(OPEN)[2])
+    return found[0] if found else None
 
 
 def parse_calls(text: str) -> tuple[ToolCall, ...] | MalformedCall:
@@ -65,18 +82,79 @@ def parse_calls(text: str) -> tuple[ToolCall, ...] | MalformedCall:
 
     One malformed call makes the action malformed.
     """
+    found = read_action(text)
+    return found if isinstance(found, MalformedCall) else found.calls
+
+
+def read_action(text: str) -> ParsedAction | MalformedCall:
+    """Parse an action's text into what it says before its calls, and the calls."""
     if (told := malformed_call(text)) is not None:
         return told
-    before, *bodies = text.split(OPEN)
-    if CLOSE in before:
-        return MalformedCall(text, f"a call is not opened by {OPEN}")
-    calls: list[ToolCall] = []
-    for body in bodies:
-        call = _parsed(text, body)
-        if isinstance(call, MalformedCall):
-            return call
-        calls.append(call)
-    return tuple(calls)
+    if OPEN not in text and CLOSE not in text:
+        return ParsedAction(text)
+    return behind_thinking(text, _read)
+
+
+def behind_thinking(text: str, read: Callable[[str], ParsedAction]) -> ParsedAction | MalformedCall:
+    """Read an action whose calls stand behind its thinking; `read` raises `Unreadable`.
+
+    The prompt may have opened the tag, so that only its end is there. An end inside a call that can
+    be read is part of the call.
+    """
+    thinking, ends, answer = text.partition(THINKING_ENDS)
+    begun = text.lstrip().startswith(THINKING)
+    try:
+        if not begun:
+            found = _read_or_none(text, read) if ends else read(text)
+            if found is not None and (found.calls or not ends):
+                return found
+        elif not ends:
+            found = read(text)
+            if found.calls:
+                raise Unreadable(f"the thinking is not closed by {THINKING_ENDS} before the call")
+            return found
+        found = read(answer)
+    except Unreadable as error:
+        return MalformedCall(text, str(error))
+    return ParsedAction(f"{thinking}{ends}{found.text}", found.calls)
+
+
+def _read_or_none(text: str, read: Callable[[str], ParsedAction]) -> ParsedAction | None:
+    try:
+        return read(text)
+    except Unreadable:
+        return None
+
+
+def json_at(text: str, at: int = 0) -> tuple[Any, int]:
+    """Return the JSON value at a place of a text, and where it ends; raises `Unreadable`."""
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no surrogate, no NaN
+    except Unreadable:
+        raise
+    except (ValueError, RecursionError):  # too many digits raise a plain ValueError
+        raise Unreadable("the call is not valid JSON") from None
+    return value, end
+
+
+def space_ends(text: str, at: int) -> int:
+    """Return where the white space at a place of a text ends."""
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return values by name; raises `Unreadable` for a name that is given twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise Unreadable(f"the argument {name[:60]!r} is given twice")
+        found[name] = value
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=unique)
 
 
 def malformed_text(text: str, reason: str) -> str:
@@ -94,27 +172,44 @@ def malformed_call(text: str) -> MalformedCall | None:
 
 def text_before_calls(text: str) -> str:
     """Return what an action says before its first call."""
-    return text.partition(OPEN)[0]
+    found = read_action(text)
+    return text if isinstance(found, MalformedCall) else found.text
 
 
-def _parsed(text: str, body: str) -> ToolCall | MalformedCall:
-    """Parse what follows the opening tag of one call in an action's text."""
-    if body.count(CLOSE) != 1:
-        return MalformedCall(text, f"the call is not closed by {CLOSE}")
-    try:
-        value = json.loads(body.partition(CLOSE)[0])
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
-    except (ValueError, RecursionError):  # too many digits raise a plain ValueError
-        return MalformedCall(text, "the call is not valid JSON")
-    return _checked(text, value)
+def tagged_calls(text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> ParsedAction:
+    """Read an action whose calls stand in `OPEN` and `CLOSE`; raises `Unreadable`.
+
+    `read` returns the call at a place and where it ends, so that calls may hold the tags too.
+    """
+    before = text.partition(OPEN)[0]
+    if CLOSE in before:
+        raise Unreadable(f"a call is not opened by {OPEN}")
+    calls, at = list[ToolCall](), len(before)
+    while at < len(text):
+        if not text.startswith(OPEN, at):
+            raise Unreadable(f"text stands behind {CLOSE}: end with the call")
+        if text.find(CLOSE, at) < 0:
+            raise Unreadable(f"the call is not closed by {CLOSE}")
+        call, at = read(text, space_ends(text, at + len(OPEN)))
+        at = space_ends(text, at)
+        if not text.startswith(CLOSE, at):
+            raise Unreadable(f"the call is not closed by {CLOSE}")
+        calls.append(call)
+        at = space_ends(text, at + len(CLOSE))
+    return ParsedAction(before, tuple(calls))
 
 
-def _checked(text: str, value: Any) -> ToolCall | MalformedCall:
+def _read(text: str) -> ParsedAction:
+    return tagged_calls(text, _json_call)
+
+
+def _json_call(text: str, at: int) -> tuple[ToolCall, int]:
+    value, end = json_at(text, at)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return MalformedCall(text, 'the call needs a "name"')
+        raise Unreadable('the call needs a "name"')
     if not isinstance(value.get("arguments"), dict):
-        return MalformedCall(text, 'the call needs an object "arguments"')
-    return ToolCall(value["name"], value["arguments"])
+        raise Unreadable('the call needs an object "arguments"')
+    return ToolCall(value["name"], value["arguments"]), end
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
@@ -129,11 +224,11 @@ def assistant_message(text: str, call_id: str, most: int = 1) -> Message:
     Calls after the first have the id `call_id` with their number. An action of more than `most`
     calls is malformed.
     """
-    found = parse_bounded(text, most)
-    if isinstance(found, MalformedCall) or not found:
+    made = parse_bounded(text, most)
+    if isinstance(made, MalformedCall) or not made:
         return {"role": "assistant", "content": text}
     calls = []
-    for at, call in enumerate(found):
+    for at, call in enumerate(made):
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         calls.append({"id": numbered(call_id, at), "type": "function", "function": function})
     content = text_before_calls(text).strip()
@@ -155,8 +250,18 @@ def message_text(message: Message) -> str:
         return str(message.get("content") or "")
     texts = []
     for call in calls:
-        arguments = json.loads(call["function"]["arguments"])
-        if not isinstance(arguments, dict):
-            raise ValueError(f"tool call arguments are {arguments!r}: send a JSON object")
-        texts.append(call_text(call["function"]["name"], arguments))
+        function = call["function"]
+        texts.append(call_text(function["name"], wire_arguments(function["arguments"])))
     return "\n".join(texts)
+
+
+def wire_arguments(given: Any) -> dict[str, Any]:
+    """Return the arguments in a message's call; an empty text stands for none.
+
+    Raises ValueError if they are no JSON object.
+    """
+    if isinstance(given, str):
+        given = json.loads(given) if given.strip() else {}
+    if not isinstance(given, dict):
+        raise ValueError(f"tool call arguments are {given!r}: send a JSON object")
+    return given

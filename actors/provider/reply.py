@@ -27,7 +27,14 @@ from composer_mesh.actors.provider.refusal import (
     retry_after_s,
 )
 from composer_mesh.rollouts.pairs import TeacherAnswer
-from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, assistant_message, call_text
+from composer_mesh.rollouts.tool_calls import (
+    CLOSE,
+    OPEN,
+    Unreadable,
+    assistant_message,
+    call_text,
+    json_at,
+)
 
 MODEL_CHARS = 120
 LONGEST_ACTION = 2**20
@@ -180,7 +187,14 @@ def _content_text(teacher: str, content: Any) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    return json_object(text.encode(errors="surrogatepass"))
+    """Return the arguments of a call, as strictly as a student's are read; "" stands for none."""
+    if not text.strip():
+        return {}
+    found = json_object(text.encode(errors="surrogatepass"))
+    try:
+        return found and json_at(text.strip())[0]
+    except Unreadable:
+        return None
 
 
 def _first_choice(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,25 @@ from itertools import takewhile
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.known import HERMES, KNOWN
-from composer_mesh.rollouts.call_formats.port import CallFormat, ParsedAction, Schemas
-from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas
+from composer_mesh.rollouts.tool_calls import ParsedAction, ToolCall, wire_arguments
 from composer_mesh.rollouts.traces import Message
 
-EXAMPLE = ToolCall("get_weather", {"city": "Paris", "days": 3}, "a1b2c3d4e")
-"""The call that templates are asked to write; ids of Mistral's have nine letters or digits."""
+EXAMPLE = ToolCall(
+    "get_weather",
+    {
+        "city": "Paris",
+        "days": 3,
+        "share": 0.5,
+        "hourly": True,
+        "unit": None,
+        "parts": ["wind", 1, None],
+        "place": {"floor": 2, "indoors": False},
+    },
+    "a1b2c3d4e",
+)
+"""The call that templates write as a probe, with each type of JSON; ids of Mistral's have nine
+letters or digits."""
 
 EXAMPLE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -24,12 +37,25 @@ EXAMPLE_TOOL: dict[str, Any] = {
             "properties": {
                 "city": {"type": "string", "description": "Name of the city."},
                 "days": {"type": "integer", "description": "Number of days."},
+                "share": {"type": "number", "description": "Share of the sky."},
+                "hourly": {"type": "boolean", "description": "Whether by the hour."},
+                "unit": {"type": "string", "description": "Unit of temperatures."},
+                "parts": {"type": "array", "items": {"type": "string"}, "description": "Parts."},
+                "place": {
+                    "type": "object",
+                    "properties": {"floor": {"type": "integer"}, "indoors": {"type": "boolean"}},
+                    "description": "Place in the city.",
+                },
             },
-            "required": ["city", "days"],
+            "required": list(EXAMPLE.arguments),
         },
     },
 }
-_SCHEMAS: Schemas = {EXAMPLE.name: EXAMPLE_TOOL["function"]["parameters"]}
+_PROPERTIES = EXAMPLE_TOOL["function"]["parameters"]["properties"]
+_SCHEMAS: Schemas = {
+    EXAMPLE.name: {"properties": {**_PROPERTIES, "unit": {"type": ["string", "null"]}}}
+}
+"""What formats without types read by; a template is shown a plain type, as some know no others."""
 _ASKED: Message = {"role": "user", "content": "q"}
 _ANSWER: Message = {"role": "tool", "content": "4", "name": EXAMPLE.name}
 
@@ -63,7 +89,7 @@ class CallStyle:
         if self.arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         if not self.arguments_as_text and isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = wire_arguments(arguments)
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
@@ -116,6 +142,15 @@ def _written(render: Render, style: CallStyle) -> str | None:
     return text[token if token > text.rfind(">", 0, same) else same :]
 
 
+def _is_example(spoken: ParsedAction) -> bool:
+    """Whether an action is the example, with the types of its values: 1 is not true."""
+    made = [[one.name, one.arguments] for one in spoken.calls]
+    return json.dumps(made, sort_keys=True) == _MADE
+
+
+_MADE = json.dumps([[EXAMPLE.name, EXAMPLE.arguments]], sort_keys=True)
+
+
 def _reading(
     written: str, style: CallStyle, end_tokens: Callable[[CallFormat], Sequence[str]]
 ) -> list[tuple[int, CallStyle]]:
@@ -124,7 +159,7 @@ def _reading(
         stops = [at for end in end_tokens(one) if (at := written.find(end)) >= 0]
         text = written[: min(stops)] if stops else ""
         spoken = one.read(text, _SCHEMAS)
-        if isinstance(spoken, ParsedAction) and spoken.calls == (EXAMPLE,):
+        if isinstance(spoken, ParsedAction) and _is_example(spoken):
             again = one.write(ParsedAction(spoken.text, spoken.calls))
             rank = 2 * (again == text) + (again.strip() == text.strip())
             style = CallStyle(one, style.arguments_as_text, style.without_content)

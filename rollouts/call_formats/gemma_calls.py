@@ -6,15 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
-    ParsedAction,
+    LITERALS,
     Schemas,
-    Unreadable,
     as_json,
     blocks,
     one_call,
+)
+from composer_mesh.rollouts.tool_calls import (
+    MalformedCall,
+    ParsedAction,
+    ToolCall,
+    Unreadable,
+    behind_thinking,
     unique,
 )
-from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
 
 MOST_DEPTH = 100
 
@@ -34,12 +39,14 @@ class GemmaCalls:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        thinking, rest = self._thinking(text)
+        if not self.channel[0]:
+            return behind_thinking(text, self._read)
         try:
-            before, insides = blocks(rest, self.opening, self.closing)
-            return ParsedAction(thinking + before, tuple(self._call(inside) for inside in insides))
+            thinking, rest = self._thinking(text)
+            found = self._read(rest)
         except Unreadable as error:
             return MalformedCall(text, str(error))
+        return ParsedAction(thinking + found.text, found.calls)
 
     def write(self, spoken: ParsedAction) -> str:
         text = spoken.text
@@ -49,11 +56,17 @@ class GemmaCalls:
             text = f"{opening}{thinking}{closing}{answer}"
         return text + "".join(self._text(call) for call in spoken.calls)
 
+    def _read(self, text: str) -> ParsedAction:
+        before, insides = blocks(text, self.opening, self.closing)
+        return ParsedAction(before, tuple(self._call(inside) for inside in insides))
+
     def _thinking(self, text: str) -> tuple[str, str]:
         opening, closing = self.channel
-        if not opening or not text.lstrip().startswith(opening):
+        if not text.lstrip().startswith(opening):
             return "", text
         thinking, closed, rest = text.lstrip().removeprefix(opening).partition(closing)
+        if not closed and self.opening in thinking:
+            raise Unreadable(f"the thinking is not closed by {closing} before the call")
         return f"<think>{thinking}" + ("</think>" if closed else ""), rest
 
     def _call(self, inside: str) -> ToolCall:
@@ -74,13 +87,19 @@ class GemmaCalls:
             return f"{self.quote}{value}{self.quote}"
         if isinstance(value, dict):
             pairs = sorted(value.items(), key=lambda pair: pair[0].lower())
-            return "{" + ",".join(f"{key}:{self._shown(one)}" for key, one in pairs) + "}"
+            return (
+                "{" + ",".join(f"{self._key(key)}:{self._shown(one)}" for key, one in pairs) + "}"
+            )
         if isinstance(value, list):
             return "[" + ",".join(map(self._shown, value)) + "]"
-        return as_json(value)
+        return str(value) if value is None else as_json(value)
+
+    def _key(self, key: str) -> str:
+        return key if _PLAIN_KEY.fullmatch(key) else self._shown(key)
 
 
-_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:")
+_PLAIN_KEY = re.compile(r"[^\s:{}\[\],<]+(?: [^\s:{}\[\],<]+)*")
+_KEY = re.compile(r"([^:{}\[\],]+):")
 _BARE = re.compile(r"\s*([^\s:{}\[\],]+)\s*")
 
 
@@ -131,7 +150,7 @@ class _Values:
         if found is None:
             raise Unreadable("the arguments are no mapping of names to values")
         self.at = found.end()
-        return found[1]
+        return found[1].strip()
 
     def _quoted(self) -> str:
         end = self.text.find(self._quote, self.at)
@@ -145,6 +164,8 @@ class _Values:
         if found is None:
             raise Unreadable("a value is missing in the arguments")
         self.at = found.end()
+        if found[1] in LITERALS:
+            return LITERALS[found[1]]
         try:
             return json.loads(found[1])
         except ValueError:

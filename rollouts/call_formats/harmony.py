@@ -3,15 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from composer_mesh.rollouts.call_formats.port import (
-    ParsedAction,
-    Schemas,
-    Unreadable,
-    as_json,
-    json_object,
-    one_call,
-)
-from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
+from composer_mesh.rollouts.call_formats.port import Schemas, as_json, json_object, one_call
+from composer_mesh.rollouts.tool_calls import MalformedCall, ParsedAction, ToolCall, Unreadable
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, RETURN = "<|call|>", "<|return|>"
@@ -64,6 +57,8 @@ def _read(text: str) -> ParsedAction | MalformedCall:
         recipient, channel = _TO.search(head), head.partition(CHANNEL)[2].split()
         if recipient is not None:
             calls.append(_call(recipient[1], body))
+        elif calls and body.strip():
+            raise Unreadable("text stands behind the call: end with the call")
         elif channel[:1] == ["analysis"]:
             thinking += body
         else:

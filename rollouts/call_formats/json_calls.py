@@ -1,15 +1,10 @@
 """Formats whose calls are JSON: Hermes and Qwen, Llama 3, Mistral, Granite 3, Phi-4-mini."""
 
-import json
-import re
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
-    ParsedAction,
     Schemas,
-    Unreadable,
-    apart_from_thinking,
     as_json,
     blocks,
     json_value,
@@ -17,10 +12,14 @@ from composer_mesh.rollouts.call_formats.port import (
 )
 from composer_mesh.rollouts.tool_calls import (
     MalformedCall,
+    ParsedAction,
     ToolCall,
+    Unreadable,
+    behind_thinking,
     call_text,
-    parse_calls,
-    text_before_calls,
+    json_at,
+    read_action,
+    space_ends,
 )
 
 
@@ -35,10 +34,7 @@ class HermesCalls:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        found = parse_calls(text)
-        if isinstance(found, MalformedCall):
-            return found
-        return ParsedAction(text_before_calls(text) if found else text, found)
+        return read_action(text)
 
     def write(self, spoken: ParsedAction) -> str:
         return spoken.text + "\n".join(call_text(c.name, c.arguments) for c in spoken.calls)
@@ -57,18 +53,7 @@ class ListedJson:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        thinking, rest = apart_from_thinking(text, self.opening)
-        try:
-            if self.closing:
-                before, insides = blocks(rest, self.opening, self.closing)
-            else:
-                before, *insides = rest.split(self.opening)
-            if len(insides) > 1:
-                raise Unreadable(f"write {self.opening} once, with a list of all calls")
-            calls = [self._call(one) for inside in insides for one in _listed(inside)]
-        except Unreadable as error:
-            return MalformedCall(text, str(error))
-        return ParsedAction(thinking + before, tuple(calls))
+        return behind_thinking(text, self._read)
 
     def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
@@ -78,6 +63,16 @@ class ListedJson:
             one: dict[str, Any] = {self.named: call.name, self.given: call.arguments}
             listed.append({**one, "id": call.id} if self.with_ids else one)
         return f"{spoken.text}{self.opening}{as_json(listed)}{self.closing}"
+
+    def _read(self, text: str) -> ParsedAction:
+        if self.closing:
+            before, insides = blocks(text, self.opening, self.closing)
+        else:
+            before, *insides = text.split(self.opening)
+        if len(insides) > 1:
+            raise Unreadable(f"write {self.opening} once, with a list of all calls")
+        calls = [self._call(one) for inside in insides for one in _listed(inside)]
+        return ParsedAction(before, tuple(calls))
 
     def _call(self, one: Any) -> ToolCall:
         if not isinstance(one, dict) or not isinstance(one.get(self.named), str):
@@ -102,19 +97,21 @@ class LlamaJson:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        begun = text.lstrip().startswith(("{", PYTHON_TAG))
-        thinking, answer = ("", text) if begun else apart_from_thinking(text, PYTHON_TAG)
-        before, token, code = answer.partition(PYTHON_TAG)
-        body = (code if token else answer).strip()
+        return behind_thinking(text, self._read)
+
+    def _read(self, text: str) -> ParsedAction:
+        before, token, code = text.partition(PYTHON_TAG)
+        body = (code if token else text).strip()
         if not token and not body.startswith("{"):
             return ParsedAction(text)
         try:
             calls = _objects(body)
-        except Unreadable as error:
+        except Unreadable:
             # An answer may be JSON; a call cannot be taken for one.
-            said_call = token or '"name"' in body.partition("}")[0]
-            return MalformedCall(text, str(error)) if said_call else ParsedAction(text)
-        return ParsedAction(thinking + before if token else thinking, tuple(calls))
+            if token or '"name"' in body.partition("}")[0]:
+                raise
+            return ParsedAction(text)
+        return ParsedAction(before if token else "", tuple(calls))
 
     def write(self, spoken: ParsedAction) -> str:
         calls = [
@@ -125,21 +122,17 @@ class LlamaJson:
 
 
 PYTHON_TAG = "<|python_tag|>"
-_DECODER = json.JSONDecoder()
-_BETWEEN = re.compile(r"\s*;?\s*")
 
 
 def _objects(text: str) -> list[ToolCall]:
     """Parse JSON objects behind each other, with semicolons or white space between them."""
     found, at = [], 0
     while at < len(text):
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-            json.dumps(value, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):
-            raise Unreadable("the call is not valid JSON") from None
+        value, at = json_at(text, at)
         found.append(_llama_call(value))
-        at = cast("re.Match[str]", _BETWEEN.match(text, at)).end()
+        at = space_ends(text, at)
+        if text.startswith(";", at):
+            at = space_ends(text, at + 1)
     if not found:
         raise Unreadable("the call is empty")
     return found

@@ -5,22 +5,31 @@ untrusted and is never evaluated.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
+from composer_mesh.rollouts.tool_calls import (
+    MalformedCall,
+    ParsedAction,
+    ToolCall,
+    Unreadable,
+    json_at,
+    space_ends,
+)
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each tool."""
 
-
-@dataclass(frozen=True, slots=True)
-class ParsedAction:
-    """An action: its text before the calls, thinking included, and its calls in order."""
-
-    text: str
-    calls: tuple[ToolCall, ...] = ()
+LITERALS: Mapping[str, Any] = {"True": True, "False": False, "None": None}
+"""Values that templates write as Python does."""
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
 
 
 class CallFormat(Protocol):
@@ -45,26 +54,6 @@ class CallFormat(Protocol):
         ...
 
 
-class Unreadable(ValueError):
-    """A call that is not well-formed; the text says why, for the policy to read."""
-
-
-THINKING, THINKING_ENDS = "<think>", "</think>"
-
-
-def apart_from_thinking(text: str, *openings: str) -> tuple[str, str]:
-    """Return an action's thinking with its tags, and the text after it.
-
-    A prompt may open the tag, so that only its end is sampled. An end behind an opening of a call
-    is part of the call.
-    """
-    thinking, ends, answer = text.partition(THINKING_ENDS)
-    begun = text.lstrip().startswith(THINKING)
-    if not ends or (not begun and any(opening in thinking for opening in openings)):
-        return "", text
-    return thinking + ends, answer
-
-
 def json_object(text: str, what: str) -> dict[str, Any]:
     """Parse a JSON object; raises `Unreadable`."""
     value = json_value(text, what)
@@ -75,41 +64,76 @@ def json_object(text: str, what: str) -> dict[str, Any]:
 
 def json_value(text: str, what: str) -> Any:
     """Parse a JSON value that can be stored; raises `Unreadable`."""
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
-    except (ValueError, RecursionError):  # too many digits raise a plain ValueError
-        raise Unreadable(f"{what} are no valid JSON") from None
+    value, end = json_at(text, space_ends(text, 0))
+    if space_ends(text, end) < len(text):
+        raise Unreadable(f"text stands behind {what}")
     return value
 
 
-def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """Return the value of an argument that was written without quotes, by its schema.
+def typed(text: str, kinds: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the value of an argument that was written without quotes, by the schemas it may fit.
 
-    A text stays a text where the schema takes one; else it is JSON, where it is valid JSON.
+    It is JSON, or a constant as Python writes it, where a schema takes that, or none takes a text.
     """
-    if "string" in _types(schema):
-        return text
     try:
-        return json_value(text, "the value")
+        value = LITERALS[text] if text in LITERALS else json_value(text, "the value")
     except Unreadable:
         return text
+    if any(_fits(value, kind) for kind in kinds):
+        return value
+    return text if any(map(_takes_texts, kinds)) else value
 
 
-def _types(schema: Mapping[str, Any] | None) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
+def schemas_of(schemas: Schemas, tool: str, argument: str) -> list[Mapping[str, Any]]:
+    """Return the schemas of one argument of a tool, of which it fits one; none if it is unknown."""
+    whole = schemas.get(tool, {})
+    properties = whole.get("properties")
+    found = properties.get(argument) if isinstance(properties, Mapping) else None
+    return list(_choices(found, whole))
+
+
+def _choices(
+    schema: Any, whole: Mapping[str, Any], deepest: int = 3
+) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, or those that it is a choice of, with references followed."""
+    if isinstance(schema, Mapping) and "$ref" in schema:
+        part: Any = whole
+        for name in str(schema["$ref"]).removeprefix("#/").split("/"):
+            part = part.get(name) if isinstance(part, Mapping) else None
+        schema = part
+    if not isinstance(schema, Mapping) or not deepest:
+        return
+    choices = [one for key in ("anyOf", "oneOf", "allOf") for one in _listed(schema.get(key))]
+    for one in choices:
+        yield from _choices(one, whole, deepest - 1)
+    if not choices:
+        yield schema
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a schema takes a value that is no text."""
+    types, stated = _types(schema), _stated(schema)
+    if stated and not any(type(one) is type(value) and one == value for one in stated):
+        return False
+    return not types or any(type(value) in TYPES.get(one, ()) for one in types)
+
+
+def _takes_texts(schema: Mapping[str, Any]) -> bool:
+    return "string" in (_types(schema) or ["string" for one in _stated(schema) if type(one) is str])
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
     stated = schema.get("type")
-    found = {stated} if isinstance(stated, str) else set(stated or ())
-    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        found |= _types(choice)
-    return found
+    return [stated] if isinstance(stated, str) else list(map(str, _listed(stated)))
 
 
-def schema_of(schemas: Schemas, tool: str, argument: str) -> Mapping[str, Any] | None:
-    """Return the schema of one argument of a tool; None where neither is known."""
-    properties = schemas.get(tool, {}).get("properties")
-    return properties.get(argument) if isinstance(properties, Mapping) else None
+def _stated(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists, none if it lists no values."""
+    return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def as_json(value: Any) -> str:
@@ -137,17 +161,11 @@ def blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
 
 
 def one_call(name: str, arguments: dict[str, Any], call_id: str = "") -> ToolCall:
-    """Return a call; raises `Unreadable` where its name is none."""
+    """Return a call; raises `Unreadable` where its name is none, or its arguments are no JSON."""
     if not name or name != name.strip() or any(c.isspace() for c in name):
         raise Unreadable("the call needs the name of a tool")
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise Unreadable("an argument is no valid JSON: numbers are finite") from None
     return ToolCall(name, arguments, call_id)
-
-
-def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return arguments by name; raises `Unreadable` for one that is given twice."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise Unreadable(f"the argument {name[:60]!r} is given twice")
-        found[name] = value
-    return found

@@ -6,17 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from composer_mesh.rollouts.call_formats.port import (
+from composer_mesh.rollouts.call_formats.port import Schemas, as_json, blocks, one_call
+from composer_mesh.rollouts.tool_calls import (
+    MalformedCall,
     ParsedAction,
-    Schemas,
+    ToolCall,
     Unreadable,
-    apart_from_thinking,
-    as_json,
-    blocks,
-    one_call,
+    behind_thinking,
     unique,
 )
-from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
 
 MOST_CHARACTERS = 100_000
 """Of the calls of one action: Python's parser takes memory with the length of its text."""
@@ -46,22 +44,19 @@ class PythonicCalls:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        openings = [self.opening] if self.opening else []
-        begun = not openings and _BEGINS.match(text)
-        thinking, rest = ("", text) if begun else apart_from_thinking(text, *openings)
-        try:
-            if self.opening:
-                before, insides = blocks(rest, self.opening, self.closing)
-                if len(insides) > 1:
-                    raise Unreadable(f"write {self.opening} once, with a list of all calls")
-            elif _BEGINS.match(rest):
-                before, insides = "", [rest]
-            else:
-                return ParsedAction(text)
-            calls = [call for inside in insides for call in _calls(inside.strip())]
-        except Unreadable as error:
-            return MalformedCall(text, str(error))
-        return ParsedAction(thinking + before, tuple(calls))
+        return behind_thinking(text, self._read)
+
+    def _read(self, text: str) -> ParsedAction:
+        if self.opening:
+            before, insides = blocks(text, self.opening, self.closing)
+            if len(insides) > 1:
+                raise Unreadable(f"write {self.opening} once, with a list of all calls")
+        elif _BEGINS.match(text):
+            before, insides = "", [text]
+        else:
+            return ParsedAction(text)
+        calls = [call for inside in insides for call in _calls(inside.strip())]
+        return ParsedAction(before, tuple(calls))
 
     def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
@@ -130,7 +125,7 @@ def _value(node: ast.expr) -> Any:
     """Return the JSON value of a literal; nothing is evaluated. Raises `Unreadable`."""
     match node:
         case ast.Constant(value=value) if value is None or type(value) in (str, int, float, bool):
-            return _stored(value)
+            return value
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
@@ -144,14 +139,5 @@ def _value(node: ast.expr) -> Any:
 
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return str(_stored(node.value))
+        return node.value
     raise Unreadable("the keys of a mapping are texts")
-
-
-def _stored(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise Unreadable("an argument has half of a character") from None
-    return value

@@ -3,16 +3,19 @@
 from dataclasses import dataclass
 
 from composer_mesh.rollouts.call_formats.port import (
-    ParsedAction,
     Schemas,
-    Unreadable,
-    apart_from_thinking,
     as_json,
     blocks,
     json_object,
     one_call,
 )
-from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
+from composer_mesh.rollouts.tool_calls import (
+    MalformedCall,
+    ParsedAction,
+    ToolCall,
+    Unreadable,
+    behind_thinking,
+)
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,22 @@ class TokenFramed:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        thinking, rest = apart_from_thinking(text, self.section[0], self.call[0])
-        try:
-            before, sections = blocks(rest, *self.section)
-            if any(token in before for token in self.call):
-                raise Unreadable(f"calls stand between {self.section[0]} and {self.section[1]}")
-            if len(sections) > 1:
-                raise Unreadable(f"write {self.section[0]} once, around all calls")
-            calls = [one for section in sections for one in self._calls(section)]
-        except Unreadable as error:
-            return MalformedCall(text, str(error))
-        return ParsedAction(thinking + before, tuple(calls))
+        return behind_thinking(text, self._read)
 
     def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
             return spoken.text
         texts = [self._text(call, at) for at, call in enumerate(spoken.calls)]
         return f"{spoken.text}{self.section[0]}{self.between.join(texts)}{self.section[1]}"
+
+    def _read(self, text: str) -> ParsedAction:
+        before, sections = blocks(text, *self.section)
+        if any(token in before for token in self.call):
+            raise Unreadable(f"calls stand between {self.section[0]} and {self.section[1]}")
+        if len(sections) > 1:
+            raise Unreadable(f"write {self.section[0]} once, around all calls")
+        calls = [one for section in sections for one in self._calls(section)]
+        return ParsedAction(before, tuple(calls))
 
     def _calls(self, section: str) -> list[ToolCall]:
         before, insides = blocks(section, *self.call)
@@ -92,18 +94,17 @@ class MistralArgs:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        thinking, rest = apart_from_thinking(text, TOOL_CALLS)
-        before, *bodies = rest.split(TOOL_CALLS)
-        try:
-            if ARGS in before:
-                raise Unreadable(f"a call is not opened by {TOOL_CALLS}")
-            return ParsedAction(thinking + before, tuple(self._call(body) for body in bodies))
-        except Unreadable as error:
-            return MalformedCall(text, str(error))
+        return behind_thinking(text, self._read)
 
     def write(self, spoken: ParsedAction) -> str:
         calls = [f"{TOOL_CALLS}{c.name}{ARGS}{as_json(c.arguments)}" for c in spoken.calls]
         return spoken.text + "".join(calls)
+
+    def _read(self, text: str) -> ParsedAction:
+        before, *bodies = text.split(TOOL_CALLS)
+        if ARGS in before:
+            raise Unreadable(f"a call is not opened by {TOOL_CALLS}")
+        return ParsedAction(before, tuple(self._call(body) for body in bodies))
 
     def _call(self, body: str) -> ToolCall:
         named, separated, given = body.partition(ARGS)

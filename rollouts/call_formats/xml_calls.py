@@ -1,22 +1,30 @@
 """Formats whose arguments stand in tags without types: Qwen3-Coder and Qwen3.5, Nemotron 3, GLM."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
-    ParsedAction,
     Schemas,
-    Unreadable,
-    apart_from_thinking,
     as_json,
-    blocks,
     one_call,
-    schema_of,
+    schemas_of,
     typed,
+)
+from composer_mesh.rollouts.tool_calls import (
+    CLOSE,
+    OPEN,
+    MalformedCall,
+    ParsedAction,
+    ToolCall,
+    Unreadable,
+    behind_thinking,
+    space_ends,
+    tagged_calls,
     unique,
 )
-from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, MalformedCall, ToolCall
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class QwenXml:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
-        return _read(text, schemas, _qwen_call)
+        return _read(text, partial(_qwen_call, schemas))
 
     def write(self, spoken: ParsedAction) -> str:
         return spoken.text + "\n".join(_qwen_text(call) for call in spoken.calls)
@@ -42,78 +50,89 @@ class GlmXml:
     end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
-        return _read(text, schemas, _glm_call)
+        return _read(text, partial(_glm_call, schemas))
 
     def write(self, spoken: ParsedAction) -> str:
         return spoken.text + "\n".join(self._text(call) for call in spoken.calls)
 
     def _text(self, call: ToolCall) -> str:
         arguments = [
-            f"<arg_key>{key}</arg_key>{self.between}<arg_value>{_shown(value)}</arg_value>"
+            f"<arg_key>{key}</arg_key>{self.between}<arg_value>{_glm_value(value)}</arg_value>"
             for key, value in call.arguments.items()
         ]
         return f"{OPEN}{self.between.join([call.name, *arguments])}{self.between}{CLOSE}"
 
 
-def _read(text: str, schemas: Schemas, call: Any) -> ParsedAction | MalformedCall:
-    thinking, rest = apart_from_thinking(text, OPEN)
-    try:
-        before, insides = blocks(rest, OPEN, CLOSE)
-        return ParsedAction(thinking + before, tuple(call(inside, schemas) for inside in insides))
-    except Unreadable as error:
-        return MalformedCall(text, str(error))
+def _read(
+    text: str, read: Callable[[str, int], tuple[ToolCall, int]]
+) -> ParsedAction | MalformedCall:
+    return behind_thinking(text, lambda spoken: tagged_calls(spoken, read))
 
 
-_FUNCTION, _FUNCTION_ENDS = "<function=", "</function>"
 _NAME = re.compile(r"[^\s<>]+")
-_PARAMETER = re.compile(r"<parameter=([^\n<>]+)>(.*?)</parameter>\s*", re.DOTALL)
+_KEY = re.compile(r"[^\n<>]+")
 
 
-def _qwen_call(inside: str, schemas: Schemas) -> ToolCall:
-    inside = inside.strip()
-    name, named, body = inside.removeprefix(_FUNCTION).removesuffix(_FUNCTION_ENDS).partition(">")
-    framed = inside.startswith(_FUNCTION) and inside.endswith(_FUNCTION_ENDS)
-    if not framed or not named or not _NAME.fullmatch(name):
+def _qwen_call(schemas: Schemas, text: str, at: int) -> tuple[ToolCall, int]:
+    name, at = _between(text, at, "<function=", ">")
+    if not _NAME.fullmatch(name):
         raise Unreadable("the call needs <function=NAME> and </function>")
-    pairs = []
-    for key, value in _all(_PARAMETER, body.strip(), "<parameter=NAME> and </parameter>"):
+    pairs, at = [], space_ends(text, at)
+    while not text.startswith("</function>", at):
+        key, at = _between(text, at, "<parameter=", ">")
+        if not _KEY.fullmatch(key):
+            raise Unreadable("write each argument with <parameter=NAME> and </parameter>")
+        value, at = _value(text, at, "", "</parameter>", "<parameter=")
         plain = value.removeprefix("\n").removesuffix("\n")
-        pairs.append((key, typed(plain, schema_of(schemas, name, key))))
-    return one_call(name, unique(pairs))
+        pairs.append((key, typed(plain, schemas_of(schemas, name, key))))
+        at = space_ends(text, at)
+    return one_call(name, unique(pairs)), at + len("</function>")
 
 
 def _qwen_text(call: ToolCall) -> str:
     given = [
-        f"<parameter={key}>\n{_shown(value)}\n</parameter>\n"
+        f"<parameter={key}>\n{_qwen_value(value)}\n</parameter>\n"
         for key, value in call.arguments.items()
     ]
     return f"{OPEN}\n<function={call.name}>\n{''.join(given)}</function>\n{CLOSE}"
 
 
-_GLM = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+def _qwen_value(value: Any) -> str:
+    """Return a value as the templates write it: lists and mappings as JSON, others as Python."""
+    return as_json(value) if isinstance(value, list | dict) else str(value)
 
 
-def _glm_call(inside: str, schemas: Schemas) -> ToolCall:
-    name, opened, rest = inside.partition("<arg_key>")
-    name = name.strip()
-    pairs = [
-        (key.strip(), typed(value, schema_of(schemas, name, key.strip())))
-        for key, value in _all(_GLM, opened + rest, "<arg_key>NAME</arg_key> and <arg_value>")
-    ]
-    return one_call(name, unique(pairs))
+_NAME_ENDS = re.compile("<arg_key>|</tool_call>")
 
 
-def _all(pattern: re.Pattern[str], body: str, what: str) -> list[tuple[str, str]]:
-    """Return all matches, which must cover the body; raises `Unreadable`."""
-    found, at = [], 0
-    while at < len(body):
-        match = pattern.match(body, at)
-        if match is None:
-            raise Unreadable(f"write each argument with {what}")
-        found.append((match[1], match[2]))
-        at = match.end()
-    return found
+def _glm_call(schemas: Schemas, text: str, at: int) -> tuple[ToolCall, int]:
+    found = _NAME_ENDS.search(text, at)
+    if found is None:
+        raise Unreadable(f"the call is not closed by {CLOSE}")
+    name, at, pairs = text[at : found.start()].strip(), found.start(), []
+    while text.startswith("<arg_key>", at):
+        key, at = _between(text, at, "<arg_key>", "</arg_key>")
+        value, at = _value(text, space_ends(text, at), "<arg_value>", "</arg_value>", "<arg_key>")
+        pairs.append((key.strip(), typed(value, schemas_of(schemas, name, key.strip()))))
+        at = space_ends(text, at)
+    return one_call(name, unique(pairs)), at
 
 
-def _shown(value: Any) -> str:
+def _glm_value(value: Any) -> str:
     return value if isinstance(value, str) else as_json(value)
+
+
+def _between(text: str, at: int, opening: str, closing: str) -> tuple[str, int]:
+    """Return what stands between two tags at a place, and where the second ends."""
+    end = text.find(closing, at) if text.startswith(opening, at) else -1
+    if end < 0:
+        raise Unreadable(f"the call needs {opening}… and {closing} around each part")
+    return text[at + len(opening) : end], end + len(closing)
+
+
+def _value(text: str, at: int, opening: str, closing: str, following: str) -> tuple[str, int]:
+    """Return a value; one with the tag of another argument in it was not closed."""
+    value, at = _between(text, at, opening, closing)
+    if following in value:
+        raise Unreadable(f"an argument is not closed by {closing}")
+    return value, at

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from composer_mesh.rollouts.actions import read_answer
 from composer_mesh.rollouts.hints import TEMPLATES, HintLeak, render_hint
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, ToolCall, call_text, parse_action
+from composer_mesh.rollouts.tool_calls import (
+    CLOSE,
+    OPEN,
+    MalformedCall,
+    ToolCall,
+    call_text,
+    parse_action,
+)
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.numbers import LARGEST, format_number
 from composer_mesh.tasks.sync_session import SyncSession
@@ -62,10 +69,10 @@ FAILURES = [
     (calculate('{"op": "add", "a": 1, "b": 2, "c": 3}'), "unknown_argument"),
     (calculate('{"op": "power", "a": 1, "b": 2}'), "bad_value"),
     (calculate('{"op": ["add"], "a": 1, "b": 2}'), "bad_value"),
-    (calculate('{"op": "add", "a": 1e999, "b": 2}'), "bad_value"),
-    (calculate('{"op": "add", "a": 1, "b": -1e999}'), "bad_value"),
-    (calculate('{"op": "add", "a": NaN, "b": 2}'), "bad_value"),
-    (calculate('{"op": "add", "a": Infinity, "b": 2}'), "bad_value"),
+    (calculate('{"op": "add", "a": 1e999, "b": 2}'), "malformed_call"),
+    (calculate('{"op": "add", "a": 1, "b": -1e999}'), "malformed_call"),
+    (calculate('{"op": "add", "a": NaN, "b": 2}'), "malformed_call"),
+    (calculate('{"op": "add", "a": Infinity, "b": 2}'), "malformed_call"),
     (calculate('{"op": "add", "a": 1, "b": ' + "9" * 4000 + "}"), "bad_value"),
     (call_text("lookup", {"key": "kite"}), "missing_key"),
     (call_text("lookup", {"key": "x" * 9000}), "missing_key"),
@@ -189,9 +196,10 @@ def test_an_answer_is_the_number_at_the_end(text: str, value: float | None) -> N
     assert read_answer(text) == value
 
 
-def test_a_call_is_read_whatever_is_written_around_it() -> None:
-    text = f"First the lamp. {call_text('lookup', {'key': 'lamp'})} And then?"
+def test_a_call_is_read_behind_a_text_and_never_before_one() -> None:
+    text = f"First the lamp. {call_text('lookup', {'key': 'lamp'})} \n"
     assert parse_action(text) == ToolCall("lookup", {"key": "lamp"})
+    assert isinstance(parse_action(f"{text}And then?"), MalformedCall)
 
 
 def test_failed_calls_cost_their_penalty_and_never_more_than_the_reward() -> None:

@@ -26,7 +26,7 @@ from fake_provider import (
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderRequestError, ProviderServerError
 from composer_mesh.rollouts.actions import canonical_action
-from composer_mesh.rollouts.tool_calls import assistant_message, call_text
+from composer_mesh.rollouts.tool_calls import ToolCall, assistant_message, call_text, parse_action
 
 
 async def test_a_request_is_an_openai_chat_completion_with_tools() -> None:
@@ -67,8 +67,17 @@ async def test_arguments_that_are_an_object_already_are_taken() -> None:
     assert (await ask(Script(called({"a": 2})))).action_text == call_text("calculator", {"a": 2})
 
 
+@pytest.mark.parametrize("arguments", ["", " \n", "{}"])
+async def test_a_call_without_arguments_is_a_call_however_it_is_sent(arguments: str) -> None:
+    answer = await ask(Script(called(arguments)))
+    action = parse_action(answer.action_text)
+    assert isinstance(action, ToolCall)
+    assert action.arguments == {}
+
+
 @pytest.mark.parametrize(
-    "arguments", ['{"a": ', "[1]", "7", "", None, '{"a": 1}, "b": {}', "1" * 5000]
+    "arguments",
+    ['{"a": ', "[1]", "7", None, '{"a": 1}, "b": {}', "1" * 5000, '{"a": 1, "a": 2}', '{"a": NaN}'],
 )
 async def test_a_call_with_unreadable_arguments_is_an_answer_that_abstains(arguments: Any) -> None:
     answer = await ask(Script(called(arguments)))

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_mesh.rollouts.call_formats.known import HARMONY, HERMES, KNOWN
-from composer_mesh.rollouts.call_formats.port import CallFormat, ParsedAction, Schemas
-from composer_mesh.rollouts.tool_calls import MalformedCall, ToolCall
+from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas
+from composer_mesh.rollouts.tool_calls import (
+    MalformedCall,
+    ParsedAction,
+    ToolCall,
+    assistant_message,
+    message_text,
+    parse_calls,
+)
 
 TEXT = st.text(st.sampled_from("abcdefgh ÄßжX0123456789.,;:!?'\"()[]{}\n\\/_-+*=#"), max_size=12)
 WORDS = ("if", "import", "from", "in", "lambda", "print", "class")  # Python's own, but one
@@ -88,8 +95,6 @@ def test_text_behind_a_call_and_an_unclosed_call_are_malformed(form: CallFormat)
     text = form.write(ParsedAction("", (call,)))
     for broken in (f"{text} and more", text[: len(text) * 2 // 3]):
         found = form.read(broken, schemas_of((call,)))
-        if form == HERMES and broken.startswith(text):
-            continue  # its reader takes what stands behind a call for talk
         assert isinstance(found, MalformedCall), broken
         assert found.reason
         assert found.text == broken
@@ -148,3 +153,153 @@ def test_texts_stay_texts_where_the_schema_says_so() -> None:
     found = form.read(text, schemas)
     assert isinstance(found, ParsedAction)
     assert found.calls == (ToolCall("f", {"zip": "75001", "count": 3, "note": "\nline\n"}),)
+
+
+LOOK, PUT = ToolCall("look", {"key": "x"}), ToolCall("put", {"a": 1, "b": 2})
+FORMS = pytest.mark.parametrize("form", KNOWN, ids=name_of)
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("<tool_call>", "</tool_call>", "a <tool_call>{}</tool_call> b", "</think>", "<think>"),
+        *("True", "None", "5", "null", '"5"', "[1]", ""),
+    ],
+)
+def test_a_text_is_read_back_whatever_it_holds(form: CallFormat, value: str) -> None:
+    call = ToolCall("note", {"text": value})
+    found = form.read(form.write(ParsedAction("", (call,))), schemas_of((call,)))
+    assert isinstance(found, ParsedAction)
+    assert found.calls == (call,)
+    text = HERMES.write(found)  # as every part of a run reads it
+    assert parse_calls(text) == (call,)
+    assert parse_calls(message_text(assistant_message(text, "call_0"))) == (call,)
+
+
+WHOLE = ("llama_json", "llama_pythonic")
+"""Formats whose calls are the whole answer."""
+
+
+@FORMS
+@pytest.mark.parametrize("calls", [(), (PUT,)])
+def test_a_call_that_is_only_thought_of_is_none(
+    form: CallFormat, calls: tuple[ToolCall, ...]
+) -> None:
+    thought = f"Is it {form.write(ParsedAction('', (LOOK,)))} or <tool_call>? No."
+    said = "" if calls and form.name in WHOLE else "No."
+    text = form.write(ParsedAction(f"<think>{thought}</think>\n\n{said}", calls))
+    for one in (text, text.removeprefix("<think>")):  # the prompt may have opened it
+        found = form.read(one, schemas_of((LOOK, PUT)))
+        assert isinstance(found, ParsedAction), one
+        assert found.calls == calls
+        assert parse_calls(HERMES.write(found)) == calls
+
+
+@pytest.mark.parametrize(
+    "form", [one for one in KNOWN if one != HARMONY and one.name not in WHOLE], ids=name_of
+)
+def test_a_call_in_thinking_that_is_not_closed_is_malformed(form: CallFormat) -> None:
+    opening = getattr(form, "channel", ("", ""))[0] or "<think>"
+    text = f"{opening}I try {form.write(ParsedAction('', (LOOK,)))}"
+    assert isinstance(form.read(text, schemas_of((LOOK,))), MalformedCall)
+
+
+REPEATED = {"qwen_xml": ("=b>", "=a>"), "glm": ("<arg_key>b", "<arg_key>a"), "gemma": ("b:", "a:")}
+REPEATED |= {"lfm2": ("b=", "a="), "llama_pythonic": ("b=", "a=")}
+
+
+@FORMS
+def test_an_argument_that_is_given_twice_is_malformed(form: CallFormat) -> None:
+    old, new = REPEATED.get(form.name, ('"b"', '"a"'))
+    text = form.write(ParsedAction("", (PUT,)))
+    assert text.count(old) == 1
+    assert isinstance(form.read(text.replace(old, new), schemas_of((PUT,))), MalformedCall)
+
+
+@FORMS
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_is_in_no_call(form: CallFormat, number: float) -> None:
+    call = ToolCall("put", {"a": number})
+    found = form.read(form.write(ParsedAction("", (call,))), schemas_of((call,)))
+    # where values have no types it is a text, which no argument of numbers takes
+    given = [one.arguments["a"] for one in getattr(found, "calls", ())]
+    assert not given or isinstance(given[0], str)
+
+
+KINDS: dict[str, Any] = {
+    "flag": {"type": "boolean"},
+    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "zip": {"type": "string"},
+    "size": {"$ref": "#/$defs/Size"},
+    "sized": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+    "mixed": {"enum": ["1", 2]},
+    "any": {},
+    "table": {"type": "object"},
+}
+SCHEMAS: Schemas = {
+    "f": {"properties": KINDS, "$defs": {"Size": {"type": "string", "enum": ["1", "2"]}}}
+}
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+@pytest.mark.parametrize(
+    ("argument", "written", "value"),
+    [
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("maybe", "None", None),
+        ("maybe", "null", None),
+        ("maybe", "5", 5),
+        ("either", "5", 5),
+        ("either", "five", "five"),
+        ("note", "None", None),
+        ("note", "5", "5"),
+        ("note", "[1]", "[1]"),
+        ("zip", "75001", "75001"),
+        ("zip", "None", "None"),
+        ("size", "1", "1"),
+        ("sized", "1", "1"),
+        ("sized", "None", None),
+        ("mixed", "1", "1"),
+        ("mixed", "2", 2),
+        ("any", "True", True),
+        ("any", "5", 5),
+        ("any", "five", "five"),
+        ("table", '{"a": [null]}', {"a": [None]}),
+        ("flag", "maybe", "maybe"),
+        ("unknown", "[1, true]", [1, True]),
+    ],
+)
+def test_a_value_without_quotes_is_what_its_schema_takes(
+    name: str, argument: str, written: str, value: Any
+) -> None:
+    form = next(one for one in KNOWN if one.name == name)
+    text = form.write(ParsedAction("", (ToolCall("f", {argument: written}),)))
+    found = form.read(text, SCHEMAS)
+    assert isinstance(found, ParsedAction)
+    assert [(one, type(one)) for one in found.calls[0].arguments.values()] == [(value, type(value))]
+
+
+@pytest.mark.parametrize("form", [one for one in KNOWN if one.name == "gemma"], ids=name_of)
+@pytest.mark.parametrize("key", ["", "a b", " a", "a:b", "{", "a,b", "<|", "é", "a\nb"])
+def test_gemmas_writer_leaves_no_key_that_its_reader_refuses(form: CallFormat, key: str) -> None:
+    call = ToolCall("f", {key: {key: None}, "other": True})
+    found = form.read(form.write(ParsedAction("", (call,))), {})
+    assert isinstance(found, ParsedAction)
+    assert found.calls == (call,)
+
+
+def test_a_bare_none_of_gemma_is_null() -> None:
+    form = next(one for one in KNOWN if one.name == "gemma")
+    found = form.read("<|tool_call>call:book{note:None,window:true}<tool_call|>", {})
+    assert isinstance(found, ParsedAction)
+    assert found.calls == (ToolCall("book", {"note": None, "window": True}),)
+
+
+def test_text_behind_a_harmony_call_is_malformed() -> None:
+    text = HARMONY.write(ParsedAction("", (LOOK,)))
+    behind = f"{text}<|end|><|start|>assistant<|channel|>final<|message|>and more"
+    assert isinstance(HARMONY.read(behind, {}), MalformedCall)
