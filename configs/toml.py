@@ -18,7 +18,8 @@ DEEPEST = 20
 LARGEST_INTEGER = 2**63 - 1
 """TOML's own bound of integers."""
 
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*("|\\?\Z)|\'[^\']*\'', re.DOTALL)
+_LITERAL = re.compile(r"'[^']*'")
 _COMMENT = re.compile(r"#.*")
 _MANY_DIGITS = re.compile(r"[0-9_]{1000}")
 
@@ -81,12 +82,17 @@ def _refuse_long_keys(text: str) -> None:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") <= MOST_DOTS:
             continue
-        dots = _COMMENT.sub("", _QUOTED.sub("", line)).count(".")
+        dots = _COMMENT.sub("", _QUOTED.sub(_unquoted, line)).count(".")
         if dots > MOST_DOTS:
             raise TomlRefused(
                 f"has {dots} dots in line {number}, at most {MOST_DOTS} are read: break the line "
                 "or shorten its key"
             )
+
+
+def _unquoted(quoted: re.Match[str]) -> str:
+    """Return what counts of a quoted text: nothing, but all of one that its line does not end."""
+    return _LITERAL.sub("", quoted[0]) if quoted[1] in ("", "\\") else ""
 
 
 def _values(table: dict[str, Any]) -> Iterator[tuple[int, tuple[str, ...], Any]]:

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import product
 
 import pytest
-from composer_mesh.services.serve.errors import Refused
 
 from composer_mesh.actors.mcp_servers.untrusted_text import clean
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
@@ -26,6 +25,7 @@ from composer_mesh.actors.provider.reply import Reply, read_reply
 from composer_mesh.actors.rollout_workers.openai_chat import ChatRequest
 from composer_mesh.actors.rollout_workers.openai_completions import CompletionRequest
 from composer_mesh.actors.rollout_workers.openai_wire import read_as
+from composer_mesh.configs.toml import TomlRefused, parse_toml
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.rollouts.actions import canonical_action
@@ -41,6 +41,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
 from composer_mesh.services.serve.requests import Sample, parsed
 from composer_mesh.services.serve_env.errors import Refused as FrameRefused
 from composer_mesh.services.serve_env.validation import client_frame
+from composer_mesh.services.web.errors import Refused
 from composer_mesh.tasks.code.patches import PatchFailed, apply_hunks, read_patch
 from composer_mesh.tasks.judges import json_in
 from composer_mesh.tasks.packages.reasoning_gym import last_answer
@@ -117,6 +118,7 @@ OPENINGS = {
 }
 TAGS = ("<tool_call>", "</tool_call>")
 LEAKS = ("4", "4 ", "2+", "(4", "x4", "%4", "forty", "two ", "and ", "dozen ", "<a", "&#", "四")
+DOTS = (f'a{".b" * 70}="', 'a="', "a=[", "a={")
 HUNKS = ("@@ -1 +1 @@\n", " a\n", "+a\n")
 TEACHER = TeacherEndpoint("t", "https://provider.test/v1", "some/model", "KEY", max_tokens=100)
 
@@ -191,6 +193,7 @@ READERS = [
     Reader("puzzle", last_answer, ("<answer>", "</answer>")),
     Reader("hint", one_line_hint, ("Hint: ",)),
     Reader("filters", filtered, TAGS, longest=1 << 15),
+    Reader("toml", parse_toml, ("a=1\n", "[a]\n", "[[", "''", '"""'), DOTS, (TomlRefused,)),
     Reader("mcp", lambda text: clean(text, 1000)),
     Reader("json", parsed_json, ('{"a":', "[1,"), refuses=(ValueError,)),
     Reader("provider", provider, ('{"a":',)),
