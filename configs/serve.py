@@ -27,6 +27,23 @@ class ServeConfig(Section):
     """Models of all clients together, idle ones included."""
     max_models_per_client: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 100
     """Models of one client."""
+    max_sessions: Count = 50_000
+    """Sessions of all clients."""
+    max_sessions_per_client: Count = 10_000
+    """Sessions of one client."""
+    session_idle_s: Seconds = 86_400.0
+    """Seconds without a request or heartbeat after which a session and its samplers are freed; its
+    models stay."""
+    max_samplers: Count = 50_000
+    """Samplers of all clients."""
+    max_samplers_per_client: Count = 10_000
+    """Samplers of one client."""
+    max_saved_per_client: Count = 10_000
+    """Saved weights of one client."""
+    max_saved_gb: Gigabytes = 1000.0
+    """Size of all clients' saved weights with a name."""
+    max_saved_gb_per_client: Gigabytes = 250.0
+    """Size of one client's saved weights with a name."""
     models_in_memory: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 64
     """Models that the trainer holds at once; idle ones go to disk and come back."""
     snapshots_in_memory: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 8

@@ -44,6 +44,9 @@ class Housekeeping:
         each = int(self._limits.max_results_gb_per_client * 1e9)
         job = partial(log.expire, before=before, most_bytes=most, most_of_client=each)
         await self._commits.run(job)
+        for model in await self._registry.free_unused():
+            if model.file:
+                await asyncio.to_thread((self._folder / model.file).unlink, missing_ok=True)
         for saved in self._registry.expired():
             await self._registry.delete_saved(saved)
         if outdated := self._registry.outdated(self._limits.unnamed_kept):

@@ -81,7 +81,7 @@ class ModelStore:
             self._open.move_to_end(model)
 
     async def _put_away(self, models: Sequence[str]) -> None:
-        for model in models:
+        for model in filter(self._registry.knows, models):
             held = self._registry.held(model)
             if held.position > held.saved_position and not held.unloaded:
                 await self.save(model)

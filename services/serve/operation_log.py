@@ -10,7 +10,7 @@ import hashlib
 import json
 import sqlite3
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -298,9 +298,24 @@ def put_sampler(rows: sqlite3.Connection, one: Sampler) -> None:
     )
 
 
-def delete_samplers(rows: sqlite3.Connection, names: Iterable[str]) -> None:
-    """Forget samplers."""
+def delete_samplers(rows: sqlite3.Connection, names: Sequence[str]) -> None:
+    """Forget samplers, and their operations that are answered."""
     rows.executemany("DELETE FROM samplers WHERE id = ?", [(name,) for name in names])
+    scopes = [(f"{name}:sample", QUEUED) for name in names]
+    rows.executemany("DELETE FROM operations WHERE scope = ? AND status != ?", scopes)
+
+
+def delete_models(rows: sqlite3.Connection, names: Sequence[str]) -> None:
+    """Forget models that were unloaded, and their operations."""
+    rows.executemany("DELETE FROM models WHERE id = ?", [(name,) for name in names])
+    rows.executemany("DELETE FROM operations WHERE model = ?", [(name,) for name in names])
+
+
+def delete_sessions(rows: sqlite3.Connection, names: Sequence[str]) -> None:
+    """Forget sessions without models, and the operations that created these."""
+    rows.executemany("DELETE FROM sessions WHERE id = ?", [(name,) for name in names])
+    scopes = [(f"{name}:train",) for name in names]
+    rows.executemany("DELETE FROM operations WHERE scope = ?", scopes)
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from composer_mesh.actors.served_models.messages import ModelSpec
+from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.group_commit import GroupCommit
 from composer_mesh.services.serve.records import Model, Sampler, Saved, Session
-from composer_mesh.services.web.errors import BAD_REQUEST, Refused, bad, unknown
+from composer_mesh.services.web.errors import TOO_MANY, Refused, bad, unknown
 
 TOUCH_S = 60.0
 """Seconds between two writes of a session's last use."""
-MOST_SESSIONS = 100_000
+REMEMBERED = 10
+"""Models that are remembered, unloaded ones included, for each that a client may have."""
 
 
 class Registry:
@@ -29,19 +31,21 @@ class Registry:
         self,
         commits: GroupCommit,
         found: log.LoggedRecords,
+        limits: ServeConfig,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._commits, self._clock = commits, clock
+        self._commits, self._limits, self._clock = commits, limits, clock
         self._sessions, self._models = dict(found.sessions), dict(found.models)
         self._saved, self._samplers = dict(found.saved), dict(found.samplers)
+        self._started = clock()
+        """Nobody could use a session before."""
         self._next_number = 1 + max((one.number for one in self._models.values()), default=0)
 
     async def create_session(self, client: str) -> Session:
-        """Begin a session."""
-        if len(self._sessions) >= MOST_SESSIONS:
-            raise Refused(
-                BAD_REQUEST, f"there are {MOST_SESSIONS} sessions: serve another --output"
-            )
+        """Begin a session; raises `Refused`, 429, at a limit."""
+        limits = self._limits
+        most = (limits.max_sessions_per_client, limits.max_sessions)
+        self._check_count("sessions", client, self._sessions.values(), *most)
         now = self._clock()
         session = Session(str(uuid.uuid4()), client, now, now)
         await self._commits.run(partial(log.put_session, one=session))
@@ -147,9 +151,82 @@ class Registry:
         if held is not None and held != sampler:
             raise bad(f"sampling session {sampler.id!r} is of {held.path or 'the base model'!r}")
         if held is None:
+            limits = self._limits
+            most = (limits.max_samplers_per_client, limits.max_samplers)
+            self._check_count("samplers", sampler.client, self._samplers.values(), *most)
             await self._commits.run(partial(log.put_sampler, one=sampler))
             self._samplers[sampler.id] = sampler
         return sampler
+
+    def check_saved(self, client: str) -> None:
+        """Raise `Refused` where a client, or all, have saved as many weights as they may."""
+        own = [one.bytes for one in self._saved.values() if one.client == client]
+        total, limits = sum(one.bytes for one in self._saved.values()), self._limits
+        if len(own) >= limits.max_saved_per_client:
+            raise bad(
+                f"you have {len(own)} saved weights, of at most {limits.max_saved_per_client}: "
+                "delete some, or let them expire"
+            )
+        for whose, size, most in (
+            ("your", sum(own), limits.max_saved_gb_per_client),
+            ("all clients'", total, limits.max_saved_gb),
+        ):
+            if size >= most * 1e9:
+                raise bad(
+                    f"{whose} saved weights have {size / 1e9:.3g} GB, of at most {most:g}: delete "
+                    "some, or let them expire"
+                )
+
+    def _check_count(
+        self,
+        what: str,
+        client: str,
+        held: Collection[Session | Sampler],
+        most_own: int,
+        most: int,
+    ) -> None:
+        own = sum(one.client == client for one in held)
+        if own >= most_own or len(held) >= most:
+            raise Refused(
+                TOO_MANY,
+                f"you have {own} {what} and all clients {len(held)}, of at most {most_own} and "
+                f"{most}: finish sessions, or wait until unused ones are freed",
+            )
+
+    async def free_unused(self) -> list[Model]:
+        """Forget what is not used any more; return the models, whose files are of no use.
+
+        Models: unloaded ones without saved weights, `result_s` after their last use. Sessions and
+        their samplers: `session_idle_s` after the last use; a session stays while it has a model.
+        """
+        now, named = self._clock(), {one.model for one in self._saved.values()}
+        gone = [
+            one
+            for one in self._models.values()
+            if one.unloaded and one.id not in named and one.used < now - self._limits.result_s
+        ]
+        if gone:
+            await self._commits.run(partial(log.delete_models, names=[one.id for one in gone]))
+        for one in gone:
+            self._models.pop(one.id, None)
+        if (before := now - self._limits.session_idle_s) > self._started:
+            await self._end([one.id for one in self._sessions.values() if one.used < before])
+        return gone
+
+    async def end_session(self, client: str, session_id: str) -> None:
+        """Free a client's session as one that is idle: its models stay, and it with them."""
+        await self._end([self.session(client, session_id).id])
+
+    async def _end(self, sessions: Collection[str]) -> None:
+        ended, with_models = set(sessions), {one.session for one in self._models.values()}
+        samplers = [one for one in self._samplers.values() if one.session in ended]
+        if samplers:
+            await self.forget_samplers(samplers)
+        free = sorted(ended - with_models)
+        if free:
+            await self._commits.run(partial(log.delete_sessions, names=free))
+        for name in free:
+            self._sessions.pop(name, None)
 
     def set_sampler(self, one: Sampler) -> None:
         """Remember a sampler as it is in the log."""

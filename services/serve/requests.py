@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from composer_mesh.configs.base import Temperature, TopP
 from composer_mesh.configs.validation import first_error, validated_json
@@ -18,7 +19,17 @@ Name = Annotated[str, Field(max_length=500)]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-Metadata = Annotated[dict[str, Any], Field(max_length=100)]
+MOST_METADATA = 16_384
+
+
+def _short(values: dict[str, Any]) -> dict[str, Any]:
+    """Return metadata; raise ValueError for what a registry does not keep in memory."""
+    if (size := len(json.dumps(values))) > MOST_METADATA:
+        raise ValueError(f"it has {size:,} bytes of JSON, of at most {MOST_METADATA:,}: shorten it")
+    return values
+
+
+Metadata = Annotated[dict[str, Any], Field(max_length=100), AfterValidator(_short)]
 MOST_TOKENS = 10_000_000
 MOST_SHOWN = 10_000
 """Bytes of the longest body of which an error shows the value: the value may be the whole body."""

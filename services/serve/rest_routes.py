@@ -68,9 +68,9 @@ class RestRoutes:
         return JSONResponse(listings.session(name, client(request), self._registry))
 
     async def finish_session(self, request: Request) -> Response:
-        """Accept that a program has ended; its models stay, for others with its key."""
+        """Free the session of a program that has ended, and its samplers; its models stay."""
         await self._bodies.read(request, client(request), len)
-        await self._registry.touch(client(request), request.path_params["id"])
+        await self._registry.end_session(client(request), request.path_params["id"])
         return Response(status_code=204)
 
     async def training_runs(self, request: Request) -> Response:

@@ -56,6 +56,7 @@ def _saved(
     path, payload = saved_path(model.id, kind, name), operation.payload
     if registry.has_saved(path) and not payload.overwrite:
         raise bad(f"{path} exists: choose another name, or send overwrite")
+    registry.check_saved(model.client)
     ttl, now = payload.ttl_seconds, operation.waited_since
     metadata = json.dumps(payload.user_metadata) if payload.user_metadata else ""
     expires = None if ttl is None else now + ttl

@@ -26,12 +26,12 @@ from composer_mesh.services.serve.operations import Accepted, Operation, Operati
 from composer_mesh.services.serve.payloads import Payloads
 from composer_mesh.services.serve.recent_answers import RecentAnswers
 from composer_mesh.services.serve.records import Sampler, saved_path
-from composer_mesh.services.serve.registry import Registry
+from composer_mesh.services.serve.registry import REMEMBERED, Registry
 from composer_mesh.services.serve.results import Result, failure, json_result
 from composer_mesh.services.serve.sample_checks import check_sample
 from composer_mesh.services.serve.training_data import DataLimits, TrainingRequest
 from composer_mesh.services.web.bodies import MOST_VALUES, Bodies
-from composer_mesh.services.web.errors import GONE, Refused, bad, unknown
+from composer_mesh.services.web.errors import GONE, TOO_MANY, Refused, bad, unknown
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,13 @@ class TrainingServer:
     def _check_models(self, client: str) -> None:
         limits, alive = self.served.limits, [m for m in self.registry.models() if not m.unloaded]
         own = sum(one.client == client for one in alive)
+        remembered = len(self.registry.models(client))
+        if remembered >= REMEMBERED * limits.max_models_per_client:
+            raise Refused(
+                TOO_MANY,
+                f"you have {remembered} models, of which {remembered - own} are unloaded: those "
+                f"without saved weights are forgotten after {limits.result_s:g} s, wait for that",
+            )
         if limits.full_weights and alive:
             raise bad("this server trains all weights of one model, and there is one: unload it")
         if own >= limits.max_models_per_client or len(alive) >= limits.max_models:

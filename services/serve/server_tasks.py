@@ -52,7 +52,7 @@ class ServerTasks:
         limits, self.folder = served.limits, folder
         training, samples = TrainingQueue(), SampleQueue()
         self._commits, self._executing = commits, executing
-        self.registry = Registry(commits, found)
+        self.registry = Registry(commits, found, limits)
         payloads = Payloads(commits, served.data)
         self.server = TrainingServer(served, self.registry, commits, training, samples, payloads)
         answered = self.server.answered
