@@ -1,7 +1,7 @@
 """The environment actor: holds the sessions of running episodes, steps and scores them.
 
 The task's own code runs in a process of this actor's, without models: whatever it does, this actor
-goes on answering.
+still answers.
 """
 
 import asyncio
@@ -161,7 +161,7 @@ class EnvironmentActor(MeshActor):
     async def ask(self, question: JudgeQuestion) -> JudgeReply:
         """Ask a judge for a reward; the task process calls this."""
         if self._judges is None:
-            raise UnusableTask(f"judge {question.judge!r} was asked before any judge was connected")
+            raise UnusableTask(f"judge {question.judge!r} is queried before judges are connected")
         return await self._judges.ask(question)
 
     async def _running(self) -> TaskProcess:

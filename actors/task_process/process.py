@@ -60,11 +60,12 @@ class TaskProcess:
         self.fault: TaskFault | None = None
         self.episodes: dict[str, Episode] = {}
         """The episodes of its sessions, by the sessions' names."""
-        self._hang_s, self._silent_s = hang_s, silent_s
+        self._hang_s, self._silent_s, self._held = hang_s, silent_s, ""
         self._marks, self._stacks = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._marks.truncate(MARKS_BYTES)
         self._tasks = BackgroundTasks(told_to_loop)
         self._watching: list[asyncio.Task[None]] = []
+        self._gone = False
         ours, theirs = socket.socketpair()
         passed = [theirs.fileno(), self._marks.fileno(), self._stacks.fileno()]
         with theirs:
@@ -115,10 +116,12 @@ class TaskProcess:
 
     def _kill(self, fault: TaskFault) -> None:
         self.fault = self.fault or fault
-        kill_group(self.pid)
+        if not self._gone:  # afterwards another process may have its pid
+            kill_group(self.pid)
 
     async def _wait_for_end(self) -> None:
         how = await end_of_child(self.pid) or "its process has ended"
+        self._gone = True
         await asyncio.to_thread(reap, self.pid)
         await cancel_and_wait(self._watching)
         stacks, marks = self._written_stacks(), read_marks(self._marks.fileno())
@@ -166,15 +169,13 @@ class TaskProcess:
             silent_s += PING_S
             used_s = (cpu_seconds(self.pid) or 0.0) - before
             if used_s >= self._hang_s or silent_s >= self._silent_s:
+                self._held = f"{used_s:.0f} s of CPU time in {silent_s:.0f} s"
                 asking.add_done_callback(_heard)
                 return False
         return self.fault is None and asking.exception() is None
 
     async def _hang(self) -> TaskFault:
-        what = (
-            f"held the interpreter for {self._hang_s:g} s of CPU time, or {self._silent_s:g} s, "
-            "and its process was killed"
-        )
+        what = f"held the interpreter for {self._held} and its process was killed"
         computing = await self._computing_thread()
         stacks = await self._dumped_stacks()
         return hang(what, read_marks(self._marks.fileno()), stacks, computing)
