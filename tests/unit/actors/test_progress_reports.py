@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from step_batches import ALL_ON, Make, batch_of, sampled_pair
@@ -26,6 +27,9 @@ from composer_mesh.actors.models.rows import distinct
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.actors.reference import score_pairs
+from composer_mesh.actors.served_models.client_trainer import ClientTrainer
+from composer_mesh.actors.served_models.messages import Datum, ModelSpec, TrainCall
+from composer_mesh.actors.served_models.trained_weights import AdapterWeights
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.mesh.progress import PROGRESS, Report
 from composer_mesh.mesh.waiting import cancel_and_wait
@@ -155,6 +159,17 @@ async def test_weights_report_each_tensor_and_each_part_on_their_way(
     with reports(2):
         await WeightReceiver().receive(handle)
     await publisher.close()
+
+
+def test_a_served_trainer_reports_each_batch_of_its_clients(build_model: Any) -> None:
+    base = build_model(5)
+    trainer = ClientTrainer(base, AdapterWeights(base, 32.0), 4096, 16)
+    trainer.open("a", ModelSpec(rank=4, seed=1), None)
+    inputs = {"target_tokens": np.full(9, 4), "weights": np.ones(9, np.float32)}
+    data = (Datum(np.full(9, 3), inputs),)
+    with reports(1):
+        trainer.execute([TrainCall("a", 0, "forward_backward", data, "cross_entropy")])
+    assert last() == "a batch of 1 clients' rows"
 
 
 def test_each_call_of_a_custom_loss_is_reported() -> None:
