@@ -1,8 +1,8 @@
 """Checks that a folder holds a whole causal language model, before any process is started.
 
-Reads the names, types and shapes of the weights from the headers of their files, never the weights.
-Loads neither torch nor transformers. The tokenizer and its chat template are only looked for here;
-they are tried in `actors.models.template_process`.
+Reads the names, types and shapes of the weights from the headers of their files, and of the weights
+only whether they are finite. Loads neither torch nor transformers. The tokenizer and its chat
+template are only looked for here; they are tried in `actors.models.template_process`.
 """
 
 import json
@@ -14,6 +14,7 @@ from composer_mesh.configs.errors import ConfigError, one_line
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.planning.decoder_weights import decoder_weights
+from composer_mesh.planning.finite_weights import not_finite
 from composer_mesh.planning.model_sizes import UnknownSizes, read_sizes
 from composer_mesh.planning.safetensors_header import Shapes, UnfitHeader, read_shapes
 
@@ -59,6 +60,7 @@ def check_model_folder(folder: Path) -> None:
     _positions_fit(folder / CONFIG, found)
     _tokenizer_is_there(folder)
     weights = folder_weights(folder)
+    _weights_are_finite(folder)
     _layers_have_weights(folder / CONFIG, found, len(weights))
     if "quantization_config" in found:
         why = "has a quantization_config, but weights are trained in float32"
@@ -202,6 +204,21 @@ def folder_weights(folder: Path) -> Shapes:
         if tensor not in held[name]:
             raise UnfitModelFolder(str(folder / name), f"has no {tensor}, which {INDEX} names")
     return {tensor: shape for shapes in held.values() for tensor, shape in shapes.items()}
+
+
+def _weights_are_finite(folder: Path) -> None:
+    """Raise `UnfitModelFolder` for NaN and infinity in the weights that `folder_weights` finds."""
+    whole = (folder / WEIGHTS).exists() or not (folder / INDEX).exists()
+    names = {WEIGHTS} if whole else {*_indexed(folder / INDEX).values()}
+    try:
+        for path, tensor in not_finite(folder / name for name in sorted(names)):
+            why = f"has values like NaN in {tensor[:80]!r}"
+            repair = "give a checkpoint from before its training diverged, or the model again"
+            raise UnfitModelFolder(str(path), why, repair)
+    except UnfitModelFolder:
+        raise
+    except OSError as error:
+        raise _unreadable(folder, error) from None
 
 
 def _indexed(path: Path) -> Mapping[str, str]:

@@ -50,6 +50,18 @@ def read_shapes(path: Path) -> Shapes:
     return found
 
 
+def read_places(path: Path) -> dict[str, tuple[str, int, int]]:
+    """Return type, begin and end in bytes of each tensor in a file that `read_shapes` accepts."""
+    with open_regular(path) as file:
+        header, _ = _read(file)
+        start = file.tell()
+    places = {name: one["data_offsets"] for name, one in header.items() if name != "__metadata__"}
+    return {
+        name: (header[name]["dtype"], start + begin, start + end)
+        for name, (begin, end) in places.items()
+    }
+
+
 def _read(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """Return the header, and how many bytes come after it."""
     size = os.fstat(file.fileno()).st_size

@@ -21,7 +21,7 @@ from composer_mesh.planning.model_folder import (
 
 
 def check_policy_files(config: Config) -> None:
-    """Raise `UnfitModelFolder` where files are missing or broken; reads only headers of weights."""
+    """Raise `UnfitModelFolder` where files are missing or broken, or hold weights like NaN."""
     if (folder := _folder(config)) is not None:
         check_model_folder(folder)
     if (other := _teacher_folder(config)) is not None:

@@ -38,10 +38,9 @@ class Lines:
         self._dirty.add(name)
 
     def sync(self) -> None:
-        """Flush all files to disk, and write their checksums."""
+        """Flush all files to disk."""
         while self._dirty:
             os.fsync(self._files[self._dirty.pop()].fileno())
-        self.checksums.write()
 
     def be(self, name: str, lines: Iterable[bytes]) -> None:
         """Rewrite a file atomically if its content differs from these lines."""

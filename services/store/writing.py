@@ -66,7 +66,7 @@ class RunStore:
             except BaseException:
                 self._close()
                 raise
-        self._thread = WriterThread(self._lines.sync, self._disk_errors)
+        self._thread = WriterThread(self._sync, self._disk_errors)
 
     def __enter__(self) -> "RunStore":
         return self
@@ -210,6 +210,11 @@ class RunStore:
             yield
         except OSError as error:
             raise disk_error(self.root, error) from None
+
+    def _sync(self) -> None:
+        self._lines.sync()
+        self._records.file.refuse_if_lost()
+        self._lines.checksums.write()
 
     def _close(self) -> None:
         self.reading.close()

@@ -191,6 +191,19 @@ def test_counts_may_be_none_where_a_model_has_none_and_a_list_for_its_layers(
     check_model_folder(folder)
 
 
+@pytest.mark.parametrize("by_index", [False, True])
+def test_weights_like_nan_are_refused_with_the_tensor(folder: Path, by_index: bool) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = sorted(tensors)[-1]
+    tensors[name] = tensors[name].copy()
+    tensors[name].reshape(-1)[-1] = float("nan")
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    if by_index:
+        indexed()(folder)
+    with pytest.raises(UnfitModelFolder, match=rf"values like NaN in '{name}': give a checkpoint"):
+        check_model_folder(folder)
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_folder_is_refused_with_the_file_and_the_repair(folder: Path, case: str) -> None:
     breaking, told = BROKEN[case]

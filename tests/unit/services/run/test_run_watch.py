@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from slow_file import SlowFile
 
 from composer_mesh.configs.schema import RunConfig
 from composer_mesh.mesh.supervision import ActorDied
@@ -226,19 +226,19 @@ async def test_the_last_state_stays_and_names_no_actor(world: World) -> None:
 async def test_the_loop_goes_on_while_a_disk_takes_the_status_and_the_last_state_comes_last(
     world: World,
 ) -> None:
-    """The file is a pipe here, so a write ends when somebody reads it."""
-    pipe = world.root / f".{STATUS_FILE}.{os.getpid()}"
-    os.mkfifo(pipe)
+    """The file opens once the loop has turned; by then the mesh was asked for its state."""
+    slow = SlowFile(Path(f".{STATUS_FILE}.{os.getpid()}"))
     mesh = FakeMesh()
     async with world.watch.over(mesh):
         await mesh.asked.wait()
-        running = await asyncio.to_thread(pipe.read_text)
-    ending = asyncio.create_task(world.watch.ended("finished"))
-    await ending
-    assert json.loads(running)["state"] == "running"
+        assert read_status(world.root) is None
+        slow.turned()
+        await until(lambda: read_status(world.root) is not None)
+        running = read_status(world.root)
+    await world.watch.ended("finished")
     last = read_status(world.root)
-    assert last is not None
-    assert last.state == "finished"
+    assert not slow.late
+    assert [one and one.state for one in (running, last)] == ["running", "finished"]
 
 
 async def test_a_disk_that_does_not_take_the_last_state_is_told_and_ends_nothing(
