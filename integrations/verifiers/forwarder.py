@@ -9,6 +9,7 @@ One base URL and one key for all episodes: verifiers keeps its clients by them u
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import secrets
@@ -20,6 +21,8 @@ from aiohttp import web
 SESSION_HEADER = "X-Session-ID"
 PASSED_ON = ("Content-Type", SESSION_HEADER, "x-stainless-retry-count")
 LARGEST_REQUEST = 8 * 2**20
+BODY_S = 60.0
+"""Seconds in which a body has to arrive."""
 
 
 class Forwarder:
@@ -28,7 +31,8 @@ class Forwarder:
     KEY_VARIABLE: ClassVar[str] = "COMPOSER_MESH_FORWARDER_API_KEY"
     """Environment variable of this process; verifiers hands no name with API_KEY to programs."""
 
-    def __init__(self) -> None:
+    def __init__(self, body_s: float = BODY_S) -> None:
+        self._body_s = body_s
         self.key = secrets.token_urlsafe(32)
         self._targets: dict[str, tuple[str, str]] = {}
         self.base_url = ""
@@ -69,7 +73,12 @@ class Forwarder:
             return _refusal(404, f"no episode has this {SESSION_HEADER}")
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         headers["Authorization"] = f"Bearer {target[1]}"
-        url, body = target[0] + request.path, await request.read()
+        try:
+            async with asyncio.timeout(self._body_s):
+                body = await request.read()
+        except TimeoutError:
+            return _refusal(408, f"the body did not arrive in {self._body_s:g} s: send it faster")
+        url = target[0] + request.path
         try:
             async with self._client.request(request.method, url, data=body, headers=headers) as one:
                 return await _passed_on(request, one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -67,6 +68,23 @@ async def test_a_request_without_the_key_or_a_session_reaches_nothing(
         assert (await asked(web, "a", Authorization=key)).status_code == 401
     for session in ("", "b"):
         assert (await asked(web, session)).status_code == 404
+    assert agent.generation.requests == []
+
+
+async def test_a_body_that_never_ends_is_refused(
+    agent: OpenedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Forwarder.KEY_VARIABLE, "")
+    async with Forwarder(body_s=0.1) as forwarder:
+        forwarder.open("a", agent.episode.base_url, agent.episode.api_key)
+        address = httpx.URL(forwarder.base_url)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Session-ID: a\r\n"
+            f"Authorization: Bearer {forwarder.key}\r\nContent-Length: 9\r\n\r\n{{".encode()
+        )
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
     assert agent.generation.requests == []
 
 
