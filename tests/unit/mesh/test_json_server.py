@@ -107,26 +107,31 @@ def test_a_connection_beyond_the_bound_is_closed_and_the_others_go_on(server: Se
     webs[2].close()
 
 
-class Slow(Handler):
-    timeout = body_s = 0.3
+class SlowHead(Handler):
+    timeout = 0.3
+
+
+class SlowBody(Handler):
+    body_s = 0.3
 
 
 @pytest.mark.parametrize(
-    ("begun", "piece", "answer"),
+    ("handler", "begun", "piece", "answer"),
     [
-        (b"GET / HTTP/1.1\r\n", b"x: 1\r\n", b""),
+        (SlowHead, b"GET / HTTP/1.1\r\n", b"x: 1\r\n", b""),
         (
+            SlowBody,
             b"POST / HTTP/1.1\r\nAuthorization: friend\r\nContent-Length: 99999\r\n\r\n",
             b"x",
             b"HTTP/1.1 408 ",
         ),
-        (b"POST / HTTP/1.1\r\nContent-Length: 99999\r\n\r\n", b"x", b"HTTP/1.1 408 "),
+        (SlowBody, b"POST / HTTP/1.1\r\nContent-Length: 99999\r\n\r\n", b"x", b"HTTP/1.1 408 "),
     ],
 )
 def test_a_request_that_arrives_byte_by_byte_ends(
-    begun: bytes, piece: bytes, answer: bytes
+    handler: type[Handler], begun: bytes, piece: bytes, answer: bytes
 ) -> None:
-    server = Server(Slow, (LOOPBACK, 0))
+    server = Server(handler, (LOOPBACK, 0))
     server.start()
     found: list[bytes] = []
     with socket.create_connection((LOOPBACK, server.server_port)) as line:

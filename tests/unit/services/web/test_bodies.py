@@ -91,11 +91,12 @@ async def test_unfinished_bodies_are_bounded_for_a_client_and_for_all() -> None:
 
 
 async def test_a_body_that_never_ends_is_held_no_longer_than_its_time() -> None:
-    async with served(Limits(body_s=0.2)) as (server, web):
-        writer = await server.unfinished("a", 100_000)
-        await server.held(0)
-        assert (await post(web, "a", MOST)).status_code == 200
+    async with served(Limits(body_s=0.2)) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nclient: a\r\ncontent-length: 9\r\n\r\n[")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
         writer.close()
+        await server.held(0)
 
 
 async def test_a_body_that_cannot_be_read_is_held_no_more() -> None:

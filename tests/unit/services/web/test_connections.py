@@ -82,7 +82,7 @@ class Served:
         if scope["path"] == "/stays":
             await asyncio.Event().wait()
         if scope["path"] == "/late":
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(2.5)
         headers = [(b"content-length", b"1")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"x"})
@@ -134,16 +134,21 @@ async def test_a_connection_that_sends_nothing_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("begun", "piece", "part"),
+    ("limits", "begun", "piece", "part"),
     [
-        (b"GET / HTTP/1.1\r\n", b"x: 1\r\n", "headers"),
-        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n", b"x", "body"),
+        (Limits(head_s=0.3), b"GET / HTTP/1.1\r\n", b"x: 1\r\n", "headers"),
+        (
+            Limits(body_s=0.3),
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n",
+            b"x",
+            "body",
+        ),
     ],
 )
 async def test_a_request_that_arrives_byte_by_byte_is_refused(
-    begun: bytes, piece: bytes, part: str
+    limits: Limits, begun: bytes, piece: bytes, part: str
 ) -> None:
-    async with served(Limits(head_s=0.3, body_s=0.3)) as server:
+    async with served(limits) as server:
         peer = await server.connected()
         peer.send(begun)
         reading = asyncio.create_task(peer.rest())
@@ -155,7 +160,7 @@ async def test_a_request_that_arrives_byte_by_byte_is_refused(
 
 
 async def test_an_answer_may_take_longer_than_its_request() -> None:
-    async with served(Limits(head_s=0.1, body_s=0.1)) as server:
+    async with served(Limits(head_s=2.0, body_s=2.0)) as server:
         peer = await server.connected()
         peer.send(b"GET /late HTTP/1.1\r\nhost: x\r\n\r\n")
         assert await peer.status() == 200
