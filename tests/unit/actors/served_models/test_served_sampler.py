@@ -44,6 +44,18 @@ def snapshot(model: Any, path: Path, scale: float) -> str:
     return str(path)
 
 
+async def test_weights_whose_logits_are_all_equal_are_sampled(
+    sampler: InProcessActor, model: Any, tmp_path: Path
+) -> None:
+    """As after steps of a learning rate of 1e6."""
+    numbers = torch.full((AdapterLayout.of(model, SPEC).total,), 1e6)
+    write_state(tmp_path / "flat.safetensors", StoredState(SPEC, 3, 3, {"weights": numbers}))
+    (found,) = await sampler.call(
+        "sample", str(tmp_path / "flat.safetensors"), [ask("r", [5, 6], 4)]
+    )
+    assert len(set(found.logprobs)) == 1
+
+
 @pytest.mark.parametrize("scale", [1e25, float("nan")])
 async def test_diverged_weights_fail_what_is_drawn_from_them_and_no_other(
     sampler: InProcessActor, model: Any, tmp_path: Path, scale: float
