@@ -13,6 +13,7 @@ TaskError
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ CALLERS = frozenset(
         "task_runner.py",
     }
 )
+LIBRARY = sysconfig.get_path("stdlib")
 LONGEST = 500
 ERROR_PREFIX = "error: "
 """What the agent reads before the text of an error."""
@@ -148,9 +150,16 @@ def code_error(what: str, error: BaseException) -> TaskCodeError:
     """Return the error of a task's function that raised `error`; call it where that was caught."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not calls_tasks(frame.filename)]
-    last = (theirs or frames)[-1]
+    own = [frame for frame in theirs if not is_library(frame.filename)]
+    last = (own or theirs or frames)[-1]
     problem = f"{type(error).__name__}: {error}"[:LONGEST]
     return TaskCodeError(what, f"{last.filename}:{last.lineno}", problem)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to Python's library or to an installed package."""
+    installed = "site-packages" in file or "dist-packages" in file
+    return installed or file.startswith((LIBRARY, "<"))
 
 
 def calls_tasks(file: str) -> bool:

@@ -7,15 +7,13 @@ where each thread is.
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from composer_mesh.tasks.call_marks import CallMark
-from composer_mesh.tasks.errors import PACKAGE, calls_tasks
+from composer_mesh.tasks.errors import PACKAGE, calls_tasks, is_library
 
 ACTORS = str(PACKAGE / "actors")
-LIBRARY = sysconfig.get_path("stdlib")
 THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 CLEARLY_MORE = 2.0
@@ -111,5 +109,4 @@ def place(frames: Sequence[Frame]) -> str:
 
 def _is_shipped(file: str) -> bool:
     """Whether a file is of Python's library, an installed package, or what calls tasks."""
-    library = file.startswith((LIBRARY, ACTORS, "<")) or "site-packages" in file
-    return library or calls_tasks(file)
+    return is_library(file) or file.startswith(ACTORS) or calls_tasks(file)

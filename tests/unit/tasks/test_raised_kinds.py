@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,23 @@ async def test_ctrl_c_in_the_main_thread_ends_a_command_as_before() -> None:
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(KeyboardInterrupt):
         await Calls()("reward", plain("KeyboardInterrupt"))
+
+
+async def test_an_error_from_within_a_library_names_the_line_of_the_task_that_called_it() -> None:
+    async def awaits_what_was_cancelled() -> None:
+        question = asyncio.ensure_future(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        question.cancel()
+        await question
+
+    def parses() -> None:
+        json.loads("{")
+
+    loop = TaskLoop()
+    for function in (awaits_what_was_cancelled, parses):
+        with pytest.raises(TaskCodeError) as failed:
+            await loop.run(Calls(loop.in_a_thread, LIMIT_S)("reward", function), LIMIT_S)
+        assert failed.value.where.startswith(f"{__file__}:")
 
 
 async def test_code_that_cancels_its_own_call_fails_that_call_alone() -> None:
