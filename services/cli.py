@@ -14,6 +14,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
+from composer_mesh.services.checks.open_files import allow_open_files
 from composer_mesh.services.commands import (
     clusters,
     evaluation,
@@ -78,6 +79,9 @@ LONG_COMMANDS = {
 }
 """Commands that record their results when a signal ends them."""
 
+MANY_FILES = (*LONG_COMMANDS, "serve", "serve-env", "play", "worker", "dashboard", "report")
+"""Commands that start actors, or open the stores of several runs."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
@@ -90,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if retired := _refusing(lambda: _checked(words)):
             return retired
         arguments = make_parser().parse_args(words)
+        if refused := _refusing(lambda: _startable(arguments.command)):
+            return refused
         if arguments.command not in LONG_COMMANDS:
             return _refusing(lambda: _short(arguments, words))
         with signals.caught(for_good=argv is None):
@@ -99,7 +105,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _checked(words: Sequence[str]) -> int:
+    for word in words:
+        if not _is_text(word):
+            raise UsageError(
+                f"{os.fsencode(word)[:200]!r} is not UTF-8, in which a run stores every name: "
+                "rename what it names, or correct it"
+            )
     refuse_retired(words)
+    return 0
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _startable(command: str) -> int:
+    if command in MANY_FILES:
+        allow_open_files(command)
     return 0
 
 

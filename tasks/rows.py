@@ -165,14 +165,21 @@ def _json(path: Path) -> Iterable[Any]:
 
 def _parsed(content: bytes, where: str) -> Any:
     try:
-        return json.loads(content.decode())
+        text = content.decode()
+        found = json.loads(text)
+        if "\\ud" in text.lower():  # half a character, which no id and no prompt can hold
+            json.dumps(found, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise UnusableTask(
             f"{where} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}: "
             "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8 (or -f UTF-16)"
         ) from None
+    except UnicodeEncodeError as error:
+        half = f"{error.object[error.start]!a}"
+        raise UnusableTask(f"{where} holds {half}, which is half a character: remove it") from None
     except (ValueError, RecursionError) as error:
         raise UnusableTask(f"{where} is not valid JSON: {error}") from error
+    return found
 
 
 def _parquet(path: Path) -> Iterable[Any]:

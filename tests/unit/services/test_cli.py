@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import (
     RunDirectoryError,
@@ -179,3 +180,36 @@ def test_a_place_that_no_run_can_have_is_refused(
         main([*command, place])
     assert "place" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["train", "a\udcff.toml"], ["traces", "run", "show", "x\udcff"]])
+def test_an_argument_that_is_not_utf_8_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is not UTF-8, in which a run stores every name" in line
+
+
+@pytest.mark.parametrize("words", [["train", "none.toml"], ["eval", "none"], ["report", "none"]])
+def test_too_few_open_files_are_refused_before_anything_starts(words: list[str]) -> None:
+    limited = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *python_module("composer_mesh")]
+    done = subprocess.run([*limited, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        f"composer-mesh: {words[0]} needs 256 open files, but this shell allows 64: raise it with "
+        "`ulimit -n 256`, or in the limits of the service or the container"
+    )
+
+
+def test_a_soft_limit_of_open_files_is_raised_to_what_a_command_needs() -> None:
+    code = (
+        "from resource import *; from composer_mesh.services.checks.open_files import *; "
+        "setrlimit(RLIMIT_NOFILE, (64, 4096)); allow_open_files('train'); "
+        "print(*getrlimit(RLIMIT_NOFILE))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["256", "4096"]

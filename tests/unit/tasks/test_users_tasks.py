@@ -223,6 +223,7 @@ def test_rows_come_from_a_file_and_equal_ones_count_once(write: Any, tmp_path: P
         ("[1]\n", "row 1 is a list, not an object"),
         ("", "has no rows"),
         ('{"a": 1}\n', "1 different rows and none is for 'heldout'"),
+        ('{"id":"x\\udcff"}\n', "line 1 holds .* half a character"),
     ],
 )
 def test_unusable_rows_are_named(content: str, said: str, tmp_path: Path) -> None:
