@@ -62,10 +62,9 @@ def claimed(output: Path) -> Iterator[None]:
             f"{output} must be a directory but cannot be made ({error.strerror}): name another "
             "place with --output"
         ) from None
-    with _disk_errors(output):
-        refuse_links(output)
-        with OpenFolder(output) as folder:
-            descriptor = folder.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    refuse_outward_links(output)
+    with _disk_errors(output), OpenFolder(output) as folder:
+        descriptor = folder.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with FileIO(descriptor, "ab+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,6 +74,12 @@ def claimed(output: Path) -> Iterator[None]:
             lock.truncate(0)
             lock.write(b"%d\n" % os.getpid())
         yield
+
+
+def refuse_outward_links(output: Path) -> None:
+    """Raise RunDirectoryError if a link below a directory leads out of it."""
+    with _disk_errors(output):
+        refuse_links(output)
 
 
 def holder(output: Path) -> int | None:

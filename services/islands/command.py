@@ -27,7 +27,7 @@ from composer_mesh.services.checks.accepting import (
     startable,
     use_umask,
 )
-from composer_mesh.services.directory.claim import RUNS, refuse_a_used
+from composer_mesh.services.directory.claim import RUNS, refuse_a_used, refuse_outward_links
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
 from composer_mesh.services.islands.directory import IslandsDirectory, MeetBy, islands_in
 from composer_mesh.services.islands.executors import executor_of
@@ -58,6 +58,7 @@ def islands_command(arguments: argparse.Namespace, signals: CommandSignals) -> i
         return 0
     _connect(executor, place, arguments.on)
     place.root.mkdir(parents=True, exist_ok=True)
+    refuse_outward_links(place.root)
     place.write()
     signals.hold()
     executor.launch_replicas(replicas)
