@@ -118,7 +118,7 @@ class AnsweringProgram:
             pass_fds=pass_fds,
         )
 
-    def ask(self, line: bytes, deadline_s: float) -> bytes:
+    def ask(self, line: bytes, deadline_s: float, most_bytes: int = MOST_ANSWER_BYTES) -> bytes:
         """Return the answer to a line. Waits for it, at most until the deadline."""
         assert self._process.stdin is not None
         try:
@@ -126,7 +126,7 @@ class AnsweringProgram:
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
             raise self._failed("it has ended") from None
-        return self._answer(time.monotonic() + deadline_s)
+        return self._answer(time.monotonic() + deadline_s, most_bytes)
 
     def close(self) -> None:
         """Kill the program, whatever it does."""
@@ -138,7 +138,7 @@ class AnsweringProgram:
         self._process.wait()
         self._errors.close()
 
-    def _answer(self, until: float) -> bytes:
+    def _answer(self, until: float, most_bytes: int) -> bytes:
         assert self._process.stdout is not None
         found, source = bytearray(), self._process.stdout.fileno()
         waiting = select.poll()
@@ -148,7 +148,7 @@ class AnsweringProgram:
                 raise self._failed("it did not answer in time")
             piece = os.read(source, 1 << 16)
             found += piece
-            if not piece or len(found) > MOST_ANSWER_BYTES:
+            if not piece or len(found) > most_bytes:
                 raise self._failed("its answer is too long" if piece else "it has ended")
         return bytes(found)
 

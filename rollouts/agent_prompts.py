@@ -116,26 +116,11 @@ def _continued(chat: ChatFormat, known: CapturedTurn, messages: list[Message]) -
 
 
 def _for_template(chat: ChatFormat, message: Message) -> Message:
-    """Return a message whose names and calls cannot bring control tokens into a prompt.
-
-    Contents need nothing: they are encoded as plain text.
-    """
+    """Refuse names that hold control tokens; contents and arguments are encoded as plain text."""
     calls = message.get("tool_calls", [])
     names = [message.get("name", ""), message.get("tool_call_id", "")]
     names += [text for call in calls for text in (call["id"], call["function"]["name"])]
     for name in names:
         if (found := chat.control_token(name)) is not None:
             raise UnusableMessages(f"a name or id holds the control token {found!r}: use another")
-    if not calls:
-        return message
-    return {**message, "tool_calls": [_escaped(chat, call) for call in calls]}
-
-
-def _escaped(chat: ChatFormat, call: dict[str, Any]) -> dict[str, Any]:
-    """Write control tokens in a call's arguments with an escape of JSON, of the same value."""
-    arguments = call["function"]["arguments"]
-    while (found := chat.control_token(arguments)) is not None:
-        arguments = arguments.replace(found, f"\\u{ord(found[0]):04x}{found[1:]}")
-    if json.loads(arguments) != json.loads(call["function"]["arguments"]):
-        raise UnusableMessages("arguments of a call hold a control token that JSON cannot escape")
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    return message

@@ -1,4 +1,4 @@
-"""Conversion of chat messages to token ids that encodes each text exactly once.
+"""Conversion of chat messages to token ids: those that `apply_chat_template` gives, grown by turns.
 
 A conversation grows by ids: the first prompt, then after each action only the messages that follow
 it. Sampled ids are never decoded and tokenized again. Content (questions, tool results, hints) is
@@ -6,12 +6,9 @@ untrusted: control tokens in it are encoded as plain text.
 """
 
 import asyncio
-import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import cached_property
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -19,12 +16,9 @@ from jinja2 import TemplateError
 from composer_mesh.rollouts.call_formats.choosing import CallStyle
 from composer_mesh.rollouts.call_formats.known import HERMES
 from composer_mesh.rollouts.call_formats.port import Schemas
-from composer_mesh.rollouts.chat_template import (
-    MARK,
-    MOST_RENDERED,
-    ChatTemplate,
-    ChatTemplateError,
-)
+from composer_mesh.rollouts.chat_template import ACTION, ASKED, ChatTemplate
+from composer_mesh.rollouts.control_tokens import ChatTemplateError, ControlTokens
+from composer_mesh.rollouts.control_tokens import Tokenizer as Encoder
 from composer_mesh.rollouts.tool_calls import (
     OPEN,
     MalformedCall,
@@ -40,7 +34,7 @@ LONG_TEXT = 1 << 16
 """Characters of messages from which on they are encoded in a thread: about 15 ms of a core."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Encoder, Protocol):
     """The part of the Hugging Face tokenizer interface that is used."""
 
     @property
@@ -48,11 +42,7 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, messages: list[Message], **options: Any) -> str: ...
 
-    def encode(self, text: str, **options: Any) -> list[int]: ...
-
     def decode(self, ids: list[int], **options: Any) -> str: ...
-
-    def get_added_vocab(self) -> dict[str, int]: ...
 
     def __len__(self) -> int: ...
 
@@ -84,6 +74,11 @@ class ChatFormat:
         return ChatTemplate(self.tokenizer, stops, self.options, self.tool_calls, self.tools_in)
 
     @cached_property
+    def controls(self) -> ControlTokens:
+        """The tokens that order a conversation, which no message may hold."""
+        return ControlTokens(self.tokenizer)
+
+    @cached_property
     def stop_ids(self) -> list[int]:
         """The token ids that end an action; the tokenizer's own comes first."""
         return [self.tokenizer.convert_tokens_to_ids(stop) for stop in self.template.stops]
@@ -105,7 +100,10 @@ class ChatFormat:
 
     def first_prompt(self, messages: list[Message]) -> list[int]:
         """Return the ids of the conversation so far, including the generation prompt."""
-        return self._render(self._opening(messages), generate=True)
+        system = [{"role": "system", "content": self.system}] * bool(self.system)
+        hidden, stand_ins = self.controls.hide(system + messages)
+        text = self.template.text(hidden, generate=True, tools=self.tools)
+        return self.controls.encode(text, stand_ins)
 
     def continuation(self, messages: list[Message], action: Sequence[int]) -> list[int]:
         """Return the ids between an action, given by its ids, and the next one.
@@ -113,13 +111,13 @@ class ChatFormat:
         They begin with what ends the action, unless it was sampled. A stop token that was sampled
         in place of the template's stays as it is.
         """
-        marked = _marked(messages)
+        hidden, stand_ins = self.controls.hide(messages)
         calls = self._answered(messages, action)
         if calls:
-            after = self.template.after_calls(calls, marked, generate=True)
+            after = self.template.after_calls(calls, hidden, generate=True)
         else:
-            after = self.template.after_answer(marked, generate=True)
-        ids = self._encode(after, [str(m.get("content") or "") for m in messages])
+            after = self.template.after_answer(hidden, generate=True)
+        ids = self.controls.encode(after, stand_ins)
         if self.stop_of(action) is None:
             return ids
         return ids[1:] if action[-1] == ids[0] or self.template.ends_turns else ids
@@ -131,7 +129,7 @@ class ChatFormat:
         if self.style.format != HERMES:
             before = text_before_calls(text) if made else text
             text = self.style.format.write(ParsedAction(before, made))
-        return [*self.tokenizer.encode(text, add_special_tokens=False), self._end_id(made)]
+        return [*self._spoken(text), self._end_id(made)]
 
     def action_text(self, ids: list[int]) -> str:
         """Return the readable text of sampled ids, without the stop token."""
@@ -153,55 +151,37 @@ class ChatFormat:
 
     def raw_text(self, ids: list[int]) -> str:
         """Return sampled ids as the policy wrote them, without the stop token."""
-        kept = ids if self.stop_of(ids) is None else ids[:-1]
-        return self.tokenizer.decode(
-            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self._decoded(ids if self.stop_of(ids) is None else ids[:-1])
 
     def hint(self, text: str) -> list[int]:
         """Return the ids of a user message with a hint, to insert before a generation prompt."""
-        return self._encode(self.hint_frame, [text])
+        (hint,), stand_ins = self.controls.hide([{"role": "user", "content": text}])
+        before = self.template.text([ASKED], generate=False)
+        return self.controls.encode_behind(before, self.hint_text(hint), stand_ins)
 
-    def content_tokens(self, text: str) -> int:
-        """Return the number of ids that an untrusted text takes inside a message."""
-        return len(self._plain(text))
-
-    def control_token(self, text: str) -> str | None:
-        """Return a control token that a text holds, other than white space; None without one."""
-        start, pattern = 0, self._controls
-        while pattern is not None and (found := pattern.search(text, start)):
-            if not found[0].isspace():
-                return found[0]
-            start = found.start() + 1
-        return None
-
-    @property
-    def frame_mark(self) -> str:
-        """Placeholder of the hint's text in `hint_frame`."""
-        return _mark(0)
-
-    @cached_property
-    def hint_frame(self) -> str:
-        """Rendered user message after another user message, with a placeholder for its content.
+    def hint_text(self, hint: Message) -> str:
+        """Return a user message as it is rendered after another user message.
 
         If the template refuses two user messages in a row, the form after an assistant turn is
         used.
         """
-        asked, hint = {"role": "user", "content": "q"}, {"role": "user", "content": _mark(0)}
         after_action = self._behind_end(self.template.after_answer([hint], generate=False))
-        frame = self.added_by([asked], hint) or after_action.lstrip("\n")
-        if frame.count(_mark(0)) != 1:
-            raise ChatTemplateError(
-                f"the chat template writes a user message {frame.count(_mark(0))} times, changed "
-                "or not at all, so a hint has no place: use one that writes each content once"
-            )
-        return frame
+        return self.added_by([ASKED], hint) or after_action.lstrip("\n")
+
+    def content_tokens(self, text: str) -> int:
+        """Return the number of ids that an untrusted text takes inside a message."""
+        (hidden,), stand_ins = self.controls.hide([{"role": "user", "content": text}])
+        return len(self.controls.encode(hidden["content"], stand_ins))
+
+    def control_token(self, text: str) -> str | None:
+        """Return a control token that a text holds; None without one."""
+        return self.controls.first_in(text)
 
     def added_by(self, messages: list[Message], message: Message) -> str | None:
         """Return the text that one more message adds; None if the template refuses or rewrites."""
         try:
-            before = self._text(messages, generate=False)
-            after = self._text([*messages, message], generate=False)
+            before = self.template.text(messages, generate=False)
+            after = self.template.text([*messages, message], generate=False)
         except TemplateError:
             return None
         return after[len(before) :] if after.startswith(before) else None
@@ -209,29 +189,47 @@ class ChatFormat:
     @cached_property
     def generation_prompt(self) -> list[int]:
         """The ids at the end of every context, after which the policy writes."""
-        messages = [{"role": "user", "content": "q"}]
-        before = self._text(messages, generate=False)
-        after = self._text(messages, generate=True)
+        return self.controls.encode(self._prompt_text, {})
+
+    @cached_property
+    def _prompt_text(self) -> str:
+        before = self.template.text([ASKED], generate=False)
+        after = self.template.text([ASKED], generate=True)
         if not after.startswith(before):
             raise ChatTemplateError(
                 "the chat template changes earlier text when a generation prompt is added: use one "
                 "that only appends"
             )
-        return self.tokenizer.encode(after[len(before) :], add_special_tokens=False)
+        return after[len(before) :]
+
+    def _spoken(self, text: str) -> list[int]:
+        """Return the ids of an action's text as the template has them behind its prompt, where they
+        are decoded as those of the text alone; else these."""
+        alone = self.controls.encode(text, {})
+        before = self.template.text([ASKED], generate=True)
+        for lead in dict.fromkeys((self._lead, "")):
+            ids = self.controls.encode_behind(before, lead + text, {})
+            if self._decoded(ids) == self._decoded(alone):
+                return ids
+        return alone
+
+    @cached_property
+    def _lead(self) -> str:
+        """White space that the template writes between its prompt and an assistant's text."""
+        before = self.template.text([ASKED], generate=True)
+        said = self.template.text([ASKED, {"role": "assistant", "content": ACTION}], generate=False)
+        lead = said.partition(ACTION)[0].removeprefix(before)
+        return lead if lead.isspace() else ""
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _behind_end(self, after: str) -> str:
         """Return a text without the token that ends an action, where it does not begin a turn."""
         ends = self.template.end_tokens(self.style.format) if self.template.ends_turns else ()
         return next((after.removeprefix(end) for end in ends if after.startswith(end)), after)
-
-    def _opening(self, messages: list[Message]) -> list[Message]:
-        return [{"role": "system", "content": self.system}] * bool(self.system) + messages
-
-    def _render(self, messages: list[Message], generate: bool) -> list[int]:
-        marked = _marked(messages)
-        key = json.dumps(["whole", marked, generate])
-        text = self._known(key, lambda: self._text(marked, generate, tools=self.tools))
-        return self._encode(text, [str(m.get("content") or "") for m in messages])
 
     def _answered(self, messages: list[Message], action: Sequence[int]) -> tuple[ToolCall, ...]:
         """Return the calls of an action whose results messages begin with."""
@@ -253,10 +251,10 @@ class ChatFormat:
         if self.style.format == HERMES or len(self.stop_ids) == 1:
             return self.stop_ids[0]
         if calls and self.style.by_template:
-            results = [{"role": "tool", "content": _mark(at)} for at in range(len(calls))]
+            results = [{"role": "tool", "content": "r"} for _ in calls]
             after = self.template.after_calls(calls, results, generate=True)
         else:
-            after = self.template.after_answer([{"role": "user", "content": _mark(0)}], True)
+            after = self.template.after_answer([ASKED], True)
         stops = zip(self.stop_ids, self.template.stops, strict=True)
         return next((one for one, stop in stops if after.startswith(stop)), self.stop_ids[0])
 
@@ -265,73 +263,9 @@ class ChatFormat:
         functions = [tool["function"] for tool in self.tools]
         return {one["name"]: one.get("parameters") or {} for one in functions}
 
-    def _text(self, messages: list[Message], generate: bool, **options: Any) -> str:
-        return self.template.text(messages, generate, **options)
-
-    def _encode(self, template: str, contents: list[str]) -> list[int]:
-        """Encode a rendered template in which each content is a numbered placeholder."""
-        spans = [(m.start(), m.end(), int(m[1])) for m in re.finditer(rf"{MARK}(\d+)E", template)]
-        ids: list[int] = []
-        edges = [(0, 0, -1), *spans, (len(template), len(template), -1)]
-        for (_, end, _), (start, _, index) in pairwise(edges):
-            ids += self._frame(template[end:start])
-            if index >= 0:
-                ids += self._plain(contents[index])
-        return ids
-
-    def _plain(self, text: str) -> list[int]:
-        """Encode untrusted text without ever producing a control token."""
-        pattern, ids = self._controls, list[int]()
-        # Cuts after the first character of each control token; the rest may contain another one.
-        while pattern is not None and (found := pattern.search(text)):
-            ids += self.tokenizer.encode(text[: found.start() + 1], add_special_tokens=False)
-            text = text[found.start() + 1 :]
-        return ids + self.tokenizer.encode(text, add_special_tokens=False)
-
-    @cached_property
-    def _controls(self) -> re.Pattern[str] | None:
-        """Pattern of the tokenizer's control tokens, longest first."""
-        controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, controls))) if controls else None
-
-    def _known(self, key: str, render: Callable[[], str]) -> str:
-        """Return a rendered template, cached; few differ, as contents are placeholders."""
-        if (text := self._rendered.get(key)) is None:
-            if len(self._rendered) >= MOST_RENDERED:
-                self._rendered.clear()
-            text = self._rendered[key] = render()
-        return text
-
-    @cached_property
-    def _rendered(self) -> dict[str, str]:
-        return {}
-
-    @cached_property
-    def _frame(self) -> Callable[[str], tuple[int, ...]]:
-        """Cached encoding of texts that the template itself writes."""
-
-        @lru_cache(maxsize=MOST_RENDERED)
-        def encoded(text: str) -> tuple[int, ...]:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-
-        return encoded
-
 
 async def encoded(messages: Sequence[Message], encode: Callable[[], list[int]]) -> list[int]:
     """Return the ids that `encode` makes of messages; event loops go on while long ones are."""
     if sum(len(str(message.get("content") or "")) for message in messages) < LONG_TEXT:
         return encode()
     return await asyncio.to_thread(encode)
-
-
-def _mark(index: int) -> str:
-    return f"{MARK}{index}E"
-
-
-def _marked(messages: list[Message]) -> list[Message]:
-    """Replace the messages' contents by placeholders; tool calls stay unmodified."""
-    marked = [dict(message) for message in messages]
-    for index, message in enumerate(marked):
-        if message.get("content"):
-            message["content"] = _mark(index)
-    return marked

@@ -115,10 +115,15 @@ def _ends_with_the_prompt(
 
 def _hint_is_one_message(chat: ChatFormat) -> None:
     """Require that a user message is rendered alike after a question and after a tool result."""
-    frame = chat.hint_frame
+    mark = _said("user", "qzhint")
+    frame = chat.hint_text(mark)
+    if (count := frame.count("qzhint")) != 1:
+        raise ChatTemplateError(
+            f"the chat template writes a user message {count} times, changed or not at all, so a "
+            "hint has no place: use one that writes each content once"
+        )
     if not chat.tools:
         return
-    mark = {"role": "user", "content": chat.frame_mark}
     answered = [_USER, calling(EXAMPLE), _TOOL]
     added = chat.added_by(answered, mark)
     if added is not None and added != frame:

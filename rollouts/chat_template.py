@@ -1,10 +1,10 @@
 """What a model's chat template writes: whole conversations, and what stands behind an action.
 
-Contents are placeholders here. Nothing is encoded.
+Nothing is encoded here, and control tokens in contents are hidden already (`control_tokens`).
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -16,24 +16,15 @@ from composer_mesh.rollouts.call_formats.choosing import EXAMPLE, CallStyle, cal
 from composer_mesh.rollouts.call_formats.harmony import FINAL
 from composer_mesh.rollouts.call_formats.known import HARMONY
 from composer_mesh.rollouts.call_formats.port import CallFormat
+from composer_mesh.rollouts.control_tokens import ChatTemplateError
 from composer_mesh.rollouts.tool_calls import ToolCall
 from composer_mesh.rollouts.tool_placement import ToolPlacement, writes_system
 from composer_mesh.rollouts.traces import Message
 
-MARK = "COMPOSERMESHMARK"
-"""Begins the placeholder of a content."""
-
 ACTION = "COMPOSERMESHACTION"
 """Placeholder of what an assistant says."""
 
-MOST_RENDERED = 1024
-"""Maximum number of cached rendered texts."""
-
 ASKED: Message = {"role": "user", "content": "q"}
-
-
-class ChatTemplateError(ValueError):
-    """The model's chat template cannot extend a conversation by ids."""
 
 
 class TemplateRenderer(Protocol):
@@ -73,7 +64,15 @@ class ChatTemplate:
 
     def after_answer(self, messages: Sequence[Message], generate: bool) -> str:
         """Return what follows an assistant's text before messages, from the end token on."""
-        return self._kept(("text", generate, messages), lambda: self._after(messages, generate))
+        mark = _mark_for(messages)
+        text = self.text([ASKED, {"role": "assistant", "content": mark}, *messages], generate)
+        _, found, after = text.rpartition(mark)
+        if not found or not after.startswith(self.end_tokens(self.text_style.format)):
+            raise ChatTemplateError(
+                f"the chat template does not end an assistant turn with {' or '.join(self.stops)}"
+                ": use a template that does, or set the tokenizer's eos_token to its end marker"
+            )
+        return after
 
     def after_calls(
         self, calls: Sequence[ToolCall], messages: Sequence[Message], generate: bool
@@ -82,9 +81,27 @@ class ChatTemplate:
 
         The messages begin with the calls' results, in order.
         """
-        named = [(call.name, call.id) for call in calls]
-        key = ("calls", named, generate, messages)
-        return self._kept(key, lambda: self._after_calls(calls, messages, generate))
+        mark = _mark_for(messages)
+        marked = [ToolCall(one.name, {"mark": mark}, one.id or EXAMPLE.id) for one in calls]
+        given = list(takewhile(lambda message: message["role"] == "tool", messages))
+        results = [_answering(*pair) for pair in zip(given, marked, strict=False)]
+        rest = [*results, *messages[len(results) :]]
+        try:
+            text = self.text([ASKED, calling(*marked), *rest], generate)
+        except (TemplateError, ChatTemplateError):
+            if len(marked) == 1:
+                raise
+            # A template that takes one call a message writes its results behind that one.
+            text = self.text([ASKED, calling(marked[0]), *rest], generate)
+        _, found, after = text.rpartition(mark)
+        tokens = self.end_tokens(self.call_style.format)
+        ends = [at for token in tokens if (at := after.find(token)) >= 0]
+        if not found or not ends:
+            raise ChatTemplateError(
+                f"the chat template does not end a tool call with {' or '.join(self.stops)}: use a "
+                "template that does, or list its end marker in generation_config.json"
+            )
+        return after[min(ends) :]
 
     @cached_property
     def placement(self) -> ToolPlacement:
@@ -158,58 +175,19 @@ class ChatTemplate:
     def _styles(self) -> list[CallStyle]:
         return styles(self._render, self.end_tokens)
 
-    def _after(self, messages: Sequence[Message], generate: bool) -> str:
-        text = self.text([ASKED, {"role": "assistant", "content": ACTION}, *messages], generate)
-        _, found, after = text.rpartition(ACTION)
-        if not found or not after.startswith(self.end_tokens(self.text_style.format)):
-            raise ChatTemplateError(
-                f"the chat template does not end an assistant turn with {' or '.join(self.stops)}"
-                ": use a template that does, or set the tokenizer's eos_token to its end marker"
-            )
-        return after
-
-    def _after_calls(
-        self, calls: Sequence[ToolCall], messages: Sequence[Message], generate: bool
-    ) -> str:
-        marked = [ToolCall(one.name, {"mark": ACTION}, one.id or EXAMPLE.id) for one in calls]
-        given = list(takewhile(lambda message: message["role"] == "tool", messages))
-        results = [_answering(*pair) for pair in zip(given, marked, strict=False)]
-        rest = [*results, *messages[len(results) :]]
-        try:
-            text = self.text([ASKED, calling(*marked), *rest], generate)
-        except (TemplateError, ChatTemplateError):
-            if len(marked) == 1:
-                raise
-            # A template that takes one call a message writes its results behind that one.
-            text = self.text([ASKED, calling(marked[0]), *rest], generate)
-        _, found, after = text.rpartition(ACTION)
-        tokens = self.end_tokens(self.call_style.format)
-        ends = [at for token in tokens if (at := after.find(token)) >= 0]
-        if not found or not ends:
-            raise ChatTemplateError(
-                f"the chat template does not end a tool call with {' or '.join(self.stops)}: use a "
-                "template that does, or list its end marker in generation_config.json"
-            )
-        return after[min(ends) :]
-
-    def _kept(self, key: Any, render: Callable[[], str]) -> str:
-        """Return a rendered text, cached; few differ, as contents are placeholders."""
-        name = json.dumps(key)
-        if (text := self._rendered.get(name)) is None:
-            if len(self._rendered) >= MOST_RENDERED:
-                self._rendered.clear()
-            text = self._rendered[name] = render()
-        return text
-
-    @cached_property
-    def _rendered(self) -> dict[str, str]:
-        return {}
-
     def _render(self, messages: list[Message], generate: bool, tools: list[dict[str, Any]]) -> str:
         more = {"tools": tools} if tools else {}
         return self.renderer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generate, **more, **self.options
         )
+
+
+def _mark_for(messages: Sequence[Message]) -> str:
+    """Return a placeholder of what an assistant says that messages do not hold."""
+    mark, text = ACTION, json.dumps(messages, ensure_ascii=False)
+    while mark in text:
+        mark += "X"
+    return mark
 
 
 def _answering(message: Message, call: ToolCall) -> Message:

@@ -7,7 +7,8 @@ when it exceeds them. What runs in it is `template_program`.
 
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,15 +18,19 @@ from jinja2 import TemplateError
 
 from composer_mesh.actors.models.tokenizer import PANIC
 from composer_mesh.mesh.environment import python_module
-from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
+from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, AnsweringProgram, ProgramFailed
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatTemplateError, Tokenizer
+from composer_mesh.rollouts.control_tokens import AddedToken
 from composer_mesh.rollouts.traces import Message
 
 PROGRAM = "composer_mesh.actors.models.template_program"
 DEADLINE_S = 600.0
 """Longest wait for an answer, should its process stand still; its CPU time is limited before."""
+
+MOST_GROWTH = 4
+"""A rendering has at most so many times the length of its messages, besides what is fixed."""
 
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
 _REPAIR = "use a tokenizer and a chat template that somebody vouches for"
@@ -49,7 +54,7 @@ class TemplateProcess:
 
     def __init__(self, folder: Path, limits: Limits = Limits()) -> None:
         """Start it; the folder is loaded by the first request."""
-        self._folder, self._limits = folder.absolute(), limits
+        self._folder, self._limits, self._one = folder.absolute(), limits, threading.Lock()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         self._program = AnsweringProgram(
             python_module(PROGRAM, str(self._folder), json.dumps(asdict(limits))),
@@ -110,9 +115,10 @@ class TemplateProcess:
         self._program.close()
 
     def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            self._program.ask(json.dumps(request).encode(), DEADLINE_S)
-        )
+        line = json.dumps(request).encode()
+        most = MOST_ANSWER_BYTES + MOST_GROWTH * len(line)
+        with self._one:  # long messages are encoded in threads
+            found: dict[str, Any] = json.loads(self._program.ask(line, DEADLINE_S, most))
         return found
 
     def _unfit(self, why: str) -> UnfitModelFolder:
@@ -151,8 +157,13 @@ class BoundedTokenizer:
         with _panics_as_errors():
             return self._tokenizer.decode(ids, **options)
 
-    def get_added_vocab(self) -> dict[str, int]:
-        return self._tokenizer.get_added_vocab()
+    @property
+    def chat_template(self) -> Any:
+        return self._tokenizer.chat_template
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        return self._tokenizer.added_tokens_decoder
 
     def __len__(self) -> int:
         return len(self._tokenizer)

@@ -23,7 +23,9 @@ from composer_mesh.actors.models.tokenizer import PANIC, chat_settings, load_tok
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 
-MOST_TEXT = 1 << 22
+MOST_TEXT, MOST_GROWTH = 1 << 22, 4
+"""A rendering has at most so many characters, and so many times those of its messages."""
+
 _SAMPLES = ("a" * 20_000, " " * 20_000, "1" * 20_000, "a!" * 10_000, "é\u0301\U0001f600\n" * 4_000)
 """Texts on which a tokenizer with runaway patterns would take its time."""
 
@@ -82,8 +84,9 @@ def _answered(
         if "check" in request:
             return _checked(found["facts"], folder, tokenizer, **request["check"])
         text = tokenizer.apply_chat_template(request["messages"], **request["options"])
-        if not isinstance(text, str) or len(text) > MOST_TEXT:
-            return {"error": f"writes more than {MOST_TEXT} characters"}
+        most = MOST_TEXT + MOST_GROWTH * len(json.dumps(request["messages"]))
+        if not isinstance(text, str) or len(text) > most:
+            return {"error": f"writes more than {most} characters"}
         return {"text": text}
     except TemplateError as error:
         return {"refused": _line(error)}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.rollouts.control_tokens import AddedToken
 from composer_mesh.rollouts.traces import Message
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
@@ -114,8 +116,13 @@ class BackendTokenizer:
             raise ValueError("text is not cleaned up here: its tokens would not be those sampled")
         return str(self._backend.decode(ids, **options))
 
-    def get_added_vocab(self) -> dict[str, int]:
-        return self._tokenizer.get_added_vocab()
+    @property
+    def chat_template(self) -> Any:
+        return self._tokenizer.chat_template
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        return self._tokenizer.added_tokens_decoder
 
     def __len__(self) -> int:
         return len(self._tokenizer)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.tool_calls import CLOSE, OPEN
 from composer_mesh.tasks.tool import ToolSpec
 
@@ -23,7 +24,7 @@ class NamedTool(ToolSpec):
         self, name: str, description: str, arguments: type[BaseModel], function: Callable[..., Any]
     ) -> None:
         self.name, self.description, self.arguments = name, description, arguments
-        self.function, self.is_method = function, True
+        self.function, self.is_method, self._reader = function, True, fail_fast(arguments)
         self.errors: dict[type[Exception], str] = {}
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

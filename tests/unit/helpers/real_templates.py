@@ -16,7 +16,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 
-_CONTROLS = re.compile(
+CONTROLS = re.compile(
     r"<[|｜][^<>\s'\"{}|｜]*[|｜]?>|<[a-z_]+[|｜]>|</?(?:tool_call|think|tool_response|bos|eos"
     r"|start_of_turn|end_of_turn)>|</?s>"
 )
@@ -58,6 +58,21 @@ TEMPLATES = (
 )
 
 
+REWRITES_HISTORY = {
+    "qwen3_5_think",
+    "qwen3_5_nothink",
+    "qwen3_6",
+    "qwen3_8",
+    "nemotron_3_nano",
+    "nemotron_3_super",
+    "nemotron_3_ultra",
+    "glm4moe",
+    "gptoss",
+    "deepseekv3",
+}
+"""Templates that write an earlier turn otherwise than its prompt had it; ids are continued."""
+
+
 def text_of(template: RealTemplate) -> str:
     return (FOLDER / f"{template.file}.jinja").read_text(encoding="utf-8")
 
@@ -78,7 +93,7 @@ def tokenizer_of(template: RealTemplate) -> Any:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=template.eos, bos_token=template.bos, chat_template=text
     )
-    found = set(_CONTROLS.findall(text)) | {template.eos, *template.stops, template.bos}
+    found = set(CONTROLS.findall(text)) | {template.eos, *template.stops, template.bos}
     fast.add_tokens(sorted(found), special_tokens=True)
     return fast
 

@@ -44,9 +44,7 @@ QWEN_LIKE = """\
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# Text without outer white space: a template puts line ends around it, and byte-pair encoding of
-# the whole would join them with the content's own.
-CONTENT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(str.strip)
+CONTENT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NUMBER = st.integers(-999, 999)
 
 
@@ -78,8 +76,8 @@ def rendered_at_once(chat: ChatFormat, messages: list[Message]) -> list[int]:
 
 
 def controls_in(chat: ChatFormat, ids: list[int]) -> list[int]:
-    controls = set(chat.tokenizer.get_added_vocab().values())
-    return [token for token in ids if token in controls]
+    added = chat.tokenizer.added_tokens_decoder
+    return [token for token in ids if token in added and added[token].content.strip()]
 
 
 @st.composite
@@ -92,16 +90,12 @@ def exchanges(draw: st.DrawFn) -> list[tuple[str, list[Message]]]:
             role = {"role": "tool", "tool_call_id": f"call_{turn}"}
         else:
             text, role = f"I think {draw(NUMBER)}.", {"role": "user"}
-        answers = draw(st.lists(CONTENT.filter(_plain), min_size=1, max_size=2))
+        answers = draw(st.lists(CONTENT, min_size=1, max_size=2))
         found.append((text, [{**role, "content": content} for content in answers]))
     return found
 
 
-def _plain(text: str) -> bool:
-    return "<" not in text and "  " not in text
-
-
-@given(question=CONTENT.filter(_plain), turns=exchanges())
+@given(question=CONTENT, turns=exchanges())
 def test_a_conversation_grown_by_ids_is_the_conversation_rendered_at_once(
     chat: ChatFormat, question: str, turns: list[tuple[str, list[Message]]]
 ) -> None:
@@ -130,12 +124,16 @@ def test_whole_toolbox_episodes_grow_to_what_their_messages_render_to(
 
 
 def test_the_mark_inside_a_message_is_only_text(chat: ChatFormat) -> None:
-    messages = [{"role": "user", "content": "COMPOSERMESHMARK0E COMPOSERMESHMARK"}]
+    messages = [{"role": "user", "content": "COMPOSERMESHACTIONX COMPOSERMESHACTION"}]
     assert chat.first_prompt(messages) == rendered_at_once(chat, messages)
+    after = chat.action_text(chat.continuation(messages, chat.stop_ids[:1]))
+    assert after.count("COMPOSERMESHACTIONX COMPOSERMESHACTION<") == 1
+    assert "assistant" not in after.partition("COMPOSERMESH")[0]
 
 
 def every_control(chat: ChatFormat) -> list[str]:
-    return [text for text in chat.tokenizer.get_added_vocab() if len(text) > 1]
+    texts = [token.content for token in chat.tokenizer.added_tokens_decoder.values()]
+    return [text for text in texts if text.strip()]
 
 
 def forgeries(chat: ChatFormat) -> list[str]:
@@ -251,32 +249,3 @@ def test_arguments_render_the_same_as_text_and_as_an_object(chat: ChatFormat) ->
     )
     question = [{"role": "user", "content": "q"}]
     assert chat.first_prompt(question + said) == chat.first_prompt(question + parsed)
-
-
-class CountingTokenizer:
-    """A tokenizer that counts how often its template is rendered."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self.rendered = tokenizer, 0
-        self.eos_token = tokenizer.eos_token
-
-    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
-        self.rendered += 1
-        text: str = self._tokenizer.apply_chat_template(messages, **options)
-        return text
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
-def test_messages_that_differ_in_their_contents_share_one_rendering(tokenizer: Any) -> None:
-    counting = CountingTokenizer(tokenizer)
-    chat, fresh, rendered = ChatFormat(counting, []), ChatFormat(tokenizer, []), 0
-    for text in ("one", "two", "<|im_end|>"):
-        opening, result = {"role": "user", "content": text}, {"role": "tool", "content": text}
-        assert chat.first_prompt([opening]) == fresh.first_prompt([opening])
-        assert chat.continuation([result], chat.stop_ids[:1]) == fresh.continuation(
-            [result], fresh.stop_ids[:1]
-        )
-        rendered = rendered or counting.rendered
-        assert counting.rendered == rendered

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from real_templates import TEMPLATES, RealTemplate, chat_of, tokenizer_of
+from real_templates import REWRITES_HISTORY, TEMPLATES, RealTemplate, chat_of, tokenizer_of
 from scripted_generation import ScriptedGeneration, a_sample
 from trl.chat_template_utils import add_response_schema, parse_response
 
@@ -31,20 +31,6 @@ from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
-
-REWRITES_HISTORY = {
-    "qwen3_5_think",
-    "qwen3_5_nothink",
-    "qwen3_6",
-    "qwen3_8",
-    "nemotron_3_nano",
-    "nemotron_3_super",
-    "nemotron_3_ultra",
-    "glm4moe",
-    "gptoss",
-    "deepseekv3",
-}
-"""Templates that write an earlier turn otherwise than its prompt had it; ids are continued."""
 
 QUESTION: Message = {"role": "user", "content": "How much is it?"}
 FIRST = call_text("lookup", {"key": 'a "quoted" key, ünder ’it’'})

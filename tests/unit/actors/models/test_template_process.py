@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
@@ -85,6 +86,15 @@ def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_h
         hostile.render(*asked("power"))
     with pytest.raises(ChatTemplateError, match="has ended"):
         hostile.render(*asked("q"))
+
+
+def test_contents_of_any_length_are_rendered_from_several_threads(
+    hostile: TemplateProcess,
+) -> None:
+    texts = ["ä" * 9_000_000, *(str(one) for one in range(20))]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda text: hostile.render(*asked(text)), texts))
+    assert [one.partition("user\n")[2] for one in found] == [f"{one}<|im_end|>\n" for one in texts]
 
 
 def test_a_folder_whose_template_has_no_end_is_refused(
