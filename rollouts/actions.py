@@ -12,7 +12,8 @@ The rules, which users may rely on:
   `<think>…</think>` block is ignored.
 - **Malformed** actions are equal to nothing, not even to themselves: a call that is not valid JSON
   or not the only call, that has text behind it, `NaN`, an infinity or a key twice (also in another
-  normal form), or that stands in thinking which is not closed; an empty answer.
+  normal form), or that stands in thinking which is not closed; an empty
+  answer; a thought that is not closed.
 """
 
 import json
@@ -24,7 +25,7 @@ from typing import Any, Literal
 from composer_mesh.rollouts.foreign_text import normal_form
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 
-_END_OF_THOUGHT = "</think>"
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _ANSWER = re.compile(r"Answer:\s*(-?[\d,]*\.?\d+)\s*$")
 
 
@@ -52,6 +53,8 @@ class ActionKey:
 
 def canonical_action(text: str) -> ActionKey:
     """Return the equivalence class of an action's text."""
+    if text.lstrip().startswith(_THOUGHT) and _END_OF_THOUGHT not in text:
+        return ActionKey("malformed", text)
     action = parse_action(text)
     if isinstance(action, ToolCall):
         return _call_key(text, action)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+from composer_mesh.rollouts.agent_messages import CLOSE as THINKING_ENDS
+from composer_mesh.rollouts.agent_messages import OPEN as THINKING
 from composer_mesh.rollouts.call_formats.choosing import CallStyle
 from composer_mesh.rollouts.call_formats.known import HERMES
 from composer_mesh.rollouts.call_formats.port import Schemas
@@ -29,6 +31,9 @@ from composer_mesh.rollouts.tool_calls import (
     text_before_calls,
 )
 from composer_mesh.rollouts.traces import Message
+
+NO_THOUGHT = f"\n{THINKING_ENDS}\n\n"
+"""Closes a thought that a generation prompt has opened."""
 
 LONG_TEXT = 1 << 16
 """Characters of messages from which on they are encoded in a thread: about 15 ms of a core."""
@@ -123,7 +128,12 @@ class ChatFormat:
         return ids[1:] if action[-1] == ids[0] or self.template.ends_turns else ids
 
     def action(self, text: str) -> list[int]:
-        """Return the ids of an assistant action given as text, with the stop token."""
+        """Return the ids of an assistant action given as text, with the stop token.
+
+        Where the generation prompt opens a thought, the action closes it: behind the thinking that
+        the text has, or at once.
+        """
+        text = self._closing_thought(text) if self.opens_thought else text
         calls = parse_calls(text) if self.tools else ()
         made = () if isinstance(calls, MalformedCall) else calls
         if self.style.format != HERMES:
@@ -201,6 +211,19 @@ class ChatFormat:
                 "that only appends"
             )
         return after[len(before) :]
+
+    @cached_property
+    def opens_thought(self) -> bool:
+        """Whether the generation prompt opens a thought, so that actions begin inside of it."""
+        return self._prompt_text.rstrip().endswith(THINKING)
+
+    def _closing_thought(self, text: str) -> str:
+        """Return an action's text as it follows a prompt that has opened its thought."""
+        begun = text.lstrip()
+        if begun.startswith(THINKING):
+            thought = begun.removeprefix(THINKING)
+            return thought.removeprefix("\n") if self._prompt_text.endswith("\n") else thought
+        return text if THINKING_ENDS in text_before_calls(text) else f"{NO_THOUGHT}{text}"
 
     def _spoken(self, text: str) -> list[int]:
         """Return the ids of an action's text as the template has them behind its prompt, where they

@@ -1,8 +1,8 @@
 """Voting rules that decide when teachers' answers to a state make a preference pair.
 
 1. Each queried teacher has one vote: the class of its action (`actions`). It abstains if it failed,
-   if its answer is malformed, or if it gave two different answers; the same answer twice is one
-   vote. The student has no vote.
+   if its answer is malformed or was cut at the limit of tokens, or if it gave two different
+   answers; the same answer twice is one vote. The student has no vote.
 2. Fewer votes than `threshold`: TOO_FEW_VOTES.
 3. The action with the most votes needs at least `threshold` of them: else NO_MAJORITY.
 4. Two actions share the lead: TIE, even if one of them is the student's.
@@ -124,7 +124,7 @@ def _ballot(teacher: str, replies: list[TeacherReply]) -> _Ballot:
     answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
     answers.sort(key=lambda answer: (answer.action_text, answer.request_id))
     found = [(canonical_action(answer.action_text), answer) for answer in answers]
-    voting = [(key, answer) for key, answer in found if key.kind != "malformed"]
+    voting = [(key, answer) for key, answer in found if key.kind != "malformed" and not answer.cut]
     votes = {key for key, _ in voting}
     if len(votes) == 1:
         vote, quoted = voting[0]

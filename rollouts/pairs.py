@@ -44,7 +44,7 @@ class TeacherAnswer:
 
     `usd` is the cost of this call: 0.0 if the answer came from the cache, and if neither the
     provider nor the prices state a cost (`usd_known` is then False). `model` and `request_id` are
-    reported by the provider and are untrusted text.
+    reported by the provider and are untrusted text. `cut`: it ended at the limit of tokens.
     """
 
     teacher: str
@@ -58,6 +58,7 @@ class TeacherAnswer:
     request_id: str = ""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cut: bool = False
 
 
 class FailureKind(StrEnum):

@@ -21,8 +21,7 @@ class ThinkingStyle:
     @classmethod
     def of(cls, chat: ChatFormat) -> "ThinkingStyle":
         """Probe a chat template."""
-        prompt = chat.tokenizer.decode(chat.generation_prompt, skip_special_tokens=False)
-        return cls(_separates(chat), prompt.rstrip().endswith(OPEN))
+        return cls(_separates(chat), chat.opens_thought)
 
     def split(self, text: str) -> tuple[str, str]:
         """Return the thinking and the answer of an action's text."""

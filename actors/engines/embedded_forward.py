@@ -104,9 +104,9 @@ class PackedForward:
             raise ModelNotServed(name, f"{type(error).__name__}: {error}") from error
         if not (served.isfinite().all() and wanted.isfinite().all()):
             raise LogitsNotFinite("the first forward", version)
-        error, spread = (served - wanted).square().mean(-1).max().sqrt(), wanted.std()
-        away, allowed = float(error / spread), TOLERANCE.get(self._model.dtype, 0.1)
-        if not error <= allowed * spread:  # all logits of weights that diverged may be equal
+        distance, spread = (served - wanted).square().mean(-1).max().sqrt(), wanted.std()
+        away, allowed = float(distance / spread), TOLERANCE.get(self._model.dtype, 0.1)
+        if not distance <= allowed * spread:  # all logits of weights that diverged may be equal
             raise ModelNotServed(
                 name,
                 f"with its keys in rows a position's logits are {away:.2g} standard deviations "

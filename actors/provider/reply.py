@@ -153,6 +153,7 @@ def _answer(teacher: str, reply: Reply, completion: dict[str, Any], call_id: str
         request_id=provider_id(reply.headers, completion, reply.request_id),
         prompt_tokens=prompt,
         completion_tokens=written,
+        cut=choice.get("finish_reason") == "length",
     )
 
 

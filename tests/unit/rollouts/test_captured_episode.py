@@ -173,7 +173,7 @@ def test_thinking_is_apart_only_where_the_template_knows_it(chat: ChatFormat, qw
 
 def test_an_opened_thinking_block_that_never_closes_is_all_thinking(tokenizer: Any) -> None:
     gemma = ChatFormat(with_template(tokenizer, FAMILIES["gemma"]), [])
-    answer = Agent(gemma, "still at it").ask(QUESTION).answer
+    answer = Agent(gemma, "<think>still at it").ask(QUESTION).answer
     assert (answer["content"], answer["reasoning_content"]) == ("", "still at it")
 
 

@@ -81,6 +81,18 @@ def test_a_teacher_has_one_vote_and_none_where_it_contradicts_itself(
     assert len(decision.provenance.voices) == 2
 
 
+def test_a_teacher_that_was_cut_or_did_not_end_its_thought_abstains() -> None:
+    cut = [answer("a", ADD), answer("b", ADD, cut=True)]
+    thinking = [answer("a", "4"), answer("b", "<think>4"), answer("c", f"<think>{ADD}")]
+    for replies in (cut, thinking):
+        decision = decide(student(LOOK), replies, 2)
+        assert decision.outcome is Outcome.TOO_FEW_VOTES
+        kinds = [voice.kind for voice in decision.provenance.voices]
+        assert kinds[1:] == ["malformed"] * (len(replies) - 1)
+    ended = [answer("a", "4"), answer("b", "<think>2 and 2</think>4")]
+    assert decide(student(LOOK), ended, 2).outcome is Outcome.PAIR
+
+
 def test_the_spelling_that_most_of_the_majority_wrote_is_chosen() -> None:
     spelled = call_text("calculator", {"b": 3, "a": 2, "op": "add"})
     pair = decide(student(ANSWER), answers(spelled, ADD, ADD, LOOK), threshold=2).pair

@@ -125,6 +125,14 @@ async def test_an_answer_tells_who_gave_it_and_what_was_counted() -> None:
     assert answer.cached is False
 
 
+async def test_an_answer_that_ended_at_the_limit_of_tokens_says_so() -> None:
+    for reason in ("length", "stop"):
+        body = completion({"content": "x"})
+        body["choices"][0]["finish_reason"] = reason
+        answer = await ask(Script(httpx.Response(200, json=body)))
+        assert answer.cut == (reason == "length")
+
+
 async def test_a_question_that_is_no_json_is_refused() -> None:
     async with client(Script()) as asking:
         with pytest.raises(ProviderRequestError, match="cannot be written as JSON"):
