@@ -258,13 +258,13 @@ def training(bench: Bench) -> list[Row]:
 def serving(bench: Bench) -> list[Row]:
     """Measure decoding of the embedded engine: each step reads all weights once."""
     from composer_mesh.actors.engines.embedded import Engine
-    from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+    from composer_mesh.rollouts.generation import GenerationRequest
 
     size, device = bench.size, bench.device
     model = _model(bench, size.serving_layers, compute_dtype(device)).eval()
     prompt, rng = 32, random.Random(0)
     engine = Engine(model, size.concurrent, prompt + size.new_tokens, prefix_tokens=0)
-    done: list[GenerationResult] = []
+    done: list[Any] = []
 
     def sample() -> None:
         for number in range(size.concurrent):

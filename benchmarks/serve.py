@@ -95,7 +95,7 @@ async def running(place: Path, ranks: int) -> AsyncIterator[Running]:
             found = await commits.run(log.read_records)
             backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
             sizes = Sizes(config.trainer.microbatch_tokens * ranks, 128)
-            more = (facts, executing, sizes)
+            more: Any = (facts, executing, sizes)
             tasks = ServerTasks(served, place, commits, found, *backends, *more)
             archives = Archives(place, lambda _: {})
             app = ClientAccess(

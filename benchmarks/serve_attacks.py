@@ -80,7 +80,7 @@ class Hostile:
         model = self._model()
         if model is not None:
             for number in range(40):
-                self._train(model, 1000 + number, 100, 1000)
+                self._train(model, 1000 + number, 1_000_000)
             self._post("unload_model", model_id=model)
 
     def large_metadata(self) -> None:
@@ -145,15 +145,16 @@ class Hostile:
         )
         return made.get("model_id")
 
-    def _train(self, model: str, seq: int, length: int, sequences: int = 1) -> None:
+    def _train(self, model: str, seq: int, tokens: int) -> None:
+        """Train on sequences of at most 300 tokens, which the server's context holds."""
         message = ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
-        tokens = np.full(length, 5)
-        for _ in range(sequences):
+        row = np.full(min(tokens, 300), 5)
+        for _ in range(min(1000, tokens // len(row))):
             one = message.data.add()
-            one.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
+            one.model_input.add().encoded_text.tokens = row.astype("<i4").tobytes()
             targets = one.loss_fn_inputs["target_tokens"]
-            targets.dense, targets.dtype = tokens.tobytes(), 2
-            targets.shape.append(length)
+            targets.dense, targets.dtype = row.tobytes(), 2
+            targets.shape.append(len(row))
         body, headers = message.SerializeToString(), {"content-type": "application/x-protobuf"}
         self._http.post("/api/v1/forward_backward", content=body, headers=headers)
 

@@ -127,7 +127,7 @@ def test_refused_and_wrong_calls_are_error_sites() -> None:
         call_text("set_state", {}),
         call_text("toggle_data", {"x": 1}),
     ]
-    kinds = ["refused_call", "wrong_type", "bad_value", "unknown_tool", "unknown_argument"]
+    kinds = ["refused_call", "wrong_type", "malformed_call", "unknown_tool", "unknown_argument"]
     assert scored(made(), calls)[1] == kinds
 
 
