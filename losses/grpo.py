@@ -42,7 +42,7 @@ def grpo_loss(
     aggregation: Aggregation = "dapo",
     reduction: Reduction = "sum",
     clip_low: Number = 0.2,
-    clip_high: Number = 0.2,
+    clip_high: Number = 0.28,
     ratio_cap: Number | None = None,
     ratio_level: RatioLevel = "token",
     kl_beta: Number = 0.0,

@@ -62,7 +62,7 @@ def check_model_folder(folder: Path) -> None:
     weights = folder_weights(folder)
     _weights_are_finite(folder)
     _layers_have_weights(folder / CONFIG, found, len(weights))
-    if "quantization_config" in found:
+    if found.get("quantization_config") is not None:
         why = "has a quantization_config, but weights are trained in float32"
         raise UnfitModelFolder(str(folder / CONFIG), why, "give the model in its full precision")
     try:

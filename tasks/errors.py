@@ -152,7 +152,7 @@ def code_error(what: str, error: BaseException) -> TaskCodeError:
     theirs = [frame for frame in frames if not calls_tasks(frame.filename)]
     own = [frame for frame in theirs if not is_library(frame.filename)]
     last = (own or theirs or frames)[-1]
-    problem = f"{type(error).__name__}: {error}"[:LONGEST]
+    problem = f"{type(error).__name__}: {shown(error, LONGEST)}"[:LONGEST]
     return TaskCodeError(what, f"{last.filename}:{last.lineno}", problem)
 
 
@@ -160,6 +160,14 @@ def is_library(file: str) -> bool:
     """Whether a file belongs to Python's library or to an installed package."""
     installed = "site-packages" in file or "dist-packages" in file
     return installed or file.startswith((LIBRARY, "<"))
+
+
+def shown(value: object, most: int = 40) -> str:
+    """Return the start of a value's text; where it has none, as of integers too long, say so."""
+    try:
+        return str(value)[:most]
+    except Exception as error:  # noqa: BLE001 whatever a stranger's __str__ raises
+        return f"<a {type(value).__name__} whose text fails by {type(error).__name__}>"[:most]
 
 
 def calls_tasks(file: str) -> bool:

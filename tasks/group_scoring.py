@@ -1,13 +1,12 @@
 """Scores the samples of an episode together, by the group rewards of its task."""
 
-import math
 from collections.abc import Sequence
 
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import JudgesSpent, UnusableTask
-from composer_mesh.tasks.reward import RewardFunction, Transcript
+from composer_mesh.tasks.errors import JudgesSpent, UnusableTask, shown
+from composer_mesh.tasks.reward import RewardFunction, Transcript, finite_number
 from composer_mesh.tasks.task import Task
 
 
@@ -35,15 +34,13 @@ async def _values(
 ) -> list[float]:
     what = f"group reward {one.name!r} of task {task.name!r}"
     found = await calls(what, one.function, list(transcripts))
-    if not isinstance(found, Sequence) or not all(map(_is_finite, found)):
-        raise UnusableTask(f"{what} returned {str(found)[:40]!r}: return a list of finite numbers")
-    if len(found) != len(transcripts):
+    numbers = list(map(finite_number, found)) if isinstance(found, Sequence) else [None]
+    kept = [number for number in numbers if number is not None]
+    if len(kept) < len(numbers):
+        raise UnusableTask(f"{what} returned {shown(found)!r}: return a list of finite numbers")
+    if len(kept) != len(transcripts):
         raise UnusableTask(
-            f"{what} returned {len(found)} numbers for {len(transcripts)} transcripts: return one "
+            f"{what} returned {len(kept)} numbers for {len(transcripts)} transcripts: return one "
             "for each, in their order"
         )
-    return [float(value) for value in found]
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, bool | int | float) and math.isfinite(value)
+    return kept

@@ -16,8 +16,10 @@ class Sums(Task):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from composer_mesh.rollouts.tasks import Episode
@@ -165,3 +167,14 @@ def rewards_of(task: object, mark: str = MARK) -> list[RewardFunction]:
         RewardFunction(options.name or attribute, options.weight, getattr(task, attribute))
         for attribute, options in marked.items()
     ]
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number, also of numpy and torch with a single value; None if it is not finite."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    try:
+        found = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None

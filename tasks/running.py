@@ -26,14 +26,16 @@ from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import (
     ERROR_PREFIX,
+    LONGEST,
     JudgesSpent,
     TaskCodeError,
     TaskTimeout,
     ToolError,
     UnusableTask,
+    shown,
 )
 from composer_mesh.tasks.external_tools import ExternalTool
-from composer_mesh.tasks.reward import Ending, Transcript
+from composer_mesh.tasks.reward import Ending, Transcript, finite_number
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ToolSpec, unknown_tool
@@ -206,7 +208,7 @@ class RunningEpisode:
         except TaskCodeError as failed:
             for kind, name in spec.errors.items():
                 if isinstance(failed.__cause__, kind):
-                    raise ToolError(name, str(failed.__cause__)) from failed
+                    raise ToolError(name, shown(failed.__cause__, LONGEST)) from failed
             raise
 
     def _function(self, spec: ToolSpec | ExternalTool, arguments: Mapping[str, Any]) -> Any:
@@ -252,10 +254,11 @@ class RunningEpisode:
 
     async def _value(self, one: Any, transcript: Transcript) -> float:
         value = await self._call(f"reward {one.name!r}", one.function, transcript)
-        if isinstance(value, bool | int | float) and math.isfinite(value):
-            return float(value)
+        found = finite_number(value)
+        if found is not None:
+            return found
         raise UnusableTask(
-            f"reward {one.name!r} of task {self._task.name!r} returned {str(value)[:40]!r} for "
+            f"reward {one.name!r} of task {self._task.name!r} returned {shown(value)!r} for "
             f"{transcript.episode.split} episode {transcript.episode.index}: return a finite number"
         )
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.reward import RewardFunction
+from composer_mesh.tasks.errors import UnusableTask, shown
+from composer_mesh.tasks.reward import RewardFunction, finite_number
 from composer_mesh.tasks.session import Session
 
 
@@ -33,7 +33,7 @@ class TurnRewards:
         """Add what a function of a task returned; return its sum, before its weight."""
         what = f"turn reward {function.name!r}"
         if not isinstance(returned, Sequence) or isinstance(returned, str):
-            raise UnusableTask(f"{what} returned {str(returned)[:40]!r}: return a list of numbers")
+            raise UnusableTask(f"{what} returned {shown(returned)!r}: return a list of numbers")
         if len(returned) != len(self.values):
             raise UnusableTask(
                 f"{what} returned {len(returned)} numbers for {len(self.values)} turns: return one "
@@ -47,6 +47,7 @@ class TurnRewards:
 
 
 def _finite(value: Any, what: str) -> float:
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    raise UnusableTask(f"{what} {str(value)[:40]!r}: give finite numbers")
+    found = finite_number(value)
+    if found is None:
+        raise UnusableTask(f"{what} {shown(value)!r}: give finite numbers")
+    return found

@@ -162,7 +162,9 @@ def test_rejection_makes_the_update_smaller_and_not_the_rest_heavier() -> None:
 def test_without_rejection_and_dual_clip_it_is_grpo_whatever_the_sampler_says(level: Any) -> None:
     policy, proximal, sampling, advantages, mask = batch(seed=5)
     advantage = advantages[:, 0]
-    expected = grpo_loss(policy, proximal, advantage, mask, normalizer=7, ratio_level=level)
+    expected = grpo_loss(
+        policy, proximal, advantage, mask, normalizer=7, ratio_level=level, clip_high=0.2
+    )
     for behaviour in (sampling, sampling - 20):
         found = decoupled_ppo_loss(
             policy, proximal, behaviour, advantage, mask, normalizer=7, ratio_level=level

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
+from composer_mesh.configs.losses import GrpoLoss
 from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.policy import (
     PolicyLoss,
@@ -285,3 +287,11 @@ def test_a_temperature_scales_the_logits_and_the_ratio_speaks_of_the_tempered_po
     assert torch.equal(hot, scaled)
     found = grpo_loss(hot, scaled, torch.ones(2), torch.ones(2, 3).bool(), normalizer=6)
     assert found.ratio_mean.item() == 1
+
+
+def test_the_library_clips_where_a_config_does_by_default() -> None:
+    defaults = {name: one.default for name, one in signature(grpo_loss).parameters.items()}
+    assert (defaults["clip_low"], defaults["clip_high"]) == (
+        GrpoLoss().clip_low,
+        GrpoLoss().clip_high,
+    )

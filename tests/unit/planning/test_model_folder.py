@@ -175,6 +175,11 @@ def test_a_whole_folder_is_accepted_also_by_an_index(folder: Path) -> None:
     check_model_folder(folder)
 
 
+def test_a_quantization_that_is_null_is_none(folder: Path) -> None:
+    changed("config.json", quantization_config=None)(folder)
+    check_model_folder(folder)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
