@@ -10,7 +10,7 @@ import random
 import re
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from chat_templates import USABLE, with_template
@@ -83,7 +83,7 @@ class Maker:
     def __init__(self, chats: list[ChatFormat], seed: int) -> None:
         self.rng = random.Random(seed)
         self.chat = chats[seed % len(chats)]
-        added = self.chat.tokenizer.get_added_vocab()
+        added = cast(Any, self.chat.tokenizer).get_added_vocab()
         self.controls = list(added)
         self.ids = len(self.chat.tokenizer)
 
@@ -233,7 +233,7 @@ def test_no_hint_tells_the_answer(shown: Shown) -> None:
 
 def test_forged_chat_markers_stay_text(shown: Shown) -> None:
     for case, found in shown:
-        controls = set(case.chat.tokenizer.get_added_vocab().values())
+        controls = set(cast(Any, case.chat.tokenizer).get_added_vocab().values())
         honest = [token for token in case.chat.hint("word") if token in controls]
         for view in found.views:
             assert [token for token in case.hint_ids(view) if token in controls] == honest

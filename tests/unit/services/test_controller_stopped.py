@@ -151,7 +151,7 @@ class Life:
         config, reader = self.config, store.reading
         advantages = make_advantages(config.advantage)
         late = make_late_rewards(config, reader.rewards, advantages, lambda _: None)
-        step_builder = StepBuilder(Batcher(config, world.task, world.chat, advantages), late)
+        step_builder = StepBuilder(Batcher(config, world.task, world.chat, advantages, print), late)
         stream = make_pair_stream(config, world, world, world.chat, store, reader.waiting_pairs)
         resume_state = resume_state_of(past, step_builder)
         restore_teacher_queries(past, stream, reader, (past.steps + bool(past.planned)) * PROMPTS)

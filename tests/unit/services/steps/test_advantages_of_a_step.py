@@ -220,7 +220,7 @@ def test_a_batch_holds_the_configured_advantage_of_each_rollout_that_acted(
     groups = groups_of(REWARDS)
     groups[0][1] = replace(groups[0][1], turns=[])
     make = make_advantages(config.advantage)
-    batcher = Batcher(config, toolbox, ChatFormat(tokenizer, toolbox.tools), make)
+    batcher = Batcher(config, toolbox, ChatFormat(tokenizer, toolbox.tools), make, print)
     batch = batcher.batch(4, groups, [])
     expected = {
         trace.trace_id: advantage

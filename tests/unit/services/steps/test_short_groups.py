@@ -30,7 +30,7 @@ def test_a_step_without_any_rollout_makes_an_empty_batch(
 ) -> None:
     config = build_config(advantage=advantage, sdpo={"alpha": 0.5})
     chat = ChatFormat(tokenizer, toolbox.tools)
-    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
+    batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), print)
     batch = batcher.batch(3, [[], []], [])
     assert (batch.samples, batch.views, batch.pairs) == ([], [], [])
     metrics = step_metrics(batch, [], None, Corrections(), {"loss/total": 0.0})

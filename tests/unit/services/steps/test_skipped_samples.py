@@ -36,7 +36,7 @@ def batched(build_config: Callable[..., Config], toolbox: ToolboxTask, tokenizer
     def batch(groups: Sequence[Sequence[Trace]] = GROUPS, **sections: Any) -> StepBatch:
         config = build_config(**sections)
         chat = ChatFormat(tokenizer, toolbox.tools)
-        return Batcher(config, toolbox, chat, make_advantages(config.advantage)).batch(
+        return Batcher(config, toolbox, chat, make_advantages(config.advantage), print).batch(
             0, groups, []
         )
 

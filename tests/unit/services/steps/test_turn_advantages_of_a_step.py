@@ -43,7 +43,7 @@ def batch_of(build_config: Build, toolbox: ToolboxTask, tokenizer: Any) -> Calla
 
     def build(groups: list[list[Trace]], **sections: Any) -> StepBatch:
         config = build_config(**sections)
-        batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage))
+        batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), print)
         return batcher.batch(0, groups, [])
 
     return build
@@ -144,7 +144,7 @@ def test_a_late_reward_changes_the_advantages_of_turns_and_is_rebuilt_from_the_m
     def builder() -> StepBuilder:
         advantages = make_advantages(config.advantage)
         late = LateRewards(lambda: posted, advantages, 3, lambda _: None)
-        return StepBuilder(Batcher(config, toolbox, chat, advantages), late)
+        return StepBuilder(Batcher(config, toolbox, chat, advantages, print), late)
 
     one, again = builder(), builder()
     groups = [Group(0, GROUP, WordedHints())]
