@@ -24,7 +24,7 @@ MOST_METADATA = 16_384
 
 def _short(values: dict[str, Any]) -> dict[str, Any]:
     """Return metadata; raise ValueError for what a registry does not keep in memory."""
-    if (size := len(json.dumps(values))) > MOST_METADATA:
+    if (size := len(json.dumps(values, allow_nan=False))) > MOST_METADATA:
         raise ValueError(f"it has {size:,} bytes of JSON, of at most {MOST_METADATA:,}: shorten it")
     return values
 
@@ -193,7 +193,7 @@ class SamplingSettings(ClientRequest):
 
 
 class IntTensor(ClientRequest):
-    data: Annotated[list[int], Field(max_length=MOST_TOKENS)]
+    data: Annotated[list[Annotated[int, Field(ge=-1, le=2**31 - 1)]], Field(max_length=MOST_TOKENS)]
     shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=2)] | None = None
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None

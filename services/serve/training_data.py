@@ -232,12 +232,12 @@ def _dense(csr: Any, values: NDArray[Any], shape: list[int], where: str) -> NDAr
         raise bad(f"{where} is no sparse matrix: send CSR with int64 indices and a shape [T, K]")
     rows = np.frombuffer(csr.crow_indices, "<i8")
     columns = np.frombuffer(csr.col_indices, "<i8")
-    counts = np.diff(rows)
     fits = len(rows) == shape[0] + 1 and len(columns) == len(values)
-    if not fits or rows[0] != 0 or rows[-1] != len(values) or (len(counts) and counts.min() < 0):
+    ordered = bool((rows[1:] >= rows[:-1]).all())  # differences of int64 can wrap around
+    if not fits or not ordered or rows[0] != 0 or rows[-1] != len(values):
         raise bad(f"{where} has row indices that do not fit its values: send CSR of {shape}")
     if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
         raise bad(f"{where} has column indices beyond {shape[1]} columns: mend them")
     found = np.zeros(shape, values.dtype)
-    found[np.repeat(np.arange(shape[0]), counts), columns] = values
+    found[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return found

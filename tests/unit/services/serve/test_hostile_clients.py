@@ -170,6 +170,11 @@ async def test_data_that_cannot_be_trained_is_refused_by_what_is_wrong(tmp_path:
         ("asample", SAMPLE | {"topk_prompt_logprobs": 10**6}, "topk_prompt_logprobs is 1000000"),
         ("asample", SAMPLE | {"base_model": "other"}, "base_model is 'other': choose 'base'"),
         ("asample", SAMPLE | {"target_prompt_logprobs": {"data": [1], "shape": [9, 9]}}, "shape"),
+        (
+            "asample",
+            SAMPLE | {"target_prompt_logprobs": {"data": [2**63, 1], "shape": [2, 1]}},
+            "target_prompt_logprobs.data.0 is 9223372036854775808",
+        ),
         ("create_model", {"base_model": "base"}, "session_id"),
     ],
 )
@@ -181,6 +186,23 @@ async def test_requests_that_are_wrong_are_refused_by_value(
         model = await client.model()
         refusal = await client.post(path, 400, **{"model_id": model, **body})
         assert expected in refusal["detail"]
+
+
+async def test_sparse_rows_whose_differences_wrap_around_are_refused(tmp_path: Path) -> None:
+    message = ForwardBackwardRequest(seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.full(4, 5, "<i4").tobytes()
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.dtype, values = 2, np.ones(4, "<i8")
+    tensor.shape.extend([4, 2])
+    tensor.sparse_csr.values = tensor.sparse_csr.col_indices = values.tobytes()
+    rows = [0, 2**62, -(2**63), -(2**62), 4]  # each difference is 2^62 in 64 bits, but for the last
+    tensor.sparse_csr.crow_indices = np.array(rows, "<i8").tobytes()
+    async with served(tmp_path) as world:
+        client = world.client()
+        message.model_id = await client.model()
+        refusal = await client.send(message.SerializeToString(), status=400)
+        assert "row indices that do not fit its values" in refusal["detail"]
 
 
 async def test_large_compressed_and_unreadable_bodies_are_refused(tmp_path: Path) -> None:

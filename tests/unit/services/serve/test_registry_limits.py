@@ -160,3 +160,14 @@ async def test_metadata_are_bounded_in_bytes(tmp_path: Path) -> None:
             refusal = await client.post("create_model", 400, **asked, user_metadata=metadata)
             assert "bytes of JSON, of at most 16,384: shorten it" in refusal["detail"]
         await client.post("create_model", **asked, user_metadata={"a": "x" * 9_000})
+
+
+async def test_metadata_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        client = world.client()
+        session = (await client.post("create_session"))["session_id"]
+        body = f'{{"session_id": "{session}", "model_seq_id": 0, "base_model": "base", '
+        body += '"lora_config": {"rank": 4}, "user_metadata": {"a": [NaN]}}'
+        answer = await client.http.post("/api/v1/create_model", content=body)
+        assert answer.status_code == 400
+        assert "user_metadata" in answer.json()["detail"]
