@@ -26,11 +26,14 @@ from composer_mesh.mesh.byte_budget import ByteBudget
 from composer_mesh.mesh.json_server import for_others, most_connections
 from composer_mesh.mesh.peer_user import ROOT_USER
 from composer_mesh.mesh.tcp_peer import user_at
-from composer_mesh.services.web.errors import UNAVAILABLE
+from composer_mesh.services.web.errors import BAD_REQUEST, UNAVAILABLE
 
 HEAD_S, BODY_S, SENDING_S, LINGER_S = 20.0, 60.0, 60.0, 2.0
 MOST = 16_384
 LATE = 408
+MOST_HEAD = 64 * 1024
+FREE_CHUNKS, MEAN_CHUNK = 1000, 64
+"""Chunks of a body that may have any size, and the least mean size of more: each takes 10 us."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,23 @@ class EndsStalled(asyncio.Protocol):
             self._sending = None
 
 
+class BoundedChunks(h11.Connection):
+    """Reads no further in a body of too many small chunks, which would take all time of a core."""
+
+    too_small = False
+    _chunks = _bytes = 0
+
+    def next_event(self) -> Any:
+        event = h11.NEED_DATA if self.too_small else super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            self.too_small = self._chunks > FREE_CHUNKS + self._bytes // MEAN_CHUNK
+        return event
+
+
 class HttpConnection(EndsStalled, H11Protocol):
     """A connection with a place of its server, whose requests have to arrive in time."""
 
@@ -157,6 +177,10 @@ class HttpConnection(EndsStalled, H11Protocol):
     _upgraded = False
     is_owners = False
     """Known to be of the user who started the server; looked up only where places are few."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.conn: BoundedChunks = BoundedChunks(h11.SERVER, MOST_HEAD)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -196,6 +220,9 @@ class HttpConnection(EndsStalled, H11Protocol):
 
     def _watch(self) -> None:
         """Bound what the peer has to send next: nothing, the head or the body of a request."""
+        if self.conn.too_small and self._closing is None:
+            mean = f"{MEAN_CHUNK} bytes each, or a content-length"
+            self._refuse(BAD_REQUEST, f"the body has too many small chunks: send {mean}")
         theirs, limits = self.conn.their_state, self.config.connections.limits
         wait_s = {h11.IDLE: limits.head_s, h11.SEND_BODY: limits.body_s}.get(theirs)
         watched = None if wait_s is None or self._upgraded else (theirs, self.cycle)
@@ -210,13 +237,20 @@ class HttpConnection(EndsStalled, H11Protocol):
             self._arriving = self.loop.call_later(wait_s, self._late, wait_s)
 
     def _late(self, wait_s: float) -> None:
-        nothing_came = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
-        answered = self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
-        if nothing_came or answered:
+        if self._closing is not None:
+            return
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self.close()
             return
         part = "headers" if self.conn.their_state is h11.IDLE else "body"
-        self._answer(LATE, f"the {part} did not arrive in {wait_s:g} s: send faster")
+        self._refuse(LATE, f"the {part} did not arrive in {wait_s:g} s: send faster")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """End a request that is not read further, with an answer where none was begun."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.close()
+            return
+        self._answer(status, text)
         self._leave()
         self.transport.write_eof()  # closed at once, it could be reset before the peer has read
         self._closing = self.loop.call_later(LINGER_S, self.transport.abort)

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.services.web.connections import MOST, Connections, Limits
+from composer_mesh.services.web.connections import (
+    FREE_CHUNKS,
+    MEAN_CHUNK,
+    MOST,
+    Connections,
+    Limits,
+)
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
 OTHERS = "127.0.0.2"
@@ -198,3 +204,15 @@ def test_the_limit_follows_that_of_descriptors(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
     assert Limits().most == most
     assert 0 < Limits().for_others < most
+
+
+async def test_a_body_of_many_small_chunks_is_read_no_further() -> None:
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with served(Limits(head_s=LONG_S, body_s=LONG_S)) as server:
+        small = await server.connected()
+        small.send(head + b"1\r\nx\r\n" * 3 * FREE_CHUNKS)
+        assert await small.status() == 400
+        large = await server.connected()
+        one = b"%x\r\n%s\r\n" % (2 * MEAN_CHUNK, b"x" * 2 * MEAN_CHUNK)
+        large.send(head + one * 3 * FREE_CHUNKS + b"0\r\n\r\n")
+        assert await large.status() == 200
