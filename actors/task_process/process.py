@@ -45,6 +45,8 @@ PING_S = 1.0
 LOOK_S = 0.1
 BUSY_S, BUSY_WAIT_S = 0.1, 3.0
 """CPU seconds of a thread after which it is compared with others, and the longest wait for them."""
+OF_TASK = frozenset({"load", "prepare", "score", "score_group", "begin", "step", "finish"})
+"""Endpoints that run the task's code."""
 STACKS_WAIT_S = 3.0
 """Longest wait for the stacks of a process; without them its place is unknown."""
 
@@ -125,11 +127,20 @@ class TaskProcess:
         await asyncio.to_thread(reap, self.pid)
         await cancel_and_wait(self._watching)
         stacks, marks = self._written_stacks(), read_marks(self._marks.fileno())
-        self.fault = self._narrowed(self.fault or end(how, marks, stacks))
+        self.fault = self._narrowed(self.fault or self._suspected(end(how, marks, stacks)))
         self._calls.lose(partial(self._error_of, self.fault))
         await self._calls.close()
         self._marks.close()
         self._stacks.close()
+
+    def _suspected(self, fault: TaskFault) -> TaskFault:
+        """Return a fault of every open call where no marked one is: a thread that a task started
+        may have caused it, and a loss that counts for nobody would be repeated forever."""
+        calls = self._calls.unanswered
+        if not fault.calls.isdisjoint(calls):
+            return fault
+        those = (number for number, one in calls.items() if one.endpoint in OF_TASK)
+        return TaskFault(fault.reason, frozenset(those))
 
     def _narrowed(self, fault: TaskFault) -> TaskFault:
         """Return a fault of one call if all that may have caused it are of the same episode."""
@@ -154,7 +165,7 @@ class TaskProcess:
         while await self._answers():  # noqa: ASYNC110  another process answers
             await asyncio.sleep(PING_S)
         if self.fault is None:
-            fault = await self._hang()
+            fault = self._suspected(await self._hang())
             self._kill(fault)
             sys.stderr.write(f"composer-mesh: task process {self.pid} {fault.reason}\n")
 

@@ -23,6 +23,7 @@ import ctypes
 import os
 import re
 import signal
+import threading
 
 from raised_kinds import raised
 
@@ -34,6 +35,9 @@ FAULTS = ["none", "holds", "holds_async", "sleeps", "segfault", "exits", "killed
 class Faulty(Session):
     async def reply(self, text):
         if text == "wait":
+            await asyncio.Event().wait()
+        if text == "exit by a thread":
+            threading.Timer(0.1, os._exit, [3]).start()
             await asyncio.Event().wait()
 
 
@@ -136,6 +140,25 @@ async def test_a_call_that_holds_or_ends_its_process_is_charged_alone_with_its_p
     assert isinstance(await environment("finish", "another"), Outcome)
     assert environment.actor.details()["task_process"] != before
     assert not is_alive(before)
+
+
+async def test_an_end_by_a_thread_that_no_call_runs_on_is_charged_to_the_calls_under_way(
+    environment: Environment,
+) -> None:
+    await environment.begin("guilty")
+    with pytest.raises(TaskProcessEnded, match="exited with code 3"):
+        await environment("step", "guilty", "exit by a thread")
+    await environment("forget", "guilty")
+    for name, fault in (("guilty", "none"), ("waiting", "exits"), ("idle", "none")):
+        await environment.begin(name, fault)
+    waiting = asyncio.create_task(environment("step", "waiting", "wait"))
+    for call in (environment("step", "guilty", "exit by a thread"), waiting):
+        with pytest.raises(SessionLost) as lost:
+            await call
+        assert lost.value.in_call, "either may have caused it"
+    with pytest.raises(SessionLost) as lost:
+        await environment("finish", "idle")
+    assert not lost.value.in_call
 
 
 async def test_sessions_of_an_ended_process_are_forgotten_one_by_one(
