@@ -101,7 +101,7 @@ class EnvironmentActor(MeshActor):
         try:
             messages: list[Message] = await self._call(process, "begin", session_id, episode)
         except BaseException:
-            self._forget(process, session_id)  # it may have begun there all the same
+            self._forget(process, session_id)  # it may have started there
             raise
         self._homes[session_id], process.episodes[session_id] = process, episode
         self._callers[session_id] = current_caller.get()

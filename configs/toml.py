@@ -91,7 +91,7 @@ def _refuse_long_keys(text: str) -> None:
 
 
 def _unquoted(quoted: re.Match[str]) -> str:
-    """Return what counts of a quoted text: nothing, but all of one that its line does not end."""
+    """Return the part of a quoted text that counts: none, or all if its line does not close it."""
     return _LITERAL.sub("", quoted[0]) if quoted[1] in ("", "\\") else ""
 
 

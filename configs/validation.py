@@ -50,7 +50,7 @@ def validated_json(kind: type[T], text: str | bytes) -> T:
 
 
 def first_error(error: ValidationError, *, with_input: bool = False) -> ErrorDetails:
-    """Return the first error: its `type`, `loc` and `msg`, and if asked for its `input`."""
+    """Return the first error: its `type`, `loc` and `msg`; `input` only `with_input`."""
     return errors_of(error, with_input=with_input)[0]
 
 

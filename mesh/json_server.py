@@ -1,6 +1,6 @@
 """A small HTTP server on threads, with bounded requests and errors in OpenAI's JSON.
 
-Bounded are connections, the time until the headers and the body of a request are whole, a body, and
+It bounds connections, the time in which the headers and the body of a request arrive, a body, and
 the unfinished bodies of one client and of all together. The servers of this project that answer
 OpenAI clients are subclasses of its handler. It does not use Monarch.
 """
@@ -33,7 +33,7 @@ PIECE = 2**16
 
 
 def most_connections(most: int) -> int:
-    """Return how many connections this process has descriptors for, beside those for files."""
+    """Return how many connections this process has descriptors for, besides files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return most
@@ -171,7 +171,7 @@ class JsonHandler(BaseHTTPRequestHandler):
     wbufsize = PIECE
     largest_request = 4 * 2**20
     most_values = 1_000_000
-    """Commas of a body: a parser of JSON holds up all threads as long as it builds values."""
+    """Commas of a body: a parser of JSON holds up all threads while it builds values."""
 
     def authorize(self) -> None:
         """Raise a Refusal unless the client may ask; the body is not read yet."""

@@ -49,7 +49,7 @@ class OpenFolder:
             os.close(handle)
 
     def make(self, name: str) -> None:
-        """Make a folder below this one, with those that it lies in, unless it exists."""
+        """Make a folder below this one, and those above it, unless it exists."""
         with self._inside(f"{name}/."):
             pass
 
@@ -91,7 +91,7 @@ class OpenFolder:
 
     @contextlib.contextmanager
     def _inside(self, name: str, make: bool = True) -> Iterator[tuple[int, str]]:
-        """Yield the handle of the folder that a name lies in, and the last part of the name."""
+        """Yield the handle of the folder that contains a name, and the name's last part."""
         *folders, file = name.split("/")
         with contextlib.ExitStack() as opened, self._errors_named(name):
             handle = self._handle

@@ -146,7 +146,7 @@ class MeshHost:
     def _heartbeat_of(self, name: str, rules: HeartbeatRules) -> HeartbeatRules:
         """Return the rules of a process: one that replaces a hung one has twice the time to answer.
 
-        It may do the same work, which may hold Python's lock or have got no core.
+        It may do the same work, which may hold Python's lock or wait for a core.
         """
         hang_s = self._hang_s.pop(slot_of(name), rules.hang_s)
         return HeartbeatRules(rules.every_s, max(hang_s, rules.hang_s))

@@ -24,8 +24,7 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 T = TypeVar("T")
 
 DESCRIBE = "describe"
-"""The endpoint that answers immediately, also where it reports that the actor's work stands still.
-"""
+"""The endpoint that answers immediately, even while the actor's work makes no progress."""
 PROGRESS_S = 30.0
 """Longest wait for a report of progress; a silent actor counts as hung after as long by default."""
 

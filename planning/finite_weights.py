@@ -1,7 +1,7 @@
 """Looks through the weights of a model folder for values that are not finite, without torch.
 
-A folder of at most `WHOLE_BYTES` is read completely, in pieces; about 1 s a gigabyte that the disk
-delivers as fast. Of a larger one the first `SAMPLE_BYTES` of each tensor are read: the weights of a
+A folder of at most `WHOLE_BYTES` is read completely, in pieces: about 1 s a gigabyte, if the
+disk is as fast. Of a larger one the first `SAMPLE_BYTES` of each tensor are read: the weights of a
 training that has diverged are not finite from the first value on.
 """
 

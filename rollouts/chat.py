@@ -226,8 +226,10 @@ class ChatFormat:
         return text if THINKING_ENDS in text_before_calls(text) else f"{NO_THOUGHT}{text}"
 
     def _spoken(self, text: str) -> list[int]:
-        """Return the ids of an action's text as the template has them behind its prompt, where they
-        are decoded as those of the text alone; else these."""
+        """Return the ids of an action's text behind the template's prompt.
+
+        Where they are decoded otherwise than those of the text alone, these.
+        """
         alone = self.controls.encode(text, {})
         before = self.template.text([ASKED], generate=True)
         for lead in dict.fromkeys((self._lead, "")):

@@ -161,7 +161,7 @@ class ControlTokens:
     def encode_behind(self, before: str, rendered: str, stand_ins: StandIns) -> list[int]:
         """Return the ids of a rendering behind a text, which are those of both less the text's.
 
-        Where the two share a token, as no ids of the text do, they are those of it alone.
+        Where one token spans the end of the text, they are the ids of the rendering alone.
         """
         head = self.encode(before, {})
         both = self.encode(before + rendered, stand_ins)

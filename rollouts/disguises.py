@@ -87,7 +87,7 @@ def _with_digits(text: str) -> str:
             text[max(0, run.start() - 1) : run.start()],
             text[run.end() : run.end() + 1],
         )
-        # Beside another letter only what a vertical bar sets apart is a word.
+        # Next to a letter or digit, a word begins and ends at a vertical bar.
         start = (letters.find("|") + 1 or len(letters)) if before.isalnum() else 0
         end = max(letters.rfind("|"), 0) if after.isalnum() else len(letters)
         word = letters[start:end]

@@ -109,7 +109,7 @@ class HintSources:
         answer: str | None,
         counts: HintCounts,
     ) -> list[Hint]:
-        """Return a source's hints; what a stranger's text makes of it concerns this turn only."""
+        """Return a source's hints; where a text of others makes it fail, none for this turn."""
         try:
             return list(self._from(source, trace, turn, group, answer, counts))
         except (LookupError, TypeError, ValueError) as error:

@@ -13,8 +13,8 @@ def tokens_to_stop(
 ) -> int | None:
     """Return how many tokens, at least 1, complete the first of the `stops`; None without one.
 
-    The text of a beginning only grows with it, but for the U+FFFD of half a character: a stop text
-    with that sign is found in one of the beginnings that hold it. Few beginnings are decoded.
+    More tokens only add text, except for the U+FFFD of half a character: a stop text with U+FFFD is
+    found after any number of tokens that shows it. Few beginnings are decoded.
     """
 
     def has(count: int) -> bool:

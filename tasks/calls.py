@@ -108,7 +108,7 @@ class Calls:
 
         Raises TaskTimeout after the limit, and TaskCodeError where the function raised anything but
         an error of tasks, also a CancelledError of its own, StopIteration or SystemExit. A plain
-        function that is late goes on in its thread.
+        function that is late keeps running in its thread.
         """
         try:
             if self.limit_s is None:  # no event loop is needed where nothing waits

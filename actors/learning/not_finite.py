@@ -1,7 +1,7 @@
 """Which part of an update made its gradient nan or infinite: found out after the update failed.
 
 Each part of an update, a microbatch or some pairs, leaves its channels' losses, and whether the
-gradient at the model's last states was finite. Without a failure nothing of it is read.
+gradient at the model's last states was finite. They are read only after a failure.
 """
 
 import math

@@ -5,7 +5,7 @@
 
 A value has a checksum, so that a torn one is not taken for the value. It is passed over only after
 several equal reads, because a read may be torn as well. What a stranger has put there is passed
-over in the same way: `is_value` says what a register may hold, and is the same for all who ask.
+over in the same way: `is_value` says what a register may hold, and is the same for all readers.
 """
 
 import hashlib

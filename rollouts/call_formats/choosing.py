@@ -55,7 +55,7 @@ _PROPERTIES = EXAMPLE_TOOL["function"]["parameters"]["properties"]
 _SCHEMAS: Schemas = {
     EXAMPLE.name: {"properties": {**_PROPERTIES, "unit": {"type": ["string", "null"]}}}
 }
-"""What formats without types read by; a template is shown a plain type, as some know no others."""
+"""Schemas for formats without types; templates get a plain type, since some know no others."""
 _ASKED: Message = {"role": "user", "content": "q"}
 _ANSWER: Message = {"role": "tool", "content": "4", "name": EXAMPLE.name}
 

@@ -3,8 +3,8 @@
     {"events.jsonl": {"bytes": 1114, "crc32": "89abcdef"}, "config.toml": {...}, ...}
 
 Of a file that grows by lines the first `bytes` bytes are meant: the last lines before a kill may be
-in no checksum. A run that is resumed goes on from the checksum that it finds, and so never takes
-damage for what it wrote.
+in no checksum. A resumed run continues from the checksum that it finds, so it never takes damage
+for lines of its own.
 """
 
 from __future__ import annotations

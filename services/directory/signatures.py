@@ -7,7 +7,7 @@ about one content under one name in one folder, so that no file counts in a fold
 has copied it with its signature:
 
     ~/.local/state/composer-mesh/signing.key      or below $XDG_STATE_HOME
-    RUN/.launch.json.signature                    beside the file that it is about
+    RUN/.launch.json.signature                    next to the file that it signs
 
 Without its signature a file is data: it may be shown, and nothing is done because of it.
 """

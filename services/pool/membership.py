@@ -193,7 +193,7 @@ class Membership:
     async def _come(self, newcomers: Sequence[Replica], deadline_s: float) -> None:
         """Add new replicas; only quick calls run under the lock that blocks other set-ups.
 
-        They are judged by their own progress alone, whoever began this.
+        Only their own progress counts, whichever call started this.
         """
         with working_together(list):
             await self._come_alone(newcomers, deadline_s)

@@ -1,4 +1,4 @@
-"""Which operations are being executed, in a file, for the next start of a server that one ended.
+"""Notes in a file what is being executed, for the next start of a server that was killed by it.
 
 A place of the file is one number of 8 bytes, 0 where it is free. It is written before its operation
 begins, by one call that a killed process has made or not; it need not outlive the machine, so that

@@ -194,7 +194,7 @@ class Registry:
             )
 
     async def free_unused(self) -> list[Model]:
-        """Forget what is not used any more; return the models, whose files are of no use.
+        """Forget what is not used any more; return the models, whose files are not needed.
 
         Models: unloaded ones without saved weights, `result_s` after their last use. Sessions and
         their samplers: `session_idle_s` after the last use; a session stays while it has a model.
@@ -214,7 +214,7 @@ class Registry:
         return gone
 
     async def end_session(self, client: str, session_id: str) -> None:
-        """Free a client's session as one that is idle: its models stay, and it with them."""
+        """Free a client's session like one that is idle: one with models stays."""
         await self._end([self.session(client, session_id).id])
 
     async def _end(self, sessions: Collection[str]) -> None:

@@ -81,7 +81,7 @@ class ServerTasks:
         self.housekeeping = Housekeeping(folder, limits, self.registry, commits, self.server)
 
     async def recover(self) -> int:
-        """Queue what the log has unanswered; return how much there was.
+        """Queue the operations that the log has unanswered; return how many there are.
 
         What was being executed when the last process was killed has one attempt more.
         """

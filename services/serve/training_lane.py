@@ -149,7 +149,7 @@ class TrainingLane:
             await self._finish_all([operation], failure(text, "user"))
 
     async def _execute_until_done(self, group: list[Operation]) -> None:
-        """Execute a group; one by one where it fails, or held what a process was lost with."""
+        """Execute a group; one by one if it fails, or if a process was lost with one of them."""
         if not any(one.attempts for one in group):
             try:
                 await self._execute(group)

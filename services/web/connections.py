@@ -67,7 +67,7 @@ class Connections:
         """Those without a request, oldest first."""
 
     def take(self, connection: HttpConnection) -> bool:
-        """Count a connection; return False where it has no place, nor that of an idle one."""
+        """Count a connection; return False where no place is free and none is idle."""
         count = len(self._open)
         if count >= self.limits.for_others:
             owners = connection.is_owners = self._is_owners(connection.transport)
@@ -88,7 +88,7 @@ class Connections:
         return True
 
     def release(self, transport: asyncio.BaseTransport) -> None:
-        """Count a connection no more."""
+        """Stop counting a connection."""
         self._open.discard(transport)
 
     def idle(self, connection: HttpConnection, is_idle: bool) -> None:
@@ -271,7 +271,7 @@ class HttpConnection(EndsStalled, H11Protocol):
             self.cycle.message_event.set()
 
     def close(self) -> None:
-        """Close the connection, at last without what its peer does not take."""
+        """Close the connection; after `sending_s` what its peer has not taken is dropped."""
         self._leave()
         self.transport.close()
         if self._closing is None:
