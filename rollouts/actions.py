@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from composer_mesh.rollouts.foreign_text import normal_form
-from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
+from composer_mesh.rollouts.tool_calls import THINKING, THINKING_ENDS, ToolCall, parse_action
 
-_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _ANSWER = re.compile(r"Answer:\s*(-?[\d,]*\.?\d+)\s*$")
 
 
@@ -53,7 +52,7 @@ class ActionKey:
 
 def canonical_action(text: str) -> ActionKey:
     """Return the equivalence class of an action's text."""
-    if text.lstrip().startswith(_THOUGHT) and _END_OF_THOUGHT not in text:
+    if text.lstrip().startswith(THINKING) and THINKING_ENDS not in text:
         return ActionKey("malformed", text)
     action = parse_action(text)
     if isinstance(action, ToolCall):
@@ -63,7 +62,7 @@ def canonical_action(text: str) -> ActionKey:
     number = read_answer(text)
     if number is not None:
         return ActionKey("number", _canonical_json(number))
-    words = _words(text.rpartition(_END_OF_THOUGHT)[2])
+    words = _words(text.rpartition(THINKING_ENDS)[2])
     return ActionKey("words", words) if words else ActionKey("malformed", text)
 
 

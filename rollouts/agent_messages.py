@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from composer_mesh.rollouts.tool_calls import THINKING, THINKING_ENDS
 from composer_mesh.rollouts.traces import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
 ROLES["assistant"] = "assistant"
-OPEN, CLOSE = "<think>", "</think>"
+OPEN, CLOSE = THINKING, THINKING_ENDS
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from composer_mesh.rollouts.agent_messages import CLOSE as THINKING_ENDS
-from composer_mesh.rollouts.agent_messages import OPEN as THINKING
 from composer_mesh.rollouts.call_formats.choosing import CallStyle
 from composer_mesh.rollouts.call_formats.known import HERMES
 from composer_mesh.rollouts.call_formats.port import Schemas
@@ -23,6 +21,8 @@ from composer_mesh.rollouts.control_tokens import ChatTemplateError, ControlToke
 from composer_mesh.rollouts.control_tokens import Tokenizer as Encoder
 from composer_mesh.rollouts.tool_calls import (
     OPEN,
+    THINKING,
+    THINKING_ENDS,
     MalformedCall,
     ParsedAction,
     ToolCall,
@@ -219,9 +219,9 @@ class ChatFormat:
 
     def _closing_thought(self, text: str) -> str:
         """Return an action's text as it follows a prompt that has opened its thought."""
-        begun = text.lstrip()
-        if begun.startswith(THINKING):
-            thought = begun.removeprefix(THINKING)
+        spoken = text.lstrip()
+        if spoken.startswith(THINKING):
+            thought = spoken.removeprefix(THINKING)
             return thought.removeprefix("\n") if self._prompt_text.endswith("\n") else thought
         return text if THINKING_ENDS in text_before_calls(text) else f"{NO_THOUGHT}{text}"
 

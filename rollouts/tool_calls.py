@@ -102,9 +102,9 @@ def behind_thinking(text: str, read: Callable[[str], ParsedAction]) -> ParsedAct
     be read is part of the call.
     """
     thinking, ends, answer = text.partition(THINKING_ENDS)
-    begun = text.lstrip().startswith(THINKING)
+    opened = text.lstrip().startswith(THINKING)
     try:
-        if not begun:
+        if not opened:
             found = _read_or_none(text, read) if ends else read(text)
             if found is not None and (found.calls or not ends):
                 return found

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from composer_mesh.rollouts.call_formats.choosing import CallStyle, Render, calling
 from composer_mesh.rollouts.call_formats.port import CallFormat, ParsedAction
-from composer_mesh.rollouts.tool_calls import ToolCall
+from composer_mesh.rollouts.tool_calls import ToolCall, wire_arguments
 from composer_mesh.rollouts.traces import Message
 
 PROBE_TOOL: dict[str, Any] = {
@@ -122,9 +122,8 @@ def _as_text(message: Message, calls: CallFormat) -> Message:
 
 
 def _call(call: dict[str, Any]) -> ToolCall:
-    arguments = call["function"]["arguments"]
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return ToolCall(call["function"]["name"], parsed, str(call.get("id") or ""))
+    arguments = wire_arguments(call["function"]["arguments"])
+    return ToolCall(call["function"]["name"], arguments, str(call.get("id") or ""))
 
 
 def _results_of_users(messages: list[Message]) -> Iterator[Message]:

@@ -57,12 +57,12 @@ def check(arguments: argparse.Namespace) -> int:
         check_vllm_installed(config)
     task, episodes = make_task(config), config.eval.episodes
     with serving(config, task):
-        told = [*chat_remarks(config, task.tools), *told_of(config, task)]
+        lines = [*chat_remarks(config, task.tools), *told_of(config, task)]
     if fewer := fewer_episodes(heldout_of(task, episodes), episodes):
-        told.append(fewer)
+        lines.append(fewer)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())
-    for line in told:
+    for line in lines:
         print(line)
     print_placement(placements, Console())
     return 0
