@@ -197,7 +197,7 @@ class PolicyConfig(Section):
     (model in path)."""
 
     tools_in: Literal["auto", "template", "system"] = "auto"
-    """Where the model reads of its tools: where its chat template writes them, or in the system
+    """Where the model reads its tools: where its chat template writes them, or in the system
     message; "auto" is the system message where the template writes none (model in path)."""
 
     stop_tokens: Annotated[tuple[str, ...], Field(strict=False, max_length=16)] = ()

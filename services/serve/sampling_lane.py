@@ -126,9 +126,9 @@ class SamplingLane:
     def _has_room(self, one: Operation) -> bool:
         """Whether an operation may run with the others now.
 
-        Those with which a generator was lost run with a sixteenth of the others, and then alone,
-        so that one that kills generators is found, and what ran at the same time is answered. All
-        that run have at most `MOST_TAKEN` bytes of data.
+        Those with which a generator was lost run with a sixteenth of the others, and then alone.
+        So one that kills generators is found, and those that ran at the same time are answered.
+        All that run have at most `MOST_TAKEN` bytes of data.
         """
         size = sum(other.size for other in self._running.values())
         if self._running and size + one.size > MOST_TAKEN:

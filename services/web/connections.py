@@ -2,8 +2,8 @@
 
 A connection beyond the limit ends the one that is idle longest; where none is idle, it is answered
 503 and closed. The last places are for the user who started the server: others, idle or not, cannot
-lock the owner out. A request whose headers or body do not arrive in time is answered 408, a
-connection without a request is closed, and one whose peer takes nothing of an answer is aborted.
+lock the owner out. A request whose headers or body do not arrive in time is answered 408. A
+connection without a request is closed; one whose peer takes nothing of an answer is aborted.
 """
 
 from __future__ import annotations
