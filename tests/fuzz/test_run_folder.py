@@ -235,6 +235,7 @@ FILES: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "config.toml": toml_changed,
     ".config.toml.signature": bytes_changed,
     "summary.json": json_changed,
+    "checksums.json": json_changed,
     ".lock": bytes_changed,
     "checkpoints/step-1/manifest.json": json_changed,
     "launch.json": json_changed,

@@ -135,7 +135,7 @@ def test_a_checkpoint_reports_its_tensors_and_files_as_it_is_written_and_read(
 ) -> None:
     learner = Learner(build_config(), folder, Ranks())
     tensors = len(distinct(learner.export()))
-    draft = Draft(tmp_path / "run", learner.version)
+    draft = Draft(tmp_path, learner.version)
     with reports(1):
         learner.copy()
     with reports(tensors):

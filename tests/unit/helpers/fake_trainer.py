@@ -216,6 +216,7 @@ class Running:
         if self.config.sdpo.teacher == "ema":
             self.world.average = 0.0
         self.root = root
+        root.mkdir(parents=True, exist_ok=True)
         self.stored: dict[int, Trained] = {}
         """What the run's store has of each step that is done."""
         self.trainer = self.made(None)

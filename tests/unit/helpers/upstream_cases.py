@@ -41,6 +41,8 @@ def check_policy(case: dict[str, Any], dtype: torch.dtype, device: torch.device 
     }
     if options.get("rejection") is not None:
         options["rejection"] = Rejection(**options["rejection"])
+    if case["function"] == "grpo_loss":
+        options.setdefault("clip_high", 0.2)  # the published code's own default
     arguments = [batch[name] for name in case["arguments"]]
     found = getattr(policy, case["function"])(*arguments, **options).loss
     found.backward()
