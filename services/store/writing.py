@@ -214,7 +214,11 @@ class RunStore:
     def _sync(self) -> None:
         self._lines.sync()
         self._records.file.refuse_if_lost()
-        self._lines.checksums.write()
+        try:
+            self._lines.checksums.write()
+        except OSError:
+            self._records.file.refuse_if_lost()  # says more than a missing folder does
+            raise
 
     def _close(self) -> None:
         self.reading.close()
