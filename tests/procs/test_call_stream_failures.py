@@ -18,8 +18,15 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 BOUND_S = 60.0
 
 
-class Unanswerable(BaseException):
-    """An error that is no answer, as of a call that ends in want of memory."""
+class NoMemory(BaseException):
+    """What ends the packing of an answer."""
+
+
+class Unanswerable(Exception):
+    """An error that cannot be packed for its caller."""
+
+    def __reduce__(self) -> Any:
+        raise NoMemory
 
 
 async def test_a_call_that_cannot_be_answered_is_reported_as_a_failure_of_the_process() -> None:
@@ -32,7 +39,7 @@ async def test_a_call_that_cannot_be_answered_is_reported_as_a_failure_of_the_pr
     calls = StreamServer(lambda _: fails, failures.put_nowait).open("caller", answers)
     calls.send([(0, CALL, pickle.dumps(("say", ())))])
     async with asyncio.timeout(BOUND_S):
-        assert isinstance(await failures.get(), Unanswerable)
+        assert isinstance(await failures.get(), NoMemory)
 
 
 class Silent:
