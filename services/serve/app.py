@@ -27,7 +27,7 @@ from composer_mesh.services.serve.results import Result, try_again
 from composer_mesh.services.serve.sample_checks import check_sample
 from composer_mesh.services.serve.server import TrainingServer
 from composer_mesh.services.serve.training_data import read_training_request
-from composer_mesh.services.web.bodies import HANDLERS
+from composer_mesh.services.web.bodies import HANDLERS, INLINE_BYTES
 from composer_mesh.services.web.errors import UNAVAILABLE, UNSUPPORTED, Refused
 
 WAIT_S = 20.0
@@ -168,7 +168,7 @@ class Routes:
 
     async def _parsed(self, request: Request, kind: type[Model]) -> Model:
         return await self._bodies.read(
-            request, client(request), lambda body: parsed(kind, body or b"{}")
+            request, client(request), lambda body: parsed(kind, body or b"{}"), INLINE_BYTES
         )
 
 

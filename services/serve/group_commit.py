@@ -36,6 +36,11 @@ class GroupCommit:
         """Run a job after the earlier ones. Waits until it is on disk; it runs if cancelled too."""
         return await asyncio.shield(self.start(job))
 
+    async def repeat(self, job: Callable[[sqlite3.Connection], int]) -> None:
+        """Run a job until it returns 0, each time in a transaction of its own, among others."""
+        while await self.run(job):
+            pass
+
     def start(self, job: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
         """Queue a job behind those that were queued before; its result comes when it is on disk."""
         done: asyncio.Future[T] = self._loop.create_future()

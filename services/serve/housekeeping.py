@@ -43,7 +43,7 @@ class Housekeeping:
         most = int(self._limits.max_results_gb * 1e9)
         each = int(self._limits.max_results_gb_per_client * 1e9)
         job = partial(log.expire, before=before, most_bytes=most, most_of_client=each)
-        await self._commits.run(job)
+        await self._commits.repeat(job)
         for model in await self._registry.free_unused():
             if model.file:
                 await asyncio.to_thread((self._folder / model.file).unlink, missing_ok=True)

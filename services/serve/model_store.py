@@ -133,7 +133,10 @@ class ModelStore:
 
     async def _saved(self, held: Model, file: str) -> Model:
         saved = replace(held, file=file, saved_position=held.position, saved_steps=held.steps)
-        await self._commits.run(partial(log.put_model, one=saved, keep_bodies=self._keep))
+        await self._commits.run(partial(log.put_model, one=saved))
+        if not self._keep:
+            before = saved.saved_position
+            await self._commits.repeat(partial(log.drop_bodies, model=saved.id, before=before))
         self._registry.set_model(saved)
         self.kept.pop(held.id, None)
         if held.file and held.file != file:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sqlite3
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from composer_mesh.services.serve.results import MediaType, Result
 from composer_mesh.services.web.errors import bad
 
 QUEUED, DONE, FAILED, EXPIRED = 0, 1, 2, 3
+PIECE, ROW_BYTES = 4 * 2**20, 1000
+"""Bytes that one job frees, and those of a row beside its body and its answer.
+
+A megabyte takes some 5 ms, in which the log does nothing else."""
 MEDIA: tuple[MediaType, ...] = ("json", "protobuf")
 
 KIND = FileKind(
@@ -157,42 +162,62 @@ def result_of(rows: sqlite3.Connection, request_id: str) -> LoggedAnswer | None:
     return LoggedAnswer(client, Result(bytes(content), MEDIA[media], status == FAILED))
 
 
+def pieces(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
+    """Divide operations, so that the bodies of each part can be freed in one job."""
+    some, size = list[Operation](), 0
+    for one in operations:
+        some.append(one)
+        size += one.size
+        if size >= PIECE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
 def expire(rows: sqlite3.Connection, before: float, most_bytes: int, most_of_client: int) -> int:
-    """Drop the answers from before a time, and the oldest above a size; return how many.
+    """Drop answers from before a time, and the oldest above a size; return how many, 0 at the end.
 
     Those of a client that has more than `most_of_client` bytes of them go first.
     """
-    dropped = rows.execute(
-        "UPDATE operations SET result = NULL, status = ? WHERE result IS NOT NULL AND finished < ?",
-        (EXPIRED, before),
-    ).rowcount
+    if dropped := _drop_oldest(rows, "finished < ?", (before,), math.inf):
+        return dropped
     sizes = rows.execute(
         "SELECT client, SUM(LENGTH(result)) FROM operations WHERE result IS NOT NULL "
         "GROUP BY client"
     ).fetchall()
     for client, size in sizes:
-        dropped += _drop_oldest(rows, "AND client = ?", (client,), size - most_of_client)
-    total = sum(min(size, most_of_client) for _, size in sizes)
-    return int(dropped) + _drop_oldest(rows, "", (), total - most_bytes)
+        if dropped := _drop_oldest(rows, "client = ?", (client,), size - most_of_client):
+            return dropped
+    return _drop_oldest(rows, "TRUE", (), sum(size for _, size in sizes) - most_bytes)
 
 
-def _drop_oldest(rows: sqlite3.Connection, where: str, values: tuple[Any, ...], excess: int) -> int:
-    """Drop the oldest answers that have `excess` bytes together; return how many."""
-    if excess <= 0:
-        return 0
-    oldest = rows.execute(
+def _drop_oldest(
+    rows: sqlite3.Connection, where: str, values: tuple[Any, ...], excess: float
+) -> int:
+    """Drop the oldest answers that have `excess` bytes together, or a piece; return how many."""
+    oldest = (
         "SELECT number, LENGTH(result) FROM operations "
-        f"WHERE result IS NOT NULL {where} ORDER BY finished",
-        values,
+        f"WHERE result IS NOT NULL AND {where} ORDER BY finished"
     )
-    dropped = []
-    for number, size in oldest:
-        if excess <= 0:
-            break
-        excess -= size
-        dropped.append((EXPIRED, number))
+    numbers = _numbers_of(rows, oldest, [values], min(excess, PIECE))
+    dropped = [(EXPIRED, number) for number in numbers]
     rows.executemany("UPDATE operations SET result = NULL, status = ? WHERE number = ?", dropped)
     return len(dropped)
+
+
+def _numbers_of(
+    rows: sqlite3.Connection, select: str, each: Iterable[tuple[Any, ...]], most: float = PIECE
+) -> list[int]:
+    """Return the operations that a select of numbers and sizes finds, until they reach `most`."""
+    found = []
+    for values in each:
+        for number, size in rows.execute(select, values):
+            if most <= 0:
+                return found
+            found.append(number)
+            most -= ROW_BYTES + (size or 0)
+    return found
 
 
 def queued(rows: sqlite3.Connection) -> list[Operation]:
@@ -256,11 +281,8 @@ def put_session(rows: sqlite3.Connection, one: Session) -> None:
     )
 
 
-def put_model(rows: sqlite3.Connection, one: Model, keep_bodies: bool = True) -> None:
-    """Enter a model, or how it is now; without `keep_bodies` drop what its file includes.
-
-    One that was unloaded stays so.
-    """
+def put_model(rows: sqlite3.Connection, one: Model) -> None:
+    """Enter a model, or how it is now; one that was unloaded stays so."""
     values = asdict(one) | {"spec": json.dumps(asdict(one.spec)), "unloaded": int(one.unloaded)}
     changed = ", ".join(f"{name} = excluded.{name}" for name in values if name != "unloaded")
     rows.execute(
@@ -268,12 +290,17 @@ def put_model(rows: sqlite3.Connection, one: Model, keep_bodies: bool = True) ->
         f"CONFLICT (id) DO UPDATE SET {changed}, unloaded = MAX(unloaded, excluded.unloaded)",
         tuple(values.values()),
     )
-    if not keep_bodies:
-        rows.execute(
-            "UPDATE operations SET body = NULL "
-            "WHERE model = ? AND position < ? AND body IS NOT NULL",
-            (one.id, one.saved_position),
-        )
+
+
+def drop_bodies(rows: sqlite3.Connection, model: str, before: int) -> int:
+    """Drop a piece of the bodies of changes before a position; return how many, 0 at the end."""
+    select = (
+        "SELECT number, LENGTH(body) FROM operations "
+        "WHERE model = ? AND position < ? AND body IS NOT NULL"
+    )
+    dropped = [(number,) for number in _numbers_of(rows, select, [(model, before)])]
+    rows.executemany("UPDATE operations SET body = NULL WHERE number = ?", dropped)
+    return len(dropped)
 
 
 def put_saved(rows: sqlite3.Connection, one: Saved) -> None:
@@ -298,24 +325,32 @@ def put_sampler(rows: sqlite3.Connection, one: Sampler) -> None:
     )
 
 
-def delete_samplers(rows: sqlite3.Connection, names: Sequence[str]) -> None:
-    """Forget samplers, and their operations that are answered."""
-    rows.executemany("DELETE FROM samplers WHERE id = ?", [(name,) for name in names])
+def delete_samplers(rows: sqlite3.Connection, names: Sequence[str]) -> int:
+    """Forget a piece of samplers' answered operations, at the end samplers, and return 0."""
     scopes = [(f"{name}:sample", QUEUED) for name in names]
-    rows.executemany("DELETE FROM operations WHERE scope = ? AND status != ?", scopes)
+    return _delete(rows, "samplers", names, "scope = ? AND status != ?", scopes)
 
 
-def delete_models(rows: sqlite3.Connection, names: Sequence[str]) -> None:
-    """Forget models that were unloaded, and their operations."""
-    rows.executemany("DELETE FROM models WHERE id = ?", [(name,) for name in names])
-    rows.executemany("DELETE FROM operations WHERE model = ?", [(name,) for name in names])
+def delete_models(rows: sqlite3.Connection, names: Sequence[str]) -> int:
+    """Forget a piece of the operations of unloaded models, at the end models, and return 0."""
+    return _delete(rows, "models", names, "model = ?", [(name,) for name in names])
 
 
-def delete_sessions(rows: sqlite3.Connection, names: Sequence[str]) -> None:
-    """Forget sessions without models, and the operations that created these."""
-    rows.executemany("DELETE FROM sessions WHERE id = ?", [(name,) for name in names])
-    scopes = [(f"{name}:train",) for name in names]
-    rows.executemany("DELETE FROM operations WHERE scope = ?", scopes)
+def delete_sessions(rows: sqlite3.Connection, names: Sequence[str]) -> int:
+    """Forget a piece of what created the models of sessions, at the end sessions, and return 0."""
+    return _delete(rows, "sessions", names, "scope = ?", [(f"{name}:train",) for name in names])
+
+
+def _delete(
+    rows: sqlite3.Connection, table: str, names: Sequence[str], where: str, each: list[Any]
+) -> int:
+    """Delete a piece of operations, and records without any; return how many operations."""
+    select = "SELECT number, IFNULL(LENGTH(body), 0) + IFNULL(LENGTH(result), 0) FROM operations "
+    numbers = [(one,) for one in _numbers_of(rows, f"{select} WHERE {where}", each)]
+    rows.executemany("DELETE FROM operations WHERE number = ?", numbers)
+    if not numbers:
+        rows.executemany(f"DELETE FROM {table} WHERE id = ?", [(name,) for name in names])
+    return len(numbers)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class Registry:
             if one.unloaded and one.id not in named and one.used < now - self._limits.result_s
         ]
         if gone:
-            await self._commits.run(partial(log.delete_models, names=[one.id for one in gone]))
+            await self._commits.repeat(partial(log.delete_models, names=[one.id for one in gone]))
         for one in gone:
             self._models.pop(one.id, None)
         if (before := now - self._limits.session_idle_s) > self._started:
@@ -224,7 +224,7 @@ class Registry:
             await self.forget_samplers(samplers)
         free = sorted(ended - with_models)
         if free:
-            await self._commits.run(partial(log.delete_sessions, names=free))
+            await self._commits.repeat(partial(log.delete_sessions, names=free))
         for name in free:
             self._sessions.pop(name, None)
 
@@ -242,7 +242,7 @@ class Registry:
     async def forget_samplers(self, gone: Sequence[Sampler]) -> None:
         """Forget samplers, which sample no more."""
         names = [one.id for one in gone]
-        await self._commits.run(partial(log.delete_samplers, names=names))
+        await self._commits.repeat(partial(log.delete_samplers, names=names))
         for name in names:
             self._samplers.pop(name, None)
 

@@ -21,6 +21,7 @@ from composer_mesh.services.serve.access import client
 from composer_mesh.services.serve.archives import Archives
 from composer_mesh.services.serve.paging import cursor, page_of
 from composer_mesh.services.serve.server import TrainingServer
+from composer_mesh.services.web.bodies import INLINE_BYTES
 
 CHECKPOINT = "/api/v1/training_runs/{id}/checkpoints/{kind}/{name}"
 
@@ -102,7 +103,10 @@ class RestRoutes:
 
     async def set_ttl(self, request: Request) -> Response:
         asked = await self._bodies.read(
-            request, client(request), lambda body: requests.parsed(requests.TimeToLive, body)
+            request,
+            client(request),
+            lambda body: requests.parsed(requests.TimeToLive, body),
+            INLINE_BYTES,
         )
         saved = self._registry.saved(client(request), _saved_path(request))
         await self._registry.set_ttl(saved, asked.ttl_seconds)

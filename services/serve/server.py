@@ -345,15 +345,19 @@ class TrainingServer:
         def enter(rows: Any) -> Accepted:
             accepted = log.accept(rows, asked)
             log.put_model(rows, gone)
-            done = [log.Finished(one.number, failed, now) for one in left]
-            log.finish(rows, [log.Finished(accepted.number, answer, now), *done])
+            log.finish(rows, [log.Finished(accepted.number, answer, now)])
             return accepted
 
         accepted = await self._commits.run(enter)
         self.registry.set_model(gone)
-        for one in left:
-            self.answered(one, failed)
         self._recent.add(accepted.request_id, client, answer)
+        for some in log.pieces(
+            left
+        ):  # after a restart in between, the training lane fails the rest
+            finished = [log.Finished(one.number, failed, now) for one in some]
+            await self._commits.run(partial(log.finish, finished=finished))
+            for one in some:
+                self.answered(one, failed)
         return accepted
 
     async def delete_saved(self, client: str, path: str) -> None:

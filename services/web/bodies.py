@@ -44,16 +44,27 @@ class Bodies:
         self._parsing = asyncio.Semaphore(1)
 
     @asynccontextmanager
-    async def body(self, request: Request, client: str) -> AsyncIterator[bytes]:
-        """Read the body of a client's request; it counts as unfinished until the block ends."""
+    async def body(
+        self, request: Request, client: str, most: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """Read the body of a client's request; it counts as unfinished until the block ends.
+
+        `most` is its largest size, where that is not the largest of all.
+        """
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(UNSUPPORTED, "the body is compressed: send it as it is")
         with self.budget.held_by(client) as held:
-            yield await self._whole(request, held)
+            yield await self._whole(request, held, most or self.most)
 
-    async def read(self, request: Request, client: str, make: Callable[[bytes], Read]) -> Read:
-        """Return what `make` makes of a body."""
-        async with self.body(request, client) as body:
+    async def read(
+        self,
+        request: Request,
+        client: str,
+        make: Callable[[bytes], Read],
+        most: int | None = None,
+    ) -> Read:
+        """Return what `make` makes of a body of at most `most` bytes."""
+        async with self.body(request, client, most) as body:
             return await self.made(make, body)
 
     async def made(self, make: Callable[..., Read], body: bytes, *more: Any) -> Read:
@@ -63,12 +74,12 @@ class Bodies:
         async with self._parsing:
             return await asyncio.to_thread(make, body, *more)
 
-    async def _whole(self, request: Request, held: HeldBytes) -> bytes:
+    async def _whole(self, request: Request, held: HeldBytes, most: int) -> bytes:
         found = bytearray()
         try:
             async for piece in request.stream():
-                if len(found) + len(piece) > self.most:
-                    raise Refused(TOO_LARGE, f"the body is above {self.most:,} bytes: send less")
+                if len(found) + len(piece) > most:
+                    raise Refused(TOO_LARGE, f"the body is above {most:,} bytes: send less")
                 held.add(len(piece))
                 found += piece
         except BudgetSpent as spent:

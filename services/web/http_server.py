@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -84,6 +85,12 @@ def http_config(
     return config
 
 
+SWITCH_S = 0.0005
+"""Seconds that a thread may keep the interpreter's lock from the event loop.
+
+With the default of 0.005 each read and write of a socket waits that long while a body is parsed."""
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to its caller."""
 
@@ -104,6 +111,7 @@ async def listening(
     With `own_signals` SIGINT and SIGTERM end the server, else its caller handles them. `before_end`
     runs before requests under way are waited for.
     """
+    sys.setswitchinterval(SWITCH_S)
     server = uvicorn.Server(config) if own_signals else _Server(config)
     running = asyncio.create_task(server.serve(list(listeners)))
     while not server.started:

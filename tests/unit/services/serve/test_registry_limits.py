@@ -159,6 +159,10 @@ async def test_metadata_are_bounded_in_bytes(tmp_path: Path) -> None:
         for metadata in ({"a": "x" * 10_000, "b": "y" * 7_000}, {"deep": [{"z": [1] * 10_000}]}):
             refusal = await client.post("create_model", 400, **asked, user_metadata=metadata)
             assert "bytes of JSON, of at most 16,384: shorten it" in refusal["detail"]
+        refusal = await client.post(
+            "create_model", 413, **asked, user_metadata={"a": "x" * 300_000}
+        )
+        assert "the body is above 262,144 bytes: send less" in refusal["detail"]
         await client.post("create_model", **asked, user_metadata={"a": "x" * 9_000})
 
 

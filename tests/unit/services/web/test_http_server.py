@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import socket
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ async def test_a_server_ends_with_its_block_after_what_it_was_told_to_do_first()
             assert (await reader.read()).endswith(b"x\r\n0\r\n\r\n")
             writer.close()
             assert not ended
+            assert sys.getswitchinterval() <= 0.0005  # a thread gives the loop its turn soon
     assert ended == ["told"]
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
