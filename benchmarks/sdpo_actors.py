@@ -143,12 +143,12 @@ class _SleepingStep:
     def __init__(self, config: Config, seconds: float) -> None:
         self._budget, self._seconds = config.trainer.microbatch_tokens, seconds
 
-    def plan(self, batch: StepBatch) -> RankPlan:
+    def view_plan(self, batch: StepBatch) -> RankPlan:
         return plan_step(batch, self._budget)[0]
 
     def run(self, batch: StepBatch, source: TeacherOutputSource) -> dict[str, float]:
         began = time.perf_counter()
-        for index, microbatch in enumerate(self.plan(batch).microbatches):
+        for index, microbatch in enumerate(self.view_plan(batch).microbatches):
             time.sleep(self._seconds * FORWARD)
             if microbatch.views:
                 views = [batch.views[place] for place in microbatch.views]

@@ -6,8 +6,8 @@ Two processes of one host: one publishes, the other pulls. Compared methods alte
 of the same bytes in each turn, so that other load affects all of them. The first turn (memory is
 allocated, registered, mapped) is reported separately, the others by their median. torchstore alone
 is its own put_state_dict and get_state_dict; it is an extra (see docs/weight-sync.md), and without
-it its rows and ratio are missing. How much of a sync a run overlaps with its training is measured
-by runs: `time/weight_sync_s` and `async.py`.
+it its rows are left out, and its ratio is reported as missing. How much of a sync a run overlaps
+with its training is measured by runs: `time/weight_sync_s` and `async.py`.
 """
 
 import asyncio
@@ -152,7 +152,9 @@ def ratios(report: Report, size: Size) -> None:
     report.ratios["shm_over_memcpy"] = of("shm take_ms") / of("shm memcpy_ms")
     report.ratios["checksum_over_memcpy"] = of("prove_ms") / of("memcpy_ms")
     report.ratios["unchanged_over_memcpy"] = of("compare_ms") / of("memcpy_ms")
-    if torchstore.why_not() is None:
+    if (why := torchstore.why_not()) is not None:
+        report.missing["torchstore_over_rdma"] = f"{why}: {torchstore.REPAIR}"
+    else:
         theirs = of(f"{ALONE} offer_ms") + of(f"{ALONE} take_ms")
         ratio = theirs / (of("rdma offer_ms") + of("rdma take_ms"))
         report.ratios["torchstore_over_rdma"] = ratio
@@ -182,8 +184,6 @@ async def open_torchstore(host: MeshHost) -> None:
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
-    if (why := torchstore.why_not()) is not None:
-        print(f"{why}, so torchstore's rows and ratio are missing: {torchstore.REPAIR}")
     report = Report("weight_sync")
     sizes = [Size(200 * MB, 5)] if options.quick else [Size(500 * MB, 9), Size(2000 * MB, 3)]
     asyncio.run(run(report, sizes))

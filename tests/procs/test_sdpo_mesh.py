@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import END_DEADLINE_S, ENDLESS, PRESET, SHORT, LiveRun, launched
+from live_run import PRESET, SHORT, LiveRun, launched
+from shared_runs import with_and_without
+from teacher_replaced import check_that_one_teacher_was_replaced
 
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.tokenizer import load_tokenizer
@@ -103,33 +105,6 @@ def replaced(run: LiveRun) -> None:
     run.until(lambda run: run.events("actor_restarted"), "replacement of the teacher")
 
 
-def with_and_without(run: LiveRun) -> tuple[list[int], list[int]]:
-    """The steps with error sites that had the channel, and those that had not."""
-    steps = [step for step in run.objects("metrics.jsonl") if step["sdpo/views"]]
-    taught = [step["step"] for step in steps if step["loss/sdpo"] is not None]
-    return taught, [step["step"] for step in steps if step["loss/sdpo"] is None]
-
-
-def test_with_skip_a_run_goes_on_without_a_killed_teacher_and_has_it_back(
-    tmp_path: Path, policy_cache: Path
-) -> None:
-    settings = {**ENDLESS, "replay.beta": 0, "sdpo.when_lost": "skip"}
-    with launched(tmp_path / "run", policy_cache, settings) as run:
-        run.until(lambda run: with_and_without(run)[0], "first step with the channel")
-        replaced(run)
-        there = len(run.lines("metrics.jsonl"))
-        run.until(lambda run: with_and_without(run)[0][-1] > there + 1, "step with the channel")
-        run.signal_group(signal.SIGINT)
-        assert run.wait(END_DEADLINE_S) == 128 + signal.SIGINT
-    assert run.stderr == ""
-    lost = [int(event["detail"].split(":")[0].split()[1]) for event in run.events("sdpo_lost")]
-    taught, untaught = with_and_without(run)
-    assert untaught
-    assert set(untaught) <= set(lost)
-    assert taught[0] < untaught[0] <= untaught[-1] < taught[-1]  # one step or several
-    check_that_one_teacher_was_replaced(run)
-
-
 def other_model(policy_cache: Path, folder: Path) -> Path:
     """A model with the policy's tokenizer and a longer head, in a folder of its own."""
     values = {**SHORT, "policy.cache_dir": policy_cache}
@@ -156,12 +131,3 @@ def test_with_wait_no_step_of_a_run_is_without_the_channel_also_of_another_model
     assert run.events("sdpo_lost") == []
     assert run.summary()["steps"] == 12
     check_that_one_teacher_was_replaced(run)
-
-
-def check_that_one_teacher_was_replaced(run: LiveRun) -> None:
-    assert [event["actor"] for event in run.events("actor_died")] == ["sdpo_teacher"]
-    (restarted,) = run.events("actor_restarted")
-    assert restarted["actor"] == "sdpo_teacher"
-    assert "at version " in restarted["detail"]
-    assert run.summary()["restarts"] == 1
-    assert run.events("run_failed") == []

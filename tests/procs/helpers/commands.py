@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -40,12 +40,18 @@ class ForkedCommand:
     """A command that was forked from a command server; `returncode` is as `subprocess` has it."""
 
     def __init__(
-        self, server: Path, arguments: Sequence[str], folder: Path, out: IO[bytes], err: IO[bytes]
+        self,
+        server: Path,
+        arguments: Sequence[str],
+        folder: Path,
+        out: IO[bytes],
+        err: IO[bytes],
+        environment: Mapping[str, str],
     ) -> None:
         self.args, self.returncode, self._rest = list(arguments), None, b""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect(str(server))
-        request = ForkRequest(self.args, dict(os.environ), str(folder), os.getpid())
+        request = ForkRequest(self.args, dict(environment), str(folder), os.getpid())
         with Path(os.devnull).open("rb") as nothing:
             streams = [nothing.fileno(), out.fileno(), err.fileno()]
             send_request(self._connection, request, streams)
@@ -102,6 +108,7 @@ def started(
     err: IO[bytes],
     folder: Path | None = None,
     within: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
 ) -> Process:
     """A command as a user starts it, in a session of its own; `within` is put before it."""
     command = [*within, sys.executable, "-m", "composer_mesh", *arguments]
@@ -111,19 +118,24 @@ def started(
         stdout=out,
         stderr=err,
         cwd=folder,
+        env=environment,
         start_new_session=True,
     )
 
 
 def forked(
-    arguments: Sequence[str], out: IO[bytes], err: IO[bytes], folder: Path | None = None
+    arguments: Sequence[str],
+    out: IO[bytes],
+    err: IO[bytes],
+    folder: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> Process:
     """A command in a fork of the command server; started where none fits the environment."""
-    servers = os.environ.get(SERVERS)  # the tests of attacks have none
-    server = Path(servers or "", f"{import_signature(os.environ)}.sock")
+    servers = environment.get(SERVERS)  # the tests of attacks have none
+    server = Path(servers or "", f"{import_signature(environment)}.sock")
     if servers is None or not server.exists():
-        return started(arguments, out, err, folder)
-    return ForkedCommand(server, arguments, folder or Path.cwd(), out, err)
+        return started(arguments, out, err, folder, environment=environment)
+    return ForkedCommand(server, arguments, folder or Path.cwd(), out, err, environment)
 
 
 def finished(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:

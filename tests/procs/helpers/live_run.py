@@ -167,20 +167,23 @@ def launched(
     options: Sequence[str] = (),
     within: Sequence[str] = (),
     as_installed: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[LiveRun]:
     """Start `train` on the shortened preset, in a working directory or in the tests' own.
 
     `as_installed` starts an interpreter for it as users do, and so does `within`, which is put
-    before the command. What still lives at the end of the block is killed.
+    before the command. `variables` are added to the environment. What still lives at the end of
+    the block is killed.
     """
+    environment = {**os.environ, **(variables or {})}
     values = {**SHORT, "policy.cache_dir": cache, **settings}
     overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     command = ["train", str(PRESET), *overrides, "--output", str(root), *options]
     with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
         if within or as_installed:
-            process = started(command, out, err, folder, within)
+            process = started(command, out, err, folder, within, environment)
         else:
-            process = forked(command, out, err, folder)
+            process = forked(command, out, err, folder, environment)
     run = LiveRun(root, process)
     try:
         yield run

@@ -13,7 +13,7 @@ import pytest
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.services.service import Service
 
-PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "service.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 

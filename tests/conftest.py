@@ -1,0 +1,44 @@
+"""Suites of tests, and tests in quarantine.
+
+`--suite NAME` collects the files that selection.toml gives to it, and no other. Files of other
+suites are not even imported, so a small suite starts at once. quarantine.toml lists tests whose
+failures fail no run, and the end of a run lists them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+import quarantine
+from selection import TESTS, has_files_of, suite_of, suites
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", choices=sorted(suites()), help="collect this suite alone")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what is of another suite, before it is imported."""
+    suite = config.getoption("suite")
+    if suite is None or not collection_path.is_relative_to(TESTS):
+        return None
+    if collection_path.is_dir():
+        return None if has_files_of(suite, collection_path) else True
+    return None if suite_of(collection_path) == suite else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    quarantine.mark(items, quarantine.entries(quarantine.LIST.read_text(encoding="utf-8")))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the tests in quarantine, whatever has become of them."""
+    if listed := quarantine.entries(quarantine.LIST.read_text(encoding="utf-8")):
+        terminalreporter.section(f"tests in quarantine: {len(listed)}")
+    for entry in listed:
+        terminalreporter.write_line(str(entry))
