@@ -201,6 +201,8 @@ def main() -> None:
             found[f"openenv/{library}"] = peer
         best = max(list(found.values())[1:], key=lambda peer: peer.within(own.full_mb))
         report.ratios["sessions_over_openenv"] = own.within(best.full_mb) / best.sessions
+    else:
+        report.missing["sessions_over_openenv"] = "OpenEnv is not installed: make openenv"
     step_times(report, given.port, QUICK_STEPS if given.quick else STEPS)
     rows = [
         (name, *(f"{one:,.4g}" for one in (*vars(it).values(), it.kb_each)))

@@ -27,6 +27,7 @@ from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.tasks import Episode
 
+RATIO = "in_process_over_null_cpu"
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
 ENVIRONMENTS = ROOT / "tests" / "verifiers" / "environments"
@@ -58,6 +59,10 @@ def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--python", type=Path, default=PYTHON, help="the one that has verifiers")
     given = parser.parse_args()
+    if not given.python.exists():
+        report = Report("verifiers_rollout")
+        report.missing[RATIO] = f"verifiers is not installed in {given.python}: make verifiers"
+        report.finish(given.json)
     os.environ[IMPORT_PATHS] = str(ENVIRONMENTS)
     rounds = {"in_process_chat": 1 if given.quick else 4, "null": 1}
     costs = {name: cost(given.python, name, count) for name, count in rounds.items()}
@@ -123,7 +128,7 @@ def filled(costs: dict[str, Cost]) -> Report:
         report.figures[f"{name}/together_s"] = one.together_s
     columns = ["harness", "alone, s", f"{AT_ONCE} at once, s each", "CPU, s each"]
     report.print_table("A rollout of one question and one answer", columns, rows)
-    report.ratios["in_process_over_null_cpu"] = costs["in_process_chat"].cpu_s / costs["null"].cpu_s
+    report.ratios[RATIO] = costs["in_process_chat"].cpu_s / costs["null"].cpu_s
     return report
 
 

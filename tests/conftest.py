@@ -2,7 +2,8 @@
 
 `--suite NAME` collects the files that selection.toml gives to it, and no other. Files of other
 suites are not even imported, so a small suite starts at once. quarantine.toml lists tests whose
-failures fail no run, and the end of a run lists them.
+failures fail no run, and the end of a run lists them. The suite `core` leaves out what is marked
+`long`, too (helpers/repetition.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if suite_of(collection_path) == suite else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     quarantine.mark(items, quarantine.entries(quarantine.LIST.read_text(encoding="utf-8")))
+    if config.getoption("suite") == "core":
+        longer = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=longer)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,7 +21,7 @@ SHOWN = {
 
 
 def test_every_name_on_the_page_exists() -> None:
-    procs = {path.stem for path in (ROOT / "tests" / "procs").glob("*.py")}
+    procs = {path.stem for path in (ROOT / "tests" / "procs").rglob("*.py")}
     assert PAGE.names() - names_in_code() - procs == set()
 
 

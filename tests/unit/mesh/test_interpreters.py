@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from repetition import LONG
 from repository import ROOT
 
 from composer_mesh.mesh.environment import python_code, python_module
@@ -65,6 +66,7 @@ def sources() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
+@LONG
 def test_every_interpreter_is_started_by_one_helper() -> None:
     found = [one for name, text in sources() for one in unsafe(text, name)]
     assert found == []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repetition import LONG
 from safetensors.numpy import load_file, save_file
 
 from composer_mesh.actors.models.policy import save_policy
@@ -233,6 +234,7 @@ def test_check_and_train_refuse_a_broken_folder_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@LONG
 def test_check_prints_where_the_tools_are(folder: Path, capsys: Any) -> None:
     written = "hermes calls by the template, results by the template"
     for place in ("template", "system"):

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 from chat_templates import USABLE, with_template
+from repetition import LONG
 
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView
@@ -169,6 +170,7 @@ def shown(cases: list[Case]) -> list[tuple[Case, HintedSites]]:
 Shown = list[tuple[Case, HintedSites]]
 
 
+@LONG
 def test_the_generated_hints_are_of_every_kind(shown: Shown) -> None:
     total = dict.fromkeys(shown[0][1].counts.metrics(), 0)
     for _, found in shown:

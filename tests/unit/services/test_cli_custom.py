@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repetition import LONG
 from repository import ROOT
 
 from composer_mesh.mesh.environment import IMPORT_PATHS
@@ -145,6 +146,7 @@ def test_without_custom_functions_import_paths_stay_as_they_are(
     assert os.environ[IMPORT_PATHS] == "/elsewhere"
 
 
+@LONG
 def test_looking_functions_up_starts_no_monarch(tmp_path: Path) -> None:
     (tmp_path / "users_functions.py").write_text(GOOD)
     commands = [

@@ -20,6 +20,7 @@ from controller_world import (
 )
 from fake_store import Broken
 from in_process_player import InProcessGenerator, LockstepPlayer
+from repetition import LONG, crossed, repeated
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
@@ -77,8 +78,7 @@ def without_versions(trace: Trace) -> Trace:
     return replace(trace, turns=turns)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "max_lag"), crossed(range(4), [0, 1, 2]))
 async def test_under_random_failures_every_rollout_arrives_once_and_as_it_would_have_been(
     make_world: MakeWorld, build: Any, seed: int, max_lag: int
 ) -> None:
@@ -102,7 +102,7 @@ async def test_under_random_failures_every_rollout_arrives_once_and_as_it_would_
     assert others() == set()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", repeated(range(4)))
 async def test_a_synchronous_run_trains_on_the_same_batches_whatever_failed_on_the_way(
     make_world: MakeWorld, build: Any, seed: int
 ) -> None:
@@ -259,6 +259,7 @@ async def test_in_lockstep_rollouts_that_are_run_again_keep_their_seeds(
     assert found[0] == found[1]
 
 
+@LONG
 async def test_a_stormy_run_that_is_cancelled_at_any_moment_leaves_nothing_running(
     make_world: MakeWorld, build: Any
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from controller_world import CHANNELS, MakeWorld, World, controller_of, finished, others
+from repetition import crossed
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
@@ -58,8 +59,7 @@ def expected_steps(groups: Groups, most: int) -> list[tuple[list[int], list[int]
     return steps
 
 
-@pytest.mark.parametrize("channels", [{}, CHANNELS], ids=["policy", "all channels"])
-@pytest.mark.parametrize("max_lag", [0, 1, 2])
+@pytest.mark.parametrize(("channels", "max_lag"), crossed([{}, CHANNELS], [0, 1, 2]))
 async def test_steps_take_groups_in_order_until_enough_of_them_differ_in_reward(
     make_world: MakeWorld, build: Any, max_lag: int, channels: dict[str, Any]
 ) -> None:
@@ -185,8 +185,7 @@ def newest_version(group: list[Trace]) -> int:
     return max(version for trace in group for turn in trace.turns for version in turn.versions)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 2])
-@pytest.mark.parametrize("stop", range(1, STEPS))
+@pytest.mark.parametrize(("max_lag", "stop"), crossed([0, 1, 2], range(1, STEPS)))
 async def test_a_resumed_run_takes_the_groups_that_the_whole_run_would_have_taken(
     make_world: MakeWorld, build: Any, max_lag: int, stop: int
 ) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from controller_world import CHANNELS, World, controller_of, rollouts_of
 from fake_store import Done
+from repetition import repeated
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.actors.sqlite_file import SqliteFile
@@ -237,7 +238,7 @@ def a_moment(rng: random.Random) -> tuple[int, int]:
     return rng.randrange(30), rng.randrange(200)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", repeated(range(3)))
 async def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_run(
     make_life: Any, config: Config, seed: int
 ) -> None:
@@ -276,7 +277,7 @@ async def test_no_group_that_was_finished_is_sampled_again_where_rollouts_run_ah
         assert not again & finished
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", repeated(range(3)))
 async def test_a_run_that_is_asked_to_stop_has_a_checkpoint_of_its_last_step_and_goes_on_as_if_not(
     make_life: Any, config: Config, seed: int
 ) -> None:

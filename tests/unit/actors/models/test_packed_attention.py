@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from largest_tensor import LargestTensor
 from model_families import family_folder
+from repetition import LONG
 from step_batches import batch_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -138,6 +139,7 @@ def test_without_packed_rows_it_is_sdpa() -> None:
     assert torch.equal(found, plain)
 
 
+@LONG
 def test_flex_sees_in_one_row_what_a_dense_mask_shows() -> None:
     sequences = sequences_of(*LENGTHS)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repetition import LONG
 from tokenizers import normalizers, pre_tokenizers
 
 from composer_mesh.actors.models.policy import build_tokenizer, save_policy
@@ -65,6 +66,7 @@ def test_equal_tokens_that_are_cut_in_another_way_are_told(tokenizer: Any, part:
     assert difference(tokenizer, other).startswith("encodes ")
 
 
+@LONG
 def test_a_folder_is_compared_within_limits_before_a_run(
     tokenizer: Any, build_model: Any, build_config: Any, toolbox: Any, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from repetition import LONG
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
@@ -63,6 +64,7 @@ def asked(content: str) -> tuple[list[Message], dict[str, Any]]:
     return [{"role": "user", "content": content}], {"tokenize": False}
 
 
+@LONG
 def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_has_no_end(
     tokenizer: Any, toolbox: Any, hostile: TemplateProcess
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from offline_runs import BUILTIN, ENVIRON, paid, replay_section, rows_of, traces_of, write_run
 from pytest_httpserver import HTTPServer
+from repetition import LONG
 from scripted_provider import KEY
 from werkzeug import Request, Response
 
@@ -116,6 +117,7 @@ def test_an_interrupted_replay_waits_for_what_is_paid_and_goes_on_where_it_was(
     assert KEY not in rest + said
 
 
+@LONG
 def test_a_second_signal_drops_what_is_under_way(command: list[str], provider: Provider) -> None:
     interrupted = start(command)
     provider.wait_until_held()
