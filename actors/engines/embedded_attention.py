@@ -65,7 +65,8 @@ class Packed:
                 parts.append(_continue(run, query[:, here], keys, values, scale))
             else:
                 parts.append(_begin(query[:, here], key[:, here], value[:, here], scale))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        # Models may take views of it, as of what transformers' own functions return.
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """Batch query heads that share keys as queries of one head, which avoids key copies."""

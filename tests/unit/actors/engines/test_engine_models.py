@@ -28,6 +28,15 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+AFMOE = {
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+    "num_shared_experts": 1,
+    "sliding_window": 128,
+}
 GRANITE = {"logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 
 
@@ -59,6 +68,7 @@ def requests_of(rng: random.Random) -> list[Any]:
         ("Mixtral", {"num_local_experts": 4}, True),
         ("Granite", GRANITE, False),
         ("Cohere", {}, False),
+        ("Afmoe", AFMOE, True),
         ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, False),
     ],
 )
