@@ -107,7 +107,7 @@ class TrainerActor(RankActor):
             checksums=config.weights.checksums,
         )
         self._config = config.sdpo
-        self._teacher_outputs = MeshSource(config.sdpo)
+        self._teacher_outputs = MeshSource(config.sdpo, config.trainer.updates)
         sharding = "fsdp2" if config.trainer.sharded else "none"
         self._details = {"sharding": sharding, "device": str(self._ranks.device)}
 

@@ -211,7 +211,9 @@ class SdpoConfig(SitesConfig, UpdateShare):
         """Whether teachers in their own processes pull the versions that the trainer publishes."""
         return self.has_own_actors and self.follows_trainer
 
-    @property
-    def has_own_head(self) -> bool:
-        """Whether hidden states come from a teacher with another head than the trainer's."""
-        return self.teacher_output == "hidden" and self.teacher != "live"
+    def has_own_head(self, updates: int) -> bool:
+        """Whether hidden states come from a teacher with another head than the trainer's.
+
+        In a step of several updates the trainer's own head moves, and a live teacher's does not.
+        """
+        return self.teacher_output == "hidden" and (self.teacher != "live" or updates > 1)

@@ -173,6 +173,11 @@ class TrainerConfig(Section):
     """CPU threads of each trainer process."""
 
     @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.updates_per_batch * self.epochs
+
+    @property
     def sharded(self) -> bool:
         """Whether weights, gradients and optimizer state are sharded over the ranks."""
         if self.sharding == "auto":
@@ -278,23 +283,11 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _inputs_can_be_offloaded(self) -> Self:
-        if not self.activation_offload:
-            return self
-        if not self.activation_checkpointing:
+        if self.activation_offload and not self.activation_checkpointing:
             raise ValueError(
                 "activation_offload is true but activation_checkpointing is false, and only inputs "
                 "of checkpointed layers are offloaded: set activation_checkpointing to true"
             )
-        for name, other in (
-            ("prefix_sharing", self.prefix_sharing),
-            ("moe.load_balancing", self.moe.load_balancing),
-        ):
-            if other:
-                raise ValueError(
-                    f"activation_offload is true but {name} is {other}, whose gradients pass "
-                    f"beside the input of a layer: set {name} to its default, or "
-                    "activation_offload to false"
-                )
         return self
 
     @model_validator(mode="after")

@@ -183,7 +183,7 @@ def _of_the_teacher(
 ) -> Parts:
     """Return what a trainer rank holds of the SDPO teacher: another model, or a received head."""
     sdpo = config.sdpo
-    if sdpo.has_own_actors and sdpo.has_own_head:
+    if sdpo.has_own_actors and sdpo.has_own_head(config.trainer.updates):
         widths = 2 if sdpo.teacher == "trust_region" else 1
         width = widths * (other or sizes).hidden_size
         return (Part("head of the SDPO teacher", FLOAT * sizes.vocab_size * width),)

@@ -10,6 +10,7 @@ from typing import Any, Self
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_refusals import (
+    CappedInterpolation,
     ModelNotServed,
     NoExperts,
     NoSuchLayers,
@@ -56,7 +57,7 @@ class ModelFacts:
     `attention` are None where only a model with weights shows them. `implementations` are the
     values of `trainer.attention` that compute all of its attention; `experts` are the numbers of
     experts, each kind once, of layers that hold them as one tensor; `chat` says in words where
-    conversations have tools, calls and results.
+    conversations have tools, calls and results; `softcap` is the cap of its logits.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelFacts:
     implementations: tuple[str, ...]
     experts: tuple[int, ...] = ()
     chat: str = ""
+    softcap: float | None = None
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Self:
@@ -103,6 +105,8 @@ def check_model_trains(facts: ModelFacts, config: Config) -> None:
     _check_experts(facts, config.trainer)
     _check_layers(facts, config)
     _check_adapters(facts, config)
+    if config.sdpo.on and config.sdpo.teacher == "trust_region" and facts.softcap:
+        raise CappedInterpolation(facts.name, facts.softcap)
 
 
 def check_model_teaches(facts: ModelFacts, config: Config) -> None:

@@ -23,6 +23,20 @@ class UnsupportedHead(UnfitModel):
         )
 
 
+class CappedInterpolation(UnfitModel):
+    """Logits with a cap, which no head over the states of two models interpolates."""
+
+    def __init__(self, model: str, cap: float) -> None:
+        super().__init__(model, cap)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} caps its logits at {self.args[1]:g} but sdpo.teacher is "
+            "'trust_region', which interpolates the scores of one head before any cap: set "
+            "sdpo.teacher to 'ema', 'live' or 'frozen'"
+        )
+
+
 class UnsupportedPacking(UnfitModel):
     """A model in which packed sequences of one row see each other."""
 

@@ -57,6 +57,7 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
         attention=calls,
         implementations=implementations,
         experts=tuple(sorted({len(next(one.parameters())) for one in expert_modules(model)})),
+        softcap=logit_softcap(model.config),
     )
 
 

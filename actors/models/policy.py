@@ -150,7 +150,22 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
         if names:
             why = f"has files that {what} {min(names)[:120]}, unlike the model of its config.json"
             raise UnfitModelFolder(str(folder), why)
-    return cast("PreTrainedModel", model.eval())
+    for name, weights in empty_model(folder).named_parameters():
+        # transformers loads also those as trainable that the class freezes.
+        model.get_parameter(name).requires_grad_(weights.requires_grad)
+    return cast("PreTrainedModel", learning_every_id(model).eval())
+
+
+def learning_every_id(model: Any) -> Any:
+    """Let the embedding of every id have a gradient, in place; return the model.
+
+    transformers gives that of `pad_token_id` none, which in many folders is also the end token's.
+    No loss depends on padding, so that its embedding is not changed by it.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
+    return model
 
 
 def converted(model: Any, dtype: torch.dtype) -> Any:
@@ -188,7 +203,7 @@ def empty_model(folder: Path, attention: str = "eager") -> PreTrainedModel:
         model = class_for(config).from_config(
             config, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[attention]
         )
-    return cast("PreTrainedModel", model.eval())
+    return cast("PreTrainedModel", learning_every_id(model).eval())
 
 
 def _config_of(folder: Path) -> Any:

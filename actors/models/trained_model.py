@@ -172,17 +172,23 @@ def _report(layer: str, _module: Any, _inputs: Any, output: Any) -> None:
 
 
 def _offloaded(forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer whose input waits for the backward in the host's memory, and nothing else."""
+    """Run a layer whose input waits for the backward in the host's memory, and nothing else.
+
+    Only the backward's second forward reads the copy, so that gradients pass to all arguments.
+    """
     if not torch.is_grad_enabled():
         return forward(states, *args, **kwargs)
-    if not states.requires_grad:  # else a reentrant checkpoint gives its weights no gradients
-        states = states.detach().requires_grad_()
+    device, learns, first = states.device, states.requires_grad, [states]
+    copy = torch.empty_like(states, device="cpu", pin_memory=states.is_cuda).copy_(states.detach())
+    del states
 
-    def run(given: Tensor) -> Any:
-        return forward(given, *args, **kwargs)
+    def run() -> Any:
+        if first:
+            return forward(first.pop(), *args, **kwargs)
+        again = copy.to(device, non_blocking=True).detach()
+        return forward(again.requires_grad_(learns), *args, **kwargs)
 
-    with torch.autograd.graph.save_on_cpu(pin_memory=states.is_cuda):
-        return checkpoint(run, states, use_reentrant=True)
+    return checkpoint(run, use_reentrant=False)
 
 
 def _placed(model: Any, source: Any | None, trainer: TrainerConfig, ranks: Ranks) -> Any:

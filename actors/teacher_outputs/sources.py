@@ -103,8 +103,9 @@ class MeshSource:
     training thread.
     """
 
-    def __init__(self, config: SdpoConfig) -> None:
-        self._config = config
+    def __init__(self, config: SdpoConfig, updates: int = 1) -> None:
+        """`updates`: those of each step."""
+        self._config, self._has_own_head = config, config.has_own_head(updates)
         self._begun = asyncio.Condition()
         self._step = -1
         self._head: tuple[int, Head] | None = None
@@ -228,7 +229,7 @@ class MeshSource:
 
     def _current_head(self) -> Head | None:
         """Return the teachers' head, None where it is the trainer's own."""
-        if not self._config.has_own_head:
+        if not self._has_own_head:
             return None
         version = self._head[0] if self._head else -1
         if self._head is None or (self._config.follows_trainer and version != self._version):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.export import export_state
-from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.language_model import LanguageModel, logit_softcap
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.rows import distinct, local
 from composer_mesh.actors.models.sharding import own_weights, release
@@ -23,6 +23,7 @@ from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.teacher_weights import ema_update
 from composer_mesh.mesh.progress import made_progress
+from composer_mesh.planning.model_refusals import CappedInterpolation
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.step_plan import teacher_groups
 
@@ -41,7 +42,7 @@ class TeacherModel:
 
     With `follows`, `model` is the trainer's own object, which the trainer updates: it is only read,
     and where the teacher's weights differ from it, `copied` creates the model that holds them.
-    With `sharing`, what hinted contexts begin with is computed once.
+    With `sharing`, what hinted contexts begin with is computed once. Raises `CappedInterpolation`.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class TeacherModel:
         vocabulary: int | None = None,
         sharing: Sharing = "off",
     ) -> None:
+        if config.teacher == "trust_region" and (cap := logit_softcap(model.config)):
+            raise CappedInterpolation(type(model).__name__, cap)
         self.version, self._vocabulary, self._sharing = 0, vocabulary, sharing
         self._config, self._budget, self._follows = config, budget, follows
         own = copied(model).requires_grad_(False) if self._has_two(follows) else None
@@ -61,6 +64,8 @@ class TeacherModel:
         self._live = model if own is None or config.teacher == "trust_region" else own
         self._initial = own if config.teacher == "trust_region" else None
         self._head: Head | None = None
+        self._moves = follows and self._live is model
+        """Whether each update of the trainer moves the weights, also within a version."""
 
     def _has_two(self, follows: bool) -> bool:
         return self._config.teacher == "trust_region" or (
@@ -125,6 +130,8 @@ class TeacherModel:
         With trust_region, both models' states are concatenated to [N, 2 H]. Each model runs at
         least `forwards` forwards, so that a sharded model runs equally often on all ranks.
         """
+        if self._moves:
+            self._head = None
         parts = [
             hinted_states(model, views, self._budget, forwards, self._sharing)
             for model in self.models
@@ -133,7 +140,7 @@ class TeacherModel:
 
     @torch.no_grad()
     def head(self) -> Head:
-        """Return the head for `states`; for a sharded model it is valid until `release`."""
+        """Return the head for the last `states`; of a sharded model it is valid until `release`."""
         if self._head is None:
             self._head = self._make_head()
         return self._head
@@ -146,8 +153,8 @@ class TeacherModel:
         initial, rate = LanguageModel(self._initial), self._config.ema_rate
         weight = torch.cat([rate * live.weight, (1 - rate) * initial.weight], dim=-1)
         if live.bias is None or initial.bias is None:
-            return Head(weight, None, live.softcap)
-        return Head(weight, torch.lerp(initial.bias, live.bias, rate), live.softcap)
+            return Head(weight, None)
+        return Head(weight, torch.lerp(initial.bias, live.bias, rate))
 
 
 def blend_from(source: Any) -> Blend:

@@ -41,7 +41,7 @@ class StepWork:
         self, config: Config, step: int, ranks: Sequence[SpawnedActor], deadline_s: float
     ) -> None:
         self._asks_student = asks_the_student(config.sdpo)
-        self._has_own_head = config.sdpo.has_own_head
+        self._has_own_head = config.sdpo.has_own_head(config.trainer.updates)
         self._step, self._ranks, self._deadline_s = step, ranks, deadline_s
         self._context = config.trainer.context_parallel
 

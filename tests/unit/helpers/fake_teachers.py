@@ -285,11 +285,13 @@ class Ring:
             await asyncio.sleep(0)
 
 
-def config(build_config: Any, restarts: int = 5, context: int = 1, **sdpo: Any) -> Any:
+def config(
+    build_config: Any, restarts: int = 5, context: int = 1, epochs: int = 1, **sdpo: Any
+) -> Any:
     divided = {"ranks": context, "context_parallel": context, "packing": context > 1}
     return build_config(
         sdpo={"alpha": 0.5, **sdpo},
-        trainer={"microbatch_tokens": BUDGET, **divided},
+        trainer={"microbatch_tokens": BUDGET, "epochs": epochs, **divided},
         supervision={"restarts": restarts, "backoff_s": 1e-9, "backoff_max_s": 1e-9},
     )
 

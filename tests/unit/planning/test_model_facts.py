@@ -88,6 +88,11 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
             {**VLLM, **ADAPTERS},
             "need Triton: give placement.generator GPUs, or set it to 'merged'$",
         ),
+        (
+            replace(FACTS, softcap=30.0),
+            {**VLLM, "sdpo": {"alpha": 0.1, "teacher": "trust_region"}},
+            "caps its logits at 30 but .* set sdpo.teacher to 'ema', 'live' or 'frozen'",
+        ),
         (CAPPED, VLLM, "'sdpa', which it does not support: set it to 'flex' or 'eager'"),
         (
             replace(FACTS, kinds=("mamba",)),

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from model_families import family_folder
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from step_batches import batch_of, largest_change, weights_of
+from step_batches import batch_of, begun_with, largest_change, weights_of
 
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.backend import optimizers_of
@@ -22,6 +23,7 @@ from composer_mesh.actors.models.lora import OtherAdapters, adapted_layers
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.rows import local
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.actors.models.trained_model import frozen_model, trained_model
 from composer_mesh.configs.trainer import TrainerConfig
@@ -309,17 +311,106 @@ def test_offloaded_inputs_of_layers_change_no_gradient(
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"activation_checkpointing": False}, "only inputs of checkpointed layers are offloaded"),
-        ({"prefix_sharing": True}, "prefix_sharing is True, whose gradients pass beside the input"),
-        ({"moe": {"load_balancing": 0.1}}, "moe.load_balancing is 0.1, whose gradients pass"),
-    ],
-)
-def test_offloading_is_refused_where_gradients_would_be_lost(
-    build_config: Any, changes: dict[str, Any], why: str
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_gradients_that_pass_layers_by_other_arguments_than_their_input_stay(
+    build_config: Any, tokenizer: Any, tmp_path: Path, family: str, lora: Any, peft: Any
 ) -> None:
-    trainer = {"activation_checkpointing": True, "activation_offload": True, **changes}
-    with pytest.raises(ValidationError, match=why):
+    """Inputs of each layer of the token itself, and keys and values of an earlier layer."""
+    sizes = {
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }
+    if family == "gemma3n_text":
+        sizes |= {"intermediate_size": [48] * 3, "activation_sparsity_pattern": [0.0] * 3}
+    family_folder(family, tokenizer, tmp_path, **sizes)
+    found = []
+    for offload in (None, False, True):
+        trainer = {"activation_checkpointing": offload is not None, "lora": lora}
+        trainer |= {"activation_offload": bool(offload)}
+        model = stirred(trained_model(build_config(trainer=trainer), tmp_path, Ranks()))
+        model(input_ids=torch.arange(20)[None], use_cache=False).logits.square().mean().backward()
+        found.append({n: one.grad for n, one in model.named_parameters() if one.grad is not None})
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_offloaded_inputs_of_shared_prefixes_change_no_weight(
+    build_config: Any, folder: Path
+) -> None:
+    rng, found = random.Random(0), []
+    prompt = [rng.randrange(300) for _ in range(40)]
+    batch = replace(begun_with(batch_of(load_model(folder), rng), prompt), views=[])
+    for offload in (False, True):
+        again = {"activation_checkpointing": True, "activation_offload": offload}
+        trainer = {"lr": 1e-2, "prefix_sharing": True, "microbatch_tokens": 512, **again}
+        learner = Learner(build_config(trainer=trainer), folder, Ranks())
+        figures = learner.train(batch, None)
+        assert figures["tokens/computed"] < figures["tokens/dense"]
+        found.append(weights_of(learner.model))
+    assert largest_change(*found) < 1e-6
+
+
+def test_offloaded_inputs_change_no_balance_of_experts(
+    build_config: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    family_folder("qwen3_moe", tokenizer, tmp_path)
+    found, rng = [], random.Random(0)
+    batch = replace(batch_of(load_model(tmp_path), rng), views=[])
+    for offload in (False, True):
+        again = {"activation_checkpointing": True, "activation_offload": offload}
+        trainer = {"lr": 1e-2, "moe": {"load_balancing": 1.0}, **again}
+        learner = Learner(build_config(trainer=trainer), tmp_path, Ranks())
+        learner.train(batch, None)
+        found.append(weights_of(learner.model))
+    assert largest_change(*found) < 1e-6
+
+
+def test_offloading_is_refused_without_checkpointed_layers(build_config: Any) -> None:
+    trainer = {"activation_checkpointing": False, "activation_offload": True}
+    with pytest.raises(ValidationError, match="only inputs of checkpointed layers are offloaded"):
         build_config(trainer=trainer)
+
+
+def test_a_checkpoint_of_a_model_that_freezes_some_weights_is_resumed_by_sharded_ranks(
+    build_config: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = family_folder("ernie4_5_moe", tokenizer, tmp_path / "policy")
+    batch = replace(batch_of(load_model(folder), random.Random(0)), views=[])
+    found = []
+    for sharding in ("none", "fsdp2"):
+        learner = Learner(build_config(trainer={"sharding": sharding}), folder, Ranks())
+        if found:
+            learner.restore(tmp_path / "step-1")
+        else:
+            learner.train(batch, None)
+            learner.copy()
+            learner.write(tmp_path / "step-1")
+        learner.train(replace(batch, step=1), None)
+        found.append({name: local(one).clone() for name, one in learner.export().items()})
+    dist.destroy_process_group()
+    assert largest_change(*found) < 1e-6
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_padding_that_is_also_the_end_token_learns_its_embedding(
+    build_config: Any, build_model: Any, tokenizer: Any, tmp_path: Path, sharding: str
+) -> None:
+    found = []
+    for pad in (0, 5):
+        model = build_model(1)
+        model.config.pad_token_id = pad
+        model.config.eos_token_id = 5
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        save_policy(model, tokenizer, tmp_path / str(pad))
+        config = build_config(trainer={"sharding": sharding})
+        trained = trained_model(config, tmp_path / str(pad), Ranks())
+        trained(input_ids=torch.tensor([[3, 5, 0, 5, 7]])).logits.square().mean().backward()
+        found.append(local(trained.get_input_embeddings().weight.grad).clone())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert all(float(found[0][one].abs().max()) > 0 for one in (0, 5))
+    assert torch.equal(*found)

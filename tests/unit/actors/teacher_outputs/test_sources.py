@@ -206,6 +206,16 @@ async def test_hidden_states_come_with_the_head_of_their_version(kind: str) -> N
     assert found.head.bias is None
 
 
+async def test_a_live_teachers_head_comes_with_its_states_where_updates_move_the_trainers() -> None:
+    source = MeshSource(config(), updates=2)
+    await source.begin(batch(), plan_step(batch(), 10)[0], 1, VERSION)
+    with pytest.raises(WrongVersion):
+        await source.deliver(0, 0, 0, handle([VIEWS[0]]))
+    await source.take_head(head(VERSION, 7.0))
+    await source.deliver(0, 0, 0, handle([VIEWS[0]]))
+    assert (await take(source)).head.weight.unique().tolist() == [7.0]
+
+
 @pytest.mark.parametrize("kind", ["ema", "trust_region"])
 async def test_the_head_of_another_version_is_refused(kind: str) -> None:
     source = await begun(batch(), config(teacher=kind))

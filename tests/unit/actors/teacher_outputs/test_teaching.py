@@ -15,6 +15,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import Head
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from, hinted_states
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.planning.model_refusals import CappedInterpolation
 from composer_mesh.rollouts.alignment import HintedView
 
 RATE = 0.3
@@ -160,6 +161,27 @@ def test_a_head_is_made_once_for_a_version(build_model: Any, kind: str) -> None:
     assert trainer.teacher.head() is first
     trainer.learn(1)
     assert trainer.teacher.head() is not first
+
+
+@pytest.mark.parametrize("kind", ["live", "trust_region"])
+def test_an_inline_teacher_has_the_head_of_the_weights_that_its_states_are_of(
+    build_model: Any, kind: str
+) -> None:
+    """Several updates of one step move the trainer's weights within a version."""
+    trainer = Trainer(build_model(1), kind, follows=True)
+    views = views_of(trainer.model)
+    said(trainer.teacher, views)
+    nearby(trainer.model, seed=7)
+    wanted = expected(kind, trainer, [], views)
+    torch.testing.assert_close(said(trainer.teacher, views), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_trust_region_of_capped_logits_is_refused(build_model: Any) -> None:
+    model = build_model(1)
+    model.config.final_logit_softcapping = 2.0
+    TeacherModel(model, config("ema"), 4096)
+    with pytest.raises(CappedInterpolation, match="Qwen3ForCausalLM caps its logits at 2 but sdpo"):
+        TeacherModel(model, config("trust_region"), 4096)
 
 
 def test_a_trust_regions_states_and_head_stand_side_by_side(build_model: Any) -> None:

@@ -186,11 +186,16 @@ async def test_a_head_of_the_teachers_own_comes_to_every_rank_before_any_signal(
     assert kinds == ["head", "take_head", "take_head", "teacher_output", "teacher_output"]
 
 
-@pytest.mark.parametrize(("teacher", "times"), [("frozen", 1), ("ema", 2)])
-async def test_a_frozen_head_travels_once_and_a_moving_one_at_each_step(
-    build_config: Any, teacher: str, times: int
+@pytest.mark.parametrize(
+    ("teacher", "epochs", "times"),
+    [("frozen", 1, 1), ("ema", 1, 2), ("live", 1, 0), ("live", 2, 2)],
+)
+async def test_a_frozen_head_travels_once_and_one_that_the_trainer_has_not_at_each_step(
+    build_config: Any, teacher: str, epochs: int, times: int
 ) -> None:
-    ring = Ring(settings := config(build_config, teacher=teacher), ranks=[3])
+    """After its first update of a step the trainer has no more the head of a live teacher."""
+    settings = config(build_config, teacher=teacher, epochs=epochs)
+    ring = Ring(settings, ranks=[3 * epochs])
     await ring.begin()
     trainer = training(ring, settings)
     await trainer.train(batch())
