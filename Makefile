@@ -10,7 +10,8 @@
 # `make test-slurm`, which runs on a Slurm of its own, and `make test-browser`, which drives the dashboard in a Chromium.
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input, `make gpu-check` measures a
 # GPU, `make benchmarks-quick` runs the smallest form of every benchmark, `make bench-skyrl` measures SkyRL alongside,
-# `make audit` looks the locked packages up among known vulnerabilities.
+# `make audit` looks the locked packages up among known vulnerabilities,
+# `make mutations` puts faults into copies of the tree and says which of them the tests catch.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
@@ -20,6 +21,7 @@
 #   RUN_JOBS    whole runs that are tested side by side (default: 3)
 #   GPU_ARGS    arguments of `make gpu-check`, such as --dry
 #   BENCH_ARGS  arguments of `make bench-skyrl`, such as --quick
+#   MUTATIONS   sets of faults that `make mutations` tries, or all (default: core; see tests/mutations)
 #   FUZZ_FACTOR how many times the cases of `make test-all` `make fuzz` tries (default: 10), from FUZZ_SEED (default: 0)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -30,6 +32,7 @@ PYTEST_ARGS ?=
 TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 RUN_JOBS ?= 3
 GPU_ARGS ?=
+MUTATIONS ?= core
 FUZZ_FACTOR ?= 10
 FUZZ_SEED ?= 0
 
@@ -61,7 +64,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-all benchmarks-quick test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: imports lock sbom audit clean s3 test-islands bench-skyrl
+.PHONY: mutations imports lock sbom audit clean s3 test-islands bench-skyrl
 
 help:
 	@sed '/^$$/q' Makefile
@@ -301,6 +304,12 @@ fuzz: $(STAMPS)/dev
 	COMPOSER_MESH_FUZZ_FACTOR=$(FUZZ_FACTOR) COMPOSER_MESH_FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest tests/fuzz --timeout 0 -n $(TEST_JOBS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=random -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+# Faults that `make test` has to catch (docs/decisions/0026-faults-kept-with-the-tests.md). Takes hours: it is
+# run before tests or code are cut, and after.
+mutations: $(STAMPS)/dev
+	$(BIN)/python tests/mutations/run.py $(MUTATIONS) $(if $(filter core,$(MUTATIONS)),--at-least 27) \
+		-- -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
