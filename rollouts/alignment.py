@@ -11,7 +11,8 @@ from composer_mesh.rollouts.traces import Trace
 
 
 class MisalignedError(ValueError):
-    """The turn does not exist, or its context does not end with the generation prompt."""
+    """The turn does not exist or has no action, or its context does not end with the generation
+    prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ def aligned_view(
     generation_prompt: list[int],
 ) -> HintedView:
     """Build the view of a turn from its whole context and its action."""
+    if not action:
+        raise MisalignedError(
+            f"turn {turn} of {trace_id} has no action token, so a hint has nothing to teach: leave "
+            "the turn out"
+        )
     cut = len(context) - len(generation_prompt)
     if cut < 0 or context[cut:] != generation_prompt:
         raise MisalignedError(

@@ -235,6 +235,8 @@ def hinted_sites(
     ):
         if len(found.views) >= limit:
             break
+        if turn < len(trace.turns) and not trace.turns[turn].action_ids:
+            continue  # nothing was sampled there, so there is nothing to teach
         hints = sources.hints(trace, turn, groups[trace.group_id], found.counts)
         view = _view(trace, hints, chat, max_context, found.counts)
         if view is None:

@@ -93,6 +93,12 @@ def test_a_context_that_does_not_end_with_the_generation_prompt_is_refused(
         hinted_view(trace, 0, [5], prompt)
 
 
+def test_a_turn_without_an_action_has_no_view_and_the_error_names_it() -> None:
+    trace = trace_of([([1], [2]), ([3], [])])
+    with pytest.raises(MisalignedError, match=r"turn 1 of t has no action token.*leave the turn"):
+        hinted_view(trace, 1, [5], PROMPT)
+
+
 def failing_episode(toolbox: ToolboxTask, chat: ChatFormat) -> Trace:
     """Two different errors, then an answer, grown the way a rollout grows."""
     session = SyncSession(toolbox, toolbox.episode("train", 0))

@@ -66,6 +66,13 @@ def test_surprise_takes_the_least_likely_actions_first(chat: ChatFormat) -> None
     ]
 
 
+def test_a_failed_turn_without_an_action_token_is_no_site(chat: ChatFormat) -> None:
+    trace = trace_of(chat, "a", ["x", "y"], [0, 1])
+    silent = replace(trace.turns[0], action_ids=[], logprobs=[], versions=[])
+    trace = replace(trace, turns=[silent, trace.turns[1]])
+    assert chosen(chat, [trace], advantage_sites=9) == [("a", 1, False)]
+
+
 def test_a_right_action_is_compared_in_the_contexts_of_the_failed_one(chat: ChatFormat) -> None:
     failed = trace_of(chat, "a", ["same", "wrong"], [1])
     right = trace_of(chat, "b", ["same", "right", "more"], [], success=True, reward=1.0)
