@@ -1,5 +1,6 @@
 """The trained model: built-in sizes or a model folder, and its supervised warm start."""
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -73,6 +74,7 @@ ToolCallFormat = Literal[
 
 RESERVED_OPTIONS = frozenset(
     {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
+    | {"strftime_now"}
     | {"conversation", "continue_final_message", "return_tensors", "return_dict", "padding"}
     | {"truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
@@ -158,6 +160,15 @@ class ModelSizes(Section):
         return self.model_type in ("qwen3", "qwen3_moe")
 
 
+def _check_date(text: str) -> None:
+    try:
+        read = date.fromisoformat(text).isoformat()
+    except ValueError:
+        read = ""
+    if read != text:
+        raise ValueError(f"chat_date is {text!r} but must be a date: write it as 2026-01-31")
+
+
 class PolicyConfig(Section):
     """The policy: a built-in tiny Qwen3, or any causal LM from a local folder."""
 
@@ -207,6 +218,10 @@ class PolicyConfig(Section):
     chat_template_options: FreeTable = Field(default_factory=dict)
     """Values that the chat template reads, such as enable_thinking (model in path)."""
 
+    chat_date: str | None = None
+    """Date that the chat template takes for today's, as 2026-01-31; a run without one sets the day
+    on which it starts, and keeps it when it is resumed (model in path)."""
+
     cache_dir: FilePath = Path(".cache/composer-mesh")
     """Cache of warm-started models, shared by runs."""
 
@@ -220,11 +235,14 @@ class PolicyConfig(Section):
             raise ValueError(
                 f"chat_template_options has {wrong[0]!r}, which the run sets itself: remove it"
             )
-        chosen = self.tool_calls != "auto" or self.tools_in != "auto"
+        if self.chat_date is not None:
+            _check_date(self.chat_date)
+        chosen = self.tool_calls != "auto" or self.tools_in != "auto" or self.chat_date
         if self.path is None and (chosen or self.stop_tokens or self.chat_template_options):
             raise ValueError(
-                "tool_calls, tools_in, stop_tokens or chat_template_options is set but path is "
-                "not, and the built-in model has a format of its own: set path, or remove them"
+                "tool_calls, tools_in, stop_tokens, chat_template_options or chat_date is set but "
+                "path is not, and the built-in model has a format of its own: set path, or remove "
+                "them"
             )
         return self
 
@@ -236,6 +254,7 @@ class PolicyConfig(Section):
             "tool_calls": self.tool_calls,
             "tools_in": self.tools_in,
             "options": dict(self.chat_template_options),
+            "date": self.chat_date,
         }
 
     @model_validator(mode="after")

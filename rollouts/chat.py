@@ -61,7 +61,7 @@ class ChatFormat:
     A non-empty `system` is prepended to every conversation as the system message. `stops` are
     tokens that end an action besides the tokenizer's own; `tool_calls` names a format of calls, or
     "auto"; `options` are given to the template; `tools_in` is where tools are written: "template",
-    "system" or "auto".
+    "system" or "auto"; `date` is what the template takes for today's, such as 2026-01-31.
     """
 
     tokenizer: Tokenizer
@@ -71,12 +71,14 @@ class ChatFormat:
     tool_calls: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     tools_in: str = "auto"
+    date: str | None = None
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, which renders texts."""
         stops = tuple(dict.fromkeys([self.tokenizer.eos_token, *self.stops]))
-        return ChatTemplate(self.tokenizer, stops, self.options, self.tool_calls, self.tools_in)
+        own = self.options, self.tool_calls, self.tools_in, self.date
+        return ChatTemplate(self.tokenizer, stops, *own)
 
     @cached_property
     def controls(self) -> ControlTokens:
@@ -146,7 +148,11 @@ class ChatFormat:
         return self.readable(self.raw_text(ids))
 
     def readable(self, text: str) -> str:
-        """Return what a policy wrote with its calls as `tool_calls` has them."""
+        """Return what a policy wrote with its calls as `tool_calls` has them.
+
+        It begins with the tag of a thought that its prompt opened, so that readers know of it.
+        """
+        text = f"{self._opened_thought}{text}"
         if self.style.format == HERMES:
             return text
         found = self.style.format.read(text, self._schemas)
@@ -215,7 +221,13 @@ class ChatFormat:
     @cached_property
     def opens_thought(self) -> bool:
         """Whether the generation prompt opens a thought, so that actions begin inside of it."""
-        return self._prompt_text.rstrip().endswith(THINKING)
+        return bool(self._opened_thought)
+
+    @cached_property
+    def _opened_thought(self) -> str:
+        """The tag of thinking at the end of the generation prompt; empty without one."""
+        _, tag, space = self._prompt_text.rpartition(THINKING)
+        return tag + space if tag and not space.strip() else ""
 
     def _closing_thought(self, text: str) -> str:
         """Return an action's text as it follows a prompt that has opened its thought."""

@@ -6,6 +6,7 @@ Nothing is encoded here, and control tokens in contents are hidden already (`con
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Protocol
@@ -27,6 +28,16 @@ ACTION = "COMPOSERMESHACTION"
 ASKED: Message = {"role": "user", "content": "q"}
 
 
+@dataclass(frozen=True)
+class PinnedDate:
+    """What a template calls as `strftime_now`: formats the start of one day, such as 2026-01-31."""
+
+    date: str
+
+    def __call__(self, format: str) -> str:
+        return datetime.fromisoformat(self.date).strftime(format)
+
+
 class TemplateRenderer(Protocol):
     """The part of the Hugging Face tokenizer interface that renders templates."""
 
@@ -38,7 +49,8 @@ class ChatTemplate:
     """A chat template with the options and the format of tool calls of a run.
 
     `stops` are the tokens that end an action; `tool_calls` names a format, or "auto"; `tools_in` is
-    "template", "system" or "auto".
+    "template", "system" or "auto"; `date` is what the template takes for today's, None for the
+    clock's.
     """
 
     renderer: TemplateRenderer
@@ -46,6 +58,7 @@ class ChatTemplate:
     options: dict[str, Any] = field(default_factory=dict)
     tool_calls: str = "auto"
     tools_in: str = "auto"
+    date: str | None = None
 
     def text(
         self, messages: Sequence[Message], generate: bool, tools: list[dict[str, Any]] | None = None
@@ -176,7 +189,9 @@ class ChatTemplate:
         return styles(self._render, self.end_tokens)
 
     def _render(self, messages: list[Message], generate: bool, tools: list[dict[str, Any]]) -> str:
-        more = {"tools": tools} if tools else {}
+        more: dict[str, Any] = {"tools": tools} if tools else {}
+        if self.date is not None:
+            more["strftime_now"] = PinnedDate(self.date)
         return self.renderer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generate, **more, **self.options
         )

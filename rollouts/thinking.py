@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from composer_mesh.rollouts.agent_messages import CLOSE, OPEN
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.tool_calls import text_before_calls
 
 
 @dataclass(frozen=True)
@@ -15,22 +16,23 @@ class ThinkingStyle:
     """How a chat template treats thinking: apart from the answer, or as a part of its text."""
 
     separate: bool
-    opened: bool
-    """The generation prompt opens the tag, so that actions begin inside of it."""
 
     @classmethod
     def of(cls, chat: ChatFormat) -> "ThinkingStyle":
         """Probe a chat template."""
-        return cls(_separates(chat), chat.opens_thought)
+        return cls(_separates(chat))
 
     def split(self, text: str) -> tuple[str, str]:
-        """Return the thinking and the answer of an action's text."""
-        begun = text.lstrip().startswith(OPEN)
-        if not self.separate or not (begun or self.opened or CLOSE in text):
+        """Return the thinking and the answer of an action's text.
+
+        An end of thinking inside a call is a part of the call.
+        """
+        said = text_before_calls(text)
+        if not self.separate or not (said.lstrip().startswith(OPEN) or CLOSE in said):
             return "", text
-        thinking, closed, answer = text.partition(CLOSE)
-        thinking = thinking.lstrip().removeprefix(OPEN).strip()
-        return thinking, answer.lstrip() if closed else ""
+        thinking = said.partition(CLOSE)[0]
+        answer = text[len(thinking) :].removeprefix(CLOSE)
+        return thinking.lstrip().removeprefix(OPEN).strip(), answer.lstrip()
 
 
 def _separates(chat: ChatFormat) -> bool:

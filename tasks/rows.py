@@ -31,7 +31,7 @@ MOST_LISTED = 10
 
 def read_rows(path: Path) -> list[Row]:
     """Read all rows of a file; raise UnusableTask if it has none, or one that is no object."""
-    readers = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}
+    readers = {".jsonl": json_lines, ".json": _json, ".parquet": _parquet}
     reader = _dataset if path.is_dir() else readers.get(path.suffix)
     if reader is None:
         raise UnusableTask(
@@ -149,7 +149,8 @@ def _labels(rows: Sequence[Row], path: Path) -> list[Split] | None:
     return [label for label in found if label is not None]
 
 
-def _json_lines(path: Path) -> Iterable[Any]:
+def json_lines(path: Path) -> Iterable[Any]:
+    """Yield the value of each line; raises UnusableTask that names the line that is none."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():

@@ -22,6 +22,7 @@ from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, AnsweringProgram, Pro
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatTemplateError, Tokenizer
+from composer_mesh.rollouts.chat_template import PinnedDate
 from composer_mesh.rollouts.control_tokens import AddedToken
 from composer_mesh.rollouts.traces import Message
 
@@ -91,14 +92,16 @@ class TemplateProcess:
             raise UnfitModelFolder(str(self._folder), why, OTHER_TOKENIZER, TEACHER_KEY)
         return ModelFacts.of(found["facts"])
 
-    def render(self, messages: list[Message], options: dict[str, Any]) -> str:
-        """Return the rendered messages.
+    def render(
+        self, messages: list[Message], options: dict[str, Any], date: str | None = None
+    ) -> str:
+        """Return the rendered messages; the template takes `date` for today's.
 
         Raises TemplateError where the template refuses them, else `ChatTemplateError`. Waits for
         at most the limit of CPU time.
         """
         try:
-            found = self._asked({"messages": messages, "options": options})
+            found = self._asked({"messages": messages, "options": options, "date": date})
         except ProgramFailed as error:
             raise ChatTemplateError(
                 f"the chat template of {self._folder} exceeds its limits of {self._limits} "
@@ -146,8 +149,11 @@ class BoundedTokenizer:
         self._tokenizer, self._templates = tokenizer, templates
         self.eos_token = tokenizer.eos_token
 
-    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
-        return self._templates.render(messages, options)
+    def apply_chat_template(
+        self, messages: list[Message], *, strftime_now: PinnedDate | None = None, **options: Any
+    ) -> str:
+        date = None if strftime_now is None else strftime_now.date
+        return self._templates.render(messages, options, date)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         with _panics_as_errors():

@@ -7,7 +7,6 @@ worthwhile states, votes, filters, and a ledger on the disk that no request may 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from composer_mesh.services.offline.job import OfflineJob
 from composer_mesh.services.offline.options import CONCURRENCY
 from composer_mesh.services.offline.session import opened_panel
 from composer_mesh.services.offline.teacher_client import TeacherClient
+from composer_mesh.tasks.rows import json_lines
 from composer_mesh.tasks.task import Task
 
 Figures = dict[str, float]
@@ -92,7 +92,7 @@ class StoredPairs:
         self.pairs_left_out = 0
 
     def open(self, settings: PairSettings) -> None:
-        rows = _read(Path(self._rows)) if isinstance(self._rows, str | Path) else list(self._rows)
+        rows = _listed(self._rows)
         found = [_sample(place, row, settings.chat) for place, row in enumerate(rows)]
         self._samples = [one for one in found if _length(one) <= settings.max_context]
         self.pairs_left_out = len(found) - len(self._samples)
@@ -211,7 +211,7 @@ def preference_dataset(rows: Path | str | Iterable[Mapping[str, Any]]) -> Any:
     """
     from datasets import Dataset
 
-    listed = _read(Path(rows)) if isinstance(rows, str | Path) else list(rows)
+    listed = _listed(rows)
     kept = ("prompt", "chosen", "rejected", "tools")
     return Dataset.from_list([{key: row[key] for key in kept if key in row} for row in listed])
 
@@ -233,9 +233,9 @@ def grouped(traces: Sequence[Trace], first: int) -> list[list[Trace]]:
     ]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+def _listed(rows: Any) -> list[dict[str, Any]]:
+    """Return rows, or those of a file of JSON lines."""
+    return list(json_lines(Path(rows)) if isinstance(rows, str | Path) else rows)
 
 
 def _sample(place: int, row: Mapping[str, Any], chat: ChatFormat) -> PairSample:

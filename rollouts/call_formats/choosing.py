@@ -1,9 +1,10 @@
 """Chooses the format in which a chat template writes tool calls, by what it writes for one call."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, product, takewhile
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.known import HERMES, KNOWN
@@ -74,9 +75,13 @@ class CallStyle:
     """Whether a message with calls and no text has the content None, and not an empty one."""
     by_template: bool = True
     """Whether the template writes calls at all; where it does not, they are part of the text."""
+    numbered_ids: bool = False
+    """Whether the template writes ids in place of names, so that they have to hold both."""
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose calls have the form that the template takes."""
+        if self.numbered_ids:
+            messages = list(_numbered(messages))
         return [self._message(one) if one.get("tool_calls") else one for one in messages]
 
     def _message(self, message: Message) -> Message:
@@ -91,6 +96,30 @@ class CallStyle:
         if not self.arguments_as_text and isinstance(arguments, str):
             arguments = wire_arguments(arguments)
         return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+_NUMBERED = re.compile(r"functions\..+:\d+")
+
+
+def _numbered(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield messages whose calls and results have Kimi's ids: `functions.NAME:NUMBER`.
+
+    Numbers count the calls of the conversation. Ids that a model has written are kept.
+    """
+    numbers, ids = count(), dict[str, str]()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            given, at = str(call.get("id") or ""), next(numbers)
+            named = f"functions.{call['function']['name']}:{at}"
+            ids[given] = given if _NUMBERED.fullmatch(given) else named
+            calls.append({**call, "id": ids[given]})
+        if calls:
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            given = str(message.get("tool_call_id") or "")
+            message = {**message, "tool_call_id": ids.get(given, given)}
+        yield message
 
 
 def calling(*calls: ToolCall) -> Message:
@@ -112,12 +141,14 @@ def styles(render: Render, end_tokens: Callable[[CallFormat], Sequence[str]]) ->
     format open: all of them are returned, Hermes first. `end_tokens` are those that end an action.
     """
     found, unread = list[tuple[int, CallStyle]](), False
-    for text_arguments in (True, False):  # a text is passed on as it was sent
-        for without in (False, True):
-            style = CallStyle(HERMES, text_arguments, without)
-            if (written := _written(render, style)) is not None:
-                found += _reading(written, style, end_tokens)
-                unread |= EXAMPLE.name in written
+    # Arguments that are a text are passed on as they were sent; few templates take ids for names.
+    for numbered, text_arguments, without in product((False, True), (True, False), (False, True)):
+        if numbered and found:
+            break
+        style = CallStyle(HERMES, text_arguments, without, numbered_ids=numbered)
+        if (written := _written(render, style)) is not None:
+            found += _reading(written, style, end_tokens)
+            unread |= EXAMPLE.name in written
     if not found and not unread:
         return [CallStyle(one, by_template=False) for one in KNOWN]
     return [style for _, style in sorted(found, key=lambda one: -one[0])]
@@ -162,6 +193,5 @@ def _reading(
         if isinstance(spoken, ParsedAction) and _is_example(spoken):
             again = one.write(ParsedAction(spoken.text, spoken.calls))
             rank = 2 * (again == text) + (again.strip() == text.strip())
-            style = CallStyle(one, style.arguments_as_text, style.without_content)
-            found.append((rank, style))
+            found.append((rank, replace(style, format=one)))
     return found

@@ -21,6 +21,7 @@ from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.task import heldout_of
 from composer_mesh.services.commands.training import prepare, refuse_or_set_aside
 from composer_mesh.services.directory.claim import RUNS, claimed
+from composer_mesh.services.directory.resume import with_chat_date
 from composer_mesh.services.evaluation.output import about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target, target_of
 from composer_mesh.services.schedule.signals import CommandSignals
@@ -57,7 +58,7 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     with claimed(output):
         who = arguments.model or arguments.policy or ""
         told = about(target, who, arguments.samples, arguments.max_tokens)
-        open_output(output, told, arguments.resume)
+        config = with_chat_date(config, open_output(output, told, arguments.resume))
         prepare(output, signals)
         from composer_mesh.services.evaluation import command
 

@@ -38,7 +38,13 @@ from composer_mesh.services.checks.policy_folder import chat_remarks
 from composer_mesh.services.checks.task import heldout_of, told_of
 from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
+from composer_mesh.services.directory.resume import (
+    RunFinished,
+    may_be_resumed,
+    recorded_date,
+    refuse_unfit,
+    with_chat_date,
+)
 from composer_mesh.services.inspection.placement_table import print_placement
 from composer_mesh.services.inspection.plan_table import print_plan
 from composer_mesh.services.schedule.signals import CommandSignals
@@ -100,6 +106,7 @@ def _half(config: Config, output: Path | None, source: Path | None, signals: Com
         )
     refuse_or_set_aside(place, named=output is not None)
     with claimed(place):
+        config = with_chat_date(config, recorded_date(place if source is None else source))
         prepare(place, signals)
         from composer_mesh.services.partial_runs.command import partial_run_command
 
@@ -221,6 +228,7 @@ def start(
     import may swallow a KeyboardInterrupt.
     """
     use_umask(config)
+    config = with_chat_date(config, recorded_date(output))
     prepare(output, signals)
     from composer_mesh.services.run.assembly import train_command
 

@@ -4,6 +4,7 @@ Reads files only and does not import torch. `resume_loader` restores the run; `c
 """
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
@@ -54,7 +55,7 @@ def refuse_unfit(output: Path, config: Config) -> list[Change]:
         raise RunDirectoryError(f"--resume {output} cannot be read: {error}") from None
     done = len(read_metrics(output / METRICS_FILE))
     _refuse_without_store(output, done)
-    found = changes(with_whole_paths(before), with_whole_paths(config))
+    found = changes(with_whole_paths(before), with_whole_paths(dated(config, before)))
     if unsafe := [change for change in found if not change.safe]:
         raise RunDirectoryError(_refusal(output, unsafe))
     if done > config.run.steps:
@@ -68,6 +69,29 @@ def refuse_unfit(output: Path, config: Config) -> list[Change]:
             "go on, or leave --resume out to start a new run"
         )
     return found
+
+
+def with_chat_date(config: Config, recorded: str | None = None) -> Config:
+    """Return the config with the date for its chat template: its own, else the recorded, else
+    today's. The built-in model's template has none."""
+    if config.policy.path is None or config.policy.chat_date is not None:
+        return config
+    day = recorded or date.today().isoformat()
+    policy = config.policy.model_copy(update={"chat_date": day})
+    return config.model_copy(update={"policy": policy})
+
+
+def recorded_date(output: Path) -> str | None:
+    """Return the date for chat templates that the run in a directory has recorded, if any."""
+    if not may_be_resumed(output):
+        return None
+    return load_config(output / CONFIG_FILE, model_later=True).policy.chat_date
+
+
+def dated(config: Config, before: Config) -> Config:
+    """Return a config with the date of an earlier one, where that has one and this has none."""
+    day = before.policy.chat_date
+    return config if day is None else with_chat_date(config, day)
 
 
 def _refuse_without_store(output: Path, done: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import date
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,20 @@ def about(target: Target, model: str, samples: int, max_tokens: int) -> dict[str
     }
 
 
-def open_output(output: Path, now: Mapping[str, Any], resume: bool) -> None:
-    """Write what the evaluation is about, or compare it with what is there; raises EvalRefused."""
+def open_output(output: Path, now: Mapping[str, Any], resume: bool) -> str:
+    """Write what the evaluation is about, or compare it with what is there; raises EvalRefused.
+
+    Returns the day on which it began, as 2026-01-31.
+    """
+    today = date.today().isoformat()
     if resume:
-        _refuse_another(output, now)
-    else:
-        write_json(output / ABOUT_FILE, now)
+        return str(_same(output, now).get("begun", today))
+    write_json(output / ABOUT_FILE, {**now, "begun": today})
+    return today
 
 
-def _refuse_another(output: Path, now: Mapping[str, Any]) -> None:
+def _same(output: Path, now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a directory says its evaluation is about, which has to be the same."""
     path = output / ABOUT_FILE
     try:
         before = parsed_json(read_regular(path, LONGEST))
@@ -59,6 +65,7 @@ def _refuse_another(output: Path, now: Mapping[str, Any]) -> None:
                 f"--resume {output}: its {key} is {json.dumps(found)[:80]} but that of this "
                 f"command is {json.dumps(value)[:80]}: give the same, or leave --resume out"
             )
+    return dict(before)
 
 
 def _digest(config: Config) -> str:

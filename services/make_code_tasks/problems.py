@@ -46,7 +46,10 @@ def _rows(content: bytes) -> list[dict[str, Any]]:
         raise ValueError(f"it has more than {LARGEST:,} bytes: split it")
     rows = []
     for number, line in enumerate(content.splitlines(), start=1):
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is not JSON in UTF-8 ({error}): correct it") from None
         if not isinstance(row, dict) or not all(isinstance(row.get(one), str) for one in TEXTS):
             raise ValueError(f"line {number} is no problem: it needs the texts {', '.join(TEXTS)}")
         if not row["entry_point"].isidentifier():

@@ -50,15 +50,20 @@ def read_posts(file: Path) -> dict[str, float]:
     """Read a file of JSON lines with a `trace_id` and a `reward`; raises LateRewardError."""
     try:
         lines = read_regular(file, LONGEST_FILE).splitlines()
-        posts = [POST.validate_json(line) for line in lines]
     except OSError as error:
         raise LateRewardError(f"{file} cannot be read ({error.strerror}): correct it") from None
+    posts = [_post(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
+    return {one.trace_id: one.reward for one in posts}
+
+
+def _post(line: bytes, where: str) -> Post:
+    try:
+        return POST.validate_json(line)
     except ValueError as error:
         raise LateRewardError(
-            f"{file} holds a line that is no post ({short_reason(error)}): write lines like "
+            f"{where} is no post ({short_reason(error)}): write UTF-8 lines like "
             '{"trace_id": "train-000000-000", "reward": 0.5}'
         ) from None
-    return {one.trace_id: one.reward for one in posts}
 
 
 def post_rewards(run: Path, rewards: Mapping[str, float], source: str = "") -> None:

@@ -20,6 +20,7 @@ from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.services.directory.resume import with_chat_date
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.access import ClientAccess
@@ -52,6 +53,7 @@ def serve_command(
 ) -> int:
     """Serve clients until a signal; return the exit status. The folder is locked by the caller."""
     check_same_policy(config, output)
+    config = with_chat_date(config)
     with listening_socket(options.host, options.port) as listener:
         return asyncio.run(_serve(config, output, options, keys, listener, say))
 

@@ -187,7 +187,7 @@ READERS = [
     Reader("calls", parse_calls, TAGS, ('<tool_call error="', '<tool_call error="">\n')),
     Reader("message", lambda text: assistant_message(text, "c", 8), TAGS),
     Reader("action", canonical_action, ("Answer: ", *TAGS)),
-    Reader("thinking", ThinkingStyle(separate=True, opened=True).split),
+    Reader("thinking", ThinkingStyle(separate=True).split),
     Reader("agent-message", agent_message),
     Reader("judge", json_in, ("```json\n", "\n```", "```"), ("```json\n", "<think>")),
     Reader("puzzle", last_answer, ("<answer>", "</answer>")),

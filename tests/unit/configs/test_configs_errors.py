@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from repository import ROOT
 
+from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.services.cli import main
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -367,3 +369,9 @@ def test_gsm8k_without_a_file_says_how_to_give_one(capsys: pytest.CaptureFixture
     message = refusal(["check", str(GSM8K)], capsys)
     assert "path is not set but task is 'gsm8k'" in message
     assert "--set data.path=FILE.jsonl" in message
+
+
+@pytest.mark.parametrize("given", ["today", "2026-13-01", "20260131"])
+def test_a_chat_date_that_is_no_date_is_refused_with_an_example(given: str) -> None:
+    with pytest.raises(ValidationError, match=r"must be a date: write it as 2026-01-31"):
+        PolicyConfig(path=Path("model"), chat_date=given)

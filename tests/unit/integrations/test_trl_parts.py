@@ -25,6 +25,7 @@ from composer_mesh.integrations.trl.parts import Layout, dealt, parts_of
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.money import dollars
+from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 counts = some.integers(1, 6)
@@ -113,6 +114,11 @@ def test_rows_that_are_no_pairs_are_refused(
         StoredPairs([{"prompt": [{}], "chosen": [{}]}]).open(where)
     with pytest.raises(NoPairs, match="none of 0 pairs"):
         StoredPairs([]).open(where)
+    file = tmp_path / "pairs.jsonl"
+    for line, said in ((b"{", "is not valid JSON"), ('{"é": 1}'.encode("latin-1"), "is not UTF-8")):
+        file.write_bytes(b"{}\n" + line + b"\n")
+        with pytest.raises(UnusableTask, match=rf"pairs\.jsonl: line 2 {said}"):
+            StoredPairs(file).open(where)
     with pytest.raises(ValueError, match="per_step is 0"):
         StoredPairs([], per_step=0)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from agent_templates import FAMILIES
-from chat_templates import with_template
+from chat_templates import OPENS_THINKING, with_template
 from scripted_generation import ADD, ScriptedGeneration, a_sample
 
 from composer_mesh.rollouts.agent_messages import UnusableMessages
@@ -175,6 +175,25 @@ def test_an_opened_thinking_block_that_never_closes_is_all_thinking(tokenizer: A
     gemma = ChatFormat(with_template(tokenizer, FAMILIES["gemma"]), [])
     answer = Agent(gemma, "<think>still at it").ask(QUESTION).answer
     assert (answer["content"], answer["reasoning_content"]) == ("", "still at it")
+
+
+@pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
+def test_an_end_of_thinking_inside_a_call_is_a_part_of_the_call(
+    thought: str, qwen: ChatFormat
+) -> None:
+    said = thought + call_text("add", {"a": "x </think> y"})
+    answer = Agent(qwen, said).ask(QUESTION).answer
+    (call,) = answer["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": "x </think> y"}
+    assert answer.get("reasoning_content", "") == ("hm" if thought else "")
+
+
+def test_a_call_in_a_thought_that_the_prompt_opened_is_no_call(tokenizer: Any) -> None:
+    opens = ChatFormat(with_template(tokenizer, OPENS_THINKING), [])
+    for said in (call_text("add", {"a": 5}), f"Or {call_text('add', {'a': 5})}?"):
+        answer = Agent(opens, f"<think>{said}").ask(QUESTION).answer
+        assert "tool_calls" not in answer
+        assert said in answer["content"] + answer.get("reasoning_content", "")
 
 
 def test_several_calls_of_one_answer_have_ids_of_their_own(qwen: ChatFormat) -> None:

@@ -14,6 +14,7 @@ from trl.chat_template_utils import add_response_schema, parse_response
 
 from composer_mesh.actors.models.tokenizer import chat_settings
 from composer_mesh.configs.policy import ToolCallFormat
+from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.call_formats.choosing import calling
 from composer_mesh.rollouts.call_formats.known import KNOWN
 from composer_mesh.rollouts.chat import NO_THOUGHT, ChatFormat
@@ -107,9 +108,12 @@ def test_text_beside_a_call_and_thinking_before_it_are_kept(
 
 def test_an_answer_is_an_answer(chat: ChatFormat) -> None:
     for text in ("Answer: 4", "", "{not JSON", "It is [4]."):
-        closing = NO_THOUGHT if chat.opens_thought else ""
-        assert chat.readable(native(chat, text)) == closing + text
-        assert parse_action(closing + text) is None
+        found = chat.readable(native(chat, text))
+        assert found.endswith(NO_THOUGHT + text if chat.opens_thought else text)
+        assert found.removesuffix(text).strip().split() == ["<think>", "</think>"] * bool(
+            chat.opens_thought
+        )
+        assert parse_action(found) is None
 
 
 OPENS_THOUGHT = {
@@ -133,8 +137,26 @@ def test_an_action_closes_the_thought_that_its_prompt_opened(
         inside, _, answer = said.partition("</think>")
         assert inside.strip() == thought
         assert "</think>" not in answer
-        assert parse_action(chat.readable(answer.lstrip())) == parse_action(text)
+        assert parse_action(chat.readable(f"</think>{answer}")) == parse_action(text)
     assert chat.raw_text(chat.action("<think>\nhm")) == "hm"
+
+
+def test_what_stands_in_a_thought_that_the_prompt_opened_is_neither_call_nor_answer(
+    template: RealTemplate, chat: ChatFormat
+) -> None:
+    """Also where the thought never ends, or its end seems to stand inside a call."""
+    if not chat.opens_thought:
+        return
+    call = native(chat, FIRST).partition("</think>")[2].lstrip()
+    open_call = parse_action(chat.readable(f"Should I? {call}"))
+    assert isinstance(open_call, MalformedCall)
+    assert "not closed" in open_call.reason
+    inside = native(chat, call_text("lookup", {"key": "</think>"})).partition("</think>")[2]
+    assert not isinstance(parse_action(chat.readable(f"Or {inside.lstrip()}")), ToolCall)
+    assert parse_action(chat.readable(f"Should I? {call}\nNo.</think>It is 4.")) is None
+    assert parse_action(chat.readable(f"I should.</think>\n{call}")) == parse_action(FIRST)
+    assert canonical_action(chat.readable("Maybe Answer: 5")).kind == "malformed"
+    assert canonical_action(chat.readable("Yes.</think>\nAnswer: 5")).kind == "number"
 
 
 def test_a_call_in_the_format_of_another_family_is_malformed_here(
@@ -263,6 +285,20 @@ def test_what_ends_an_action_is_written_once_whatever_was_sampled(
             # GLM ends an action with what begins the next message, which is written in any case.
             begins = file == "glm4moe" and stop != cut[0]
             assert other == (cut if begins else whole)
+
+
+@pytest.mark.parametrize("file", ["llama3_2", "gptoss"])
+def test_prompts_with_a_date_have_the_pinned_one_whatever_day_it_is(file: str) -> None:
+    template = named(file)
+
+    def prompt(date: str | None) -> str:
+        chat = ChatFormat(tokenizer_of(template), [], stops=template.stops, date=date)
+        return chat.raw_text(chat.first_prompt([QUESTION]))
+
+    written = {"llama3_2": "31 Jan 2001", "gptoss": "2001-01-31"}[file]
+    assert written in prompt("2001-01-31")
+    assert prompt("2001-01-31") != prompt("2001-02-01")
+    assert written not in prompt(None)
 
 
 def test_the_stop_tokens_of_a_folder_are_read(tmp_path: Path) -> None:

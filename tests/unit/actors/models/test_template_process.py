@@ -40,6 +40,7 @@ HOSTILE = CHAT_TEMPLATE + "".join(
         "zero": "{{ 1 // 0 }}",
         "long": "{{ 'a' * 5000000 }}",
         "print": "{{ ''.__class__.__mro__ }}",
+        "date": "{{ strftime_now('%d %b %Y %H:%M') }}",
         "endless": ENDLESS,
         "power": POWER,
     }.items()
@@ -88,6 +89,14 @@ def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_h
         hostile.render(*asked("power"))
     with pytest.raises(ChatTemplateError, match="has ended"):
         hostile.render(*asked("q"))
+
+
+def test_the_pinned_date_reaches_the_process(tokenizer: Any, hostile: TemplateProcess) -> None:
+    pinned = BoundedTokenizer(tokenizer, hostile)
+    chat = ChatFormat(pinned, [], date="2001-01-31")
+    assert "31 Jan 2001 00:00" in chat.raw_text(chat.first_prompt(asked("date")[0]))
+    unpinned = ChatFormat(pinned, [])
+    assert "2001" not in unpinned.raw_text(unpinned.first_prompt(asked("date")[0]))
 
 
 def test_contents_of_any_length_are_rendered_from_several_threads(

@@ -6,19 +6,26 @@ import random
 from typing import Any
 
 import pytest
+from chat_templates import IDS_FOR_NAMES, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_mesh.rollouts.call_formats.choosing import calling
 from composer_mesh.rollouts.call_formats.known import HARMONY, HERMES, KNOWN
 from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.tool_calls import (
     MalformedCall,
     ParsedAction,
     ToolCall,
     assistant_message,
+    call_text,
     message_text,
     parse_calls,
 )
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 TEXT = st.text(st.sampled_from("abcdefgh ÄßжX0123456789.,;:!?'\"()[]{}\n\\/_-+*=#"), max_size=12)
 WORDS = ("if", "import", "from", "in", "lambda", "print", "class")  # Python's own, but one
@@ -303,3 +310,30 @@ def test_text_behind_a_harmony_call_is_malformed() -> None:
     text = HARMONY.write(ParsedAction("", (LOOK,)))
     behind = f"{text}<|end|><|start|>assistant<|channel|>final<|message|>and more"
     assert isinstance(HARMONY.read(behind, {}), MalformedCall)
+
+
+def test_a_template_that_writes_ids_for_names_is_kimis_and_gets_ids_that_hold_names(
+    tokenizer: Any, toolbox: ToolboxTask
+) -> None:
+    chat = ChatFormat(with_template(tokenizer, IDS_FOR_NAMES), toolbox.tools)
+    check_chat(chat, hints=True)
+    assert chat.style.format.name == "kimi"
+    asked: Message = {"role": "user", "content": "q"}
+    calls = [ToolCall("lookup", {"key": "x"}, "abc"), ToolCall("calculator", {"a": 1}, "def")]
+    results: list[Message] = [
+        {"role": "tool", "content": "4", "tool_call_id": one.id} for one in reversed(calls)
+    ]
+    text = chat.raw_text(chat.first_prompt([asked, calling(*calls), *results, asked]))
+    for named in ("functions.lookup:0", "functions.calculator:1"):
+        assert f"<|tool_call_begin|>{named}<|tool_call_argument_begin|>" in text
+    ends = "<|im_end|>\n<|im_start|>tool\nResult of "
+    assert f"{ends}functions.calculator:1\n4{ends}functions.lookup:0\n4<|im_end|>" in text
+
+
+def test_ids_that_kimi_has_written_are_kept(tokenizer: Any, toolbox: ToolboxTask) -> None:
+    chat = ChatFormat(with_template(tokenizer, IDS_FOR_NAMES), toolbox.tools)
+    written = chat.raw_text(chat.action(call_text("lookup", {"key": "x"})))
+    action = chat.tokenizer.encode(written.replace(":0", ":7"), add_special_tokens=False)
+    assert parse_calls(chat.action_text(action)) == (ToolCall("lookup", {"key": "x"}),)
+    after = chat.raw_text(chat.continuation([{"role": "tool", "content": "4"}], action))
+    assert "Result of functions.lookup:7\n4" in after

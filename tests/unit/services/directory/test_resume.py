@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.resume import refuse_unfit
+from composer_mesh.services.directory.resume import recorded_date, refuse_unfit, with_chat_date
 
 
 @pytest.fixture
@@ -108,3 +109,28 @@ def test_a_run_of_version_0_1_is_refused_with_the_repair_and_left_as_it_is(
 def test_a_run_that_was_stopped_before_it_wrote_anything_goes_on(run: Path, config: Config) -> None:
     (run / "run.sqlite").unlink()
     assert refuse_unfit(run, config) == []
+
+
+def test_a_resume_has_the_date_that_its_run_recorded_and_another_one_is_refused(
+    tmp_path: Path, build_config: Any
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def made(**policy: Any) -> Config:
+        return build_config(policy={"path": str(tmp_path / "model"), **policy})
+
+    begun = with_chat_date(made(), recorded_date(tmp_path))
+    assert date.fromisoformat(begun.policy.chat_date or "") <= date.today()
+    earlier = made(chat_date="2001-01-31")
+    assert with_chat_date(earlier, "2001-02-01") == earlier
+    (tmp_path / "config.toml").write_text(dump_toml(earlier))
+    (tmp_path / "run.sqlite").touch()
+    assert refuse_unfit(tmp_path, made()) == []
+    assert with_chat_date(made(), recorded_date(tmp_path)) == earlier
+    with pytest.raises(RunDirectoryError, match=r"policy\.chat_date: .*01-31.* -> .*02-01"):
+        refuse_unfit(tmp_path, made(chat_date="2001-02-01"))
+
+
+def test_the_built_in_model_has_no_date(config: Config) -> None:
+    assert with_chat_date(config, "2001-01-31") == config

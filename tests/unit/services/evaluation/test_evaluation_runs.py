@@ -137,7 +137,9 @@ def test_an_endpoint_that_answers_nothing_is_a_failure(
 def test_another_evaluation_does_not_go_on_in_a_directory(tmp_path: Path, config: Config) -> None:
     first = about(Target("m", config), "m", 2, 64)
     open_output(tmp_path, first, resume=False)
-    open_output(tmp_path, first, resume=True)
+    told = json.loads((tmp_path / ABOUT_FILE).read_text())
+    (tmp_path / ABOUT_FILE).write_text(json.dumps({**told, "begun": "2001-01-31"}))
+    assert open_output(tmp_path, first, resume=True) == "2001-01-31"
     other = about(Target("m", config), "m", 4, 64)
     with pytest.raises(EvalRefused, match="its samples is 2 but that of this command is 4"):
         open_output(tmp_path, other, resume=True)

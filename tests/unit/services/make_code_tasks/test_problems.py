@@ -58,7 +58,8 @@ def test_its_test_checks_the_function(tmp_path: Path, monkeypatch: pytest.Monkey
     ("content", "says"),
     [
         (b"", "it has no problem"),
-        (b"{\n", "Expecting"),
+        (written(PROBLEM) + b"{\n", "small.jsonl cannot be read: line 2 is not JSON in UTF-8"),
+        (b'{"prompt": "\xe9"}\n', "line 1 is not JSON in UTF-8 .*0xe9 in position 12"),
         (b"[1]\n", "line 1 is no problem: it needs the texts prompt"),
         (written({**PROBLEM, "test": 3}), "line 1 is no problem"),
         (written({**PROBLEM, "entry_point": "a.b"}), "no name of a function"),

@@ -13,7 +13,7 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.replay.late_rewards import Corrections, LateRewards
-from composer_mesh.services.replay.post_reward import LateRewardError, post_reward
+from composer_mesh.services.replay.post_reward import LateRewardError, post_reward, read_posts
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import ItemState, LateReward
@@ -230,3 +230,13 @@ def test_a_reward_that_no_run_can_use_is_refused(run: Path, build_config: Any) -
     (run / "config.toml").write_text(dump_toml(build_config()))
     with pytest.raises(LateRewardError, match=r"late_rewards\.max_age is 0"):
         post_reward(run, "train-000000-001", 0.5)
+
+
+@pytest.mark.parametrize("line", [b"{", '{"trace_id": "é"}'.encode("latin-1"), b'{"reward": 1}'])
+def test_a_line_of_a_file_that_is_no_post_is_named_with_its_file(
+    line: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "rewards.jsonl"
+    file.write_bytes(b'{"trace_id": "train-000000-000", "reward": 0.5}\n' + line + b"\n")
+    with pytest.raises(LateRewardError, match=r"rewards\.jsonl, line 2 is no post .*UTF-8 lines"):
+        read_posts(file)
