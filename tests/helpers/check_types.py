@@ -19,12 +19,13 @@ HELPERS = (
     "tests/unit/helpers",
     "tests/procs/helpers",
     "tests/fuzz/helpers",
+    "tests/mutations",
     "tests/slurm",
 )
 """Folders whose modules tests import by their bare names."""
 CHECKED = (
-    *("helpers", "unit", "procs", "fuzz", "slurm", "browser", "mcp", "openenv", "security"),
-    *("tasks_packages", "trackers", "trl"),
+    *("helpers", "unit", "procs", "fuzz", "mutations", "slurm", "browser", "mcp", "openenv"),
+    *("security", "tasks_packages", "trackers", "trl"),
 )
 """Folders of tests whose imports are installed here."""
 NOT_OF_NAMES = (
