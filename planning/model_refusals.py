@@ -37,6 +37,20 @@ class CappedInterpolation(UnfitModel):
         )
 
 
+class UnsupportedRows(UnfitModel):
+    """A model whose states depend on more than what precedes a token in its sequence."""
+
+    def __init__(self, model: str, difference: float) -> None:
+        super().__init__(model, difference)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}: the hidden states of a sequence differ by up to {self.args[1]:.3g} "
+            "where more tokens follow or a longer sequence is in its microbatch, so it cannot be "
+            "trained: use another model"
+        )
+
+
 class UnsupportedPacking(UnfitModel):
     """A model in which packed sequences of one row see each other."""
 

@@ -23,26 +23,27 @@ from composer_mesh.actors.models.expert_routing import (
 )
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.packed import Packed, PackedRow
+from composer_mesh.actors.models.probes import probe_sequences, short_scales
 from composer_mesh.actors.models.shared_prefixes import shared_states
-from composer_mesh.actors.models.tree_masks import attention_masks
+from composer_mesh.actors.models.tree_masks import Chunk, Reach, attention_masks
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.blocks import softcapped
 from composer_mesh.losses.fused import linear_collision_logprobs, linear_logprobs
 from composer_mesh.mesh.progress import made_progress
-from composer_mesh.planning.model_facts import FULL, SHARED_KINDS, SLIDING, not_shared
+from composer_mesh.planning.model_facts import CHUNKED, FULL, SHARED_KINDS, SLIDING, not_shared
 from composer_mesh.planning.model_refusals import (
     UnsupportedHead,
     UnsupportedPacking,
+    UnsupportedRows,
     UnsupportedSharing,
 )
 from composer_mesh.rollouts.expert_choices import ExpertChoices
-from composer_mesh.rollouts.prefix_tree import MIN_SHARED, ROW_CAPACITY, PrefixTree
+from composer_mesh.rollouts.prefix_tree import ROW_CAPACITY, PrefixTree
 
 STATES = "decoder_states"
-PROBE_IDS = 3
-PROBE_SCALE = 1e3
+States = Callable[[], HiddenStates]
+PROBE_LOUDNESS = 1e3
 PROBE_TOLERANCE = 1e-3
-PROBE_WINDOW = 8
 IN_ONE_ROW = ("flash_attention_2", "flex_attention", PACKED)
 """transformers' names of the attentions that compute what a position sees, and no more."""
 MULTIPLIERS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
@@ -96,8 +97,8 @@ class LanguageModel:
         The comparison scales the head's output by a thousand: an unknown cap is nearly the identity
         on the small logits of an untrained model.
         """
-        ids = torch.arange(PROBE_IDS, device=self.device)[None]
-        louder = self._head.register_forward_hook(lambda *call: call[-1] * PROBE_SCALE)
+        ids = padded(probe_sequences(self.model.config)[:1], self.device)
+        louder = self._head.register_forward_hook(lambda *call: call[-1] * PROBE_LOUDNESS)
         try:
             own = self.model(input_ids=ids, use_cache=False).logits.float()
             apart = self._head(self.hidden(ids.tolist()).whole()).float()
@@ -108,45 +109,56 @@ class LanguageModel:
         if not is_plain(difference, own):
             raise UnsupportedHead(type(self.model).__name__, difference)
 
-    @torch.no_grad()
+    def check_rows(self) -> None:
+        """Raise `UnsupportedRows` unless the states of a sequence depend on what precedes alone.
+
+        Neither on longer rows of its microbatch, nor on what follows in it.
+        """
+        longer, begin = probe_sequences(self.model.config)[:2]
+        together = partial(self._padded, [longer, begin])
+        difference = self._difference([begin, begin], partial(self._padded, [begin] * 2), together)
+        if difference is not None:
+            raise UnsupportedRows(type(self.model).__name__, difference)
+
     def check_packing(self) -> None:
         """Raise `UnsupportedPacking` unless packing leaves the hidden states unchanged."""
-        sequences = [[*range(PROBE_IDS)], [1], [0]]
-        apart, together = self._padded(sequences), self._packed(sequences)
-        rows = padded([[True] * len(one) for one in sequences], self.device)
-        difference = float((apart.whole() - together.whole())[rows].abs().max())
-        if not difference <= PROBE_TOLERANCE * max(1.0, float(apart.computed.abs().max())):
+        sequences = probe_sequences(self.model.config)
+        apart, together = (partial(way, sequences) for way in (self._padded, self._packed))
+        difference = self._difference(sequences, apart, together)
+        if difference is not None:
             raise UnsupportedPacking(type(self.model).__name__, difference)
 
-    @torch.no_grad()
     def check_sharing(self) -> None:
         """Raise `UnsupportedSharing` unless shared prefixes leave the hidden states unchanged.
 
-        Compares levels as well as one row. Windows are narrow meanwhile, so that few ids show them.
+        Compares levels as well as one row.
         """
-        name, config = type(self.model).__name__, self.model.config.get_text_config()
+        name, config = type(self.model).__name__, self.model.config
         if others := ", ".join(sorted(set(layer_kinds(config)) - SHARED_KINDS)):
             raise UnsupportedSharing(name, not_shared(others))
-        window = getattr(config, "sliding_window", None)
-        try:
-            if window is not None:
-                config.sliding_window = min(window, PROBE_WINDOW)
-            difference, largest = self._sharing_difference()
-        finally:
-            if window is not None:
-                config.sliding_window = window
-        if not difference <= PROBE_TOLERANCE * max(1.0, largest):
-            reason = f"hidden states with shared prefixes differ by up to {difference:.3g}"
-            raise UnsupportedSharing(name, reason)
+        prompt, *ends = probe_sequences(config)
+        sequences = [[*prompt, *end] for end in ends]
+        for capacity in (0, ROW_CAPACITY):
+            tree = PrefixTree.of(sequences, row_capacity=capacity)
+            apart, together = partial(self._padded, sequences), partial(self._shared, tree)
+            difference = self._difference(sequences, apart, together)
+            if difference is not None:
+                reason = f"hidden states with shared prefixes differ by up to {difference:.3g}"
+                raise UnsupportedSharing(name, reason)
 
-    def _sharing_difference(self) -> tuple[float, float]:
-        """Return by how much states with and without sharing differ, and the largest of them."""
-        prompt = [*range(PROBE_IDS)] * MIN_SHARED
-        sequences = [[*prompt, last, 0] for last in range(PROBE_IDS)]
-        apart = self._padded(sequences).whole()
-        trees = [PrefixTree.of(sequences, row_capacity=ids) for ids in (0, ROW_CAPACITY)]
-        found = [float((apart - self._shared(tree).whole()).abs().max()) for tree in trees]
-        return max(found), float(apart.abs().max())
+    @torch.no_grad()
+    def _difference(
+        self, sequences: Sequence[list[int]], apart: States, together: States
+    ) -> float | None:
+        """Return by how much two ways to compute sequences differ; None where only by rounding.
+
+        The model's scales are short meanwhile.
+        """
+        rows = padded([[True] * len(one) for one in sequences], self.device)
+        with short_scales(self.model):
+            own, found = (way().whole()[:, : rows.shape[1]][rows] for way in (apart, together))
+        difference = float((own - found).abs().max())
+        return None if is_plain(difference, own) else difference
 
     def hidden(
         self, sequences: Sequence[list[int]], experts: Sequence[ExpertChoices | None] = ()
@@ -204,18 +216,26 @@ class LanguageModel:
         # In a single row restarts cost nothing, except where a mask of it is dense.
         how = self.model.config._attn_implementation
         context = self._context
-        packed = Packed.of(sequences, self.device, how in IN_ONE_ROW, context)
+        windows, in_place = windows_of(self.model.config), counts_along_rows(self.model.config)
+        chunked = any(isinstance(one, Chunk) for one in windows.values())
+        one_row = how in IN_ONE_ROW or in_place
+        packed = Packed.of(sequences, self.device, one_row, context)
         inputs: dict[str, Any] = {}
         if how == PACKED:
             padding = packed.ids.numel() - sum(map(len, sequences))
             lengths = [*map(len, sequences), *[padding] * bool(padding)]
             inputs = {"attention_mask": self._no_mask, PASSED_ON: PackedRow(lengths, context)}
-        elif how == "flex_attention":
-            seen, windows = packed.seen, windows_of(self.model.config)
-            inputs = {"attention_mask": attention_masks(seen, seen, windows, blocks=True)}
+        elif how == "flex_attention" or chunked:
+            masks = attention_masks(packed.seen, packed.seen, windows, how == "flex_attention")
+            inputs = {"attention_mask": _added(masks) if how == "eager" else masks}
         inputs |= self._routed(sequences, packed.places, packed.ids.numel())
         own = slice(None) if context is None else context.own(packed.ids.numel())
-        inputs |= {"input_ids": packed.ids[:, own], "position_ids": packed.positions[:, own]}
+        positions = packed.positions[:, own]
+        inputs |= {"input_ids": packed.ids[:, own], "position_ids": positions}
+        if in_place:
+            from composer_mesh.actors.models.level_cache import RowPositions
+
+            inputs["past_key_values"] = RowPositions(positions[0])
         return packed.unpacked(self._states(**inputs), context)
 
     @property
@@ -266,10 +286,26 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return kinds or (FULL,)
 
 
-def windows_of(config: Any) -> dict[str, int | None]:
+def windows_of(config: Any) -> dict[str, Reach]:
     """Return how far each kind of a model's layers looks back; None for all positions."""
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    return {kind: window if kind == SLIDING else None for kind in layer_kinds(config)}
+    text = config.get_text_config()
+    reach: dict[str, Reach] = {SLIDING: getattr(text, "sliding_window", None)}
+    if CHUNKED in layer_kinds(config):
+        reach[CHUNKED] = Chunk(text.attention_chunk_size)
+    return {kind: reach.get(kind) for kind in layer_kinds(config)}
+
+
+def counts_along_rows(config: Any) -> bool:
+    """Whether layers scale queries by their index in a row, whatever their positions are."""
+    return bool(getattr(config.get_text_config(), "attn_temperature_tuning", None))
+
+
+def _added(masks: Any) -> Any:
+    """Return dense masks as numbers that eager attention adds to its scores."""
+    if isinstance(masks, dict):
+        return {kind: _added(mask) for kind, mask in masks.items()}
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(masks.shape, device=masks.device).masked_fill(~masks, lowest)
 
 
 def decoder_states(model: Any, **inputs: Any) -> Tensor:

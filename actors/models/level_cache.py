@@ -1,4 +1,4 @@
-"""The cache by which a forward over a level of a prefix tree reads the levels before it.
+"""Caches that a forward is given: the levels of a prefix tree before it, and a row's positions.
 
 Imported where it is used, since transformers comes with it.
 """
@@ -45,3 +45,24 @@ class LevelCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys that `query_length` positions see, and the first one."""
         return self.get_seq_length(layer_idx) + query_length, 0
+
+
+class RowPositions(Cache):
+    """The `positions` [L] of a packed row for layers that would count along the row: keeps nothing.
+
+    Llama 4 scales queries by their index in the row plus the length of the cache.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(layers=[])
+        self._offsets = positions - torch.arange(len(positions), device=positions.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values."""
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> Tensor:  # type: ignore[override]
+        """Return what is to be added to each index of the row [L], to give its position."""
+        return self._offsets

@@ -15,8 +15,7 @@ from composer_mesh.actors.models.attention_calls import UNTRIED
 from composer_mesh.actors.models.checkpoint_names import CheckpointNames
 from composer_mesh.actors.models.expert_parallel import expert_modules
 from composer_mesh.actors.models.language_model import (
-    PROBE_IDS,
-    PROBE_SCALE,
+    PROBE_LOUDNESS,
     decoder_of,
     is_plain,
     layer_kinds,
@@ -30,7 +29,7 @@ from composer_mesh.losses.blocks import softcapped
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_refusals import UnknownLayers
 
-WORDS, WIDTH = 64, 8
+WORDS, WIDTH, PROBE_IDS = 64, 8, 3
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def _head_difference(model: Any) -> float | None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, PROBE_IDS, WIDTH, generator=generator)
     head = nn.Linear(WIDTH, WORDS, bias=False)
-    head.weight.normal_(std=PROBE_SCALE, generator=generator)
+    head.weight.normal_(std=PROBE_LOUDNESS, generator=generator)
     decoder = decoder_of(model)
     place = next(name for name, module in model.named_modules() if module is decoder)
     try:

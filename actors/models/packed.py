@@ -31,6 +31,14 @@ class PackedRow:
     def __init__(self, lengths: Sequence[int], context: ContextGroup | None = None) -> None:
         self.lengths, self.context = list(lengths), context
 
+    def chunks(self, size: int | None) -> list[int]:
+        """Return the lengths of the sequences' chunks of a size, in order; None has no chunks."""
+        if size is None:
+            return self.lengths
+        return [
+            min(size, length - begin) for length in self.lengths for begin in range(0, length, size)
+        ]
+
 
 @dataclass(frozen=True)
 class Packed:

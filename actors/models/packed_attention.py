@@ -17,9 +17,9 @@ from transformers.masking_utils import sdpa_mask
 
 from composer_mesh.actors.models.attention_calls import MORE, PACKED
 from composer_mesh.actors.models.packed import PackedRow
-from composer_mesh.planning.model_facts import FULL, SLIDING, AttentionCall
+from composer_mesh.planning.model_facts import CHUNKED, FULL, SLIDING, AttentionCall
 
-WINDOWS: dict[str, bool] = {FULL: False, SLIDING: True}
+WINDOWS: dict[str, bool] = {FULL: False, SLIDING: True, CHUNKED: False}
 """The kinds of layers that can be computed by sequences, and whether they have a window."""
 
 LEAST_BLOCK = 512
@@ -55,6 +55,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return [1, L, H, D]: each sequence of the row `packed` attends to itself, causally.
 
+    In a chunked layer each chunk of a sequence attends to itself, as if it were a sequence.
     With a context, its tensors are of this rank's positions of the row. Without `packed`,
     transformers' "sdpa". Raises ValueError for caps, sinks and biases.
     """
@@ -65,18 +66,28 @@ def packed_attention(
         return plain
     if asked := [name for name in MORE if others.get(name) is not None]:
         raise ValueError(f"attention has {', '.join(asked)}, which packed rows do not compute")
-    context = packed.context
+    context, lengths = packed.context, packed.chunks(_chunk(module))
     if context is not None:
         key, value = context.repeated(key), context.repeated(value)
         query, key, value = (context.exchanged(one) for one in (query, key, value))
         module = _SomeHeads(module, query.shape[1] // key.shape[1])
-    queries, keys, values = (one.split(packed.lengths, dim=2) for one in (query, key, value))
+    queries, keys, values = (one.split(lengths, dim=2) for one in (query, key, value))
     outputs = [
         _causal(module, asked, seen, taken, sliding_window, others)
         for asked, seen, taken in zip(queries, keys, values, strict=True)
     ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return (output if context is None else context.exchanged(output)), None
+
+
+def _chunk(layer: Any) -> int | None:
+    """Return the chunk's size of a chunked layer, None for any other."""
+    config = getattr(layer, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if config is None or not kinds or kinds[layer.layer_idx] != CHUNKED:
+        return None
+    size: int = config.attention_chunk_size
+    return size
 
 
 class _SomeHeads:

@@ -68,6 +68,7 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
         check_has_experts(model, ranks.experts.size)
     if source is not None:
         LanguageModel(source).check_head()
+        LanguageModel(source).check_rows()
         if trainer.packing:
             LanguageModel(source).check_packing()
         if trainer.prefix_sharing:
@@ -99,6 +100,7 @@ def frozen_model(
     source, model = _read(folder, config.trainer, ranks)
     if source is not None:
         LanguageModel(source).check_head()
+        LanguageModel(source).check_rows()
     if adapt is not None:
         for one in {id(one): one for one in (source, model) if one is not None}.values():
             adapt(one)

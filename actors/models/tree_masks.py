@@ -1,10 +1,11 @@
 """Which keys each position of a prefix tree sees: dense masks, and blocks for FlexAttention.
 
 A position sees the keys of its own node and of those before it, up to itself; in layers with a
-window, only those fewer than so many positions before it:
+window, only those fewer than so many positions before it, and in chunked ones those of its chunk:
 
     key.first <= query.first < key.last
     query.position - window < key.position <= query.position
+    query.position - query.position % chunk <= key.position
 
 where `first` and `last` number the sequences that pass through a node.
 
@@ -21,8 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-Windows = Mapping[str, int | None]
-"""How far layers of a kind look back, None where they see everything."""
+
+@dataclass(frozen=True)
+class Chunk:
+    """The reach of layers that see what precedes a position in its chunk of `size` positions."""
+
+    size: int
+
+
+Reach = int | Chunk | None
+"""How far a layer looks back: a window, its chunk, or None for everything."""
+
+Windows = Mapping[str, Reach]
+"""How far layers of a kind look back."""
 
 BLOCK = 128
 """Positions of a block of FlexAttention's kernels."""
@@ -65,51 +77,60 @@ class Places:
 def attention_masks(queries: Places, keys: Places, windows: Windows, blocks: bool) -> Any:
     """Return the mask of all layers, or where windows differ that of each kind of layer.
 
-    It is dense, or of `blocks`. A window that all keys are in is none.
+    It is dense, or of `blocks`. A window or chunk that all keys are in is none.
     """
     make = block_mask if blocks else dense_mask
     count = keys.first.shape[1]
-    reach = {
-        kind: None if (window or count) >= count else window for kind, window in windows.items()
-    }
-    masks = {window: make(queries, keys, window) for window in set(reach.values())}
+    reach = {kind: one if _size(one, count) < count else None for kind, one in windows.items()}
+    masks = {one: make(queries, keys, one) for one in set(reach.values())}
     if len(masks) == 1:
         return next(iter(masks.values()))
-    return {kind: masks[window] for kind, window in reach.items()}
+    return {kind: masks[one] for kind, one in reach.items()}
 
 
-def dense_mask(queries: Places, keys: Places, window: int | None) -> Tensor:
+def _size(reach: Reach, count: int) -> int:
+    return (reach.size if isinstance(reach, Chunk) else reach) or count
+
+
+def _first_seen(positions: Tensor, reach: int | Chunk) -> Tensor:
+    """Return the first position that is within reach of each of some positions."""
+    if isinstance(reach, Chunk):
+        return positions - positions % reach.size
+    return positions - reach + 1
+
+
+def dense_mask(queries: Places, keys: Places, reach: Reach) -> Tensor:
     """Return whether each position sees each key, [R, 1, L, K]."""
     first, position = queries.first[:, :, None], queries.positions[:, :, None]
     others = keys.positions[:, None, :]
     seen = keys.first[:, None, :] <= first
     seen &= first < keys.last[:, None, :]
     seen &= others <= position
-    if window is not None:
-        seen &= others > position - window
+    if reach is not None:
+        seen &= others >= _first_seen(position, reach)
     return seen[:, None]
 
 
-def block_mask(queries: Places, keys: Places, window: int | None) -> BlockMask:
+def block_mask(queries: Places, keys: Places, reach: Reach) -> BlockMask:
     """Return the blocks of keys that each block of positions sees, from their extremes alone.
 
     A block may be named that turns out to be empty; the kernel masks what is not seen. Needs no
     dense mask, whose memory would grow with L times K. The kernel is never given `FAR`: compiled
     with dynamic sizes, it takes numbers as 32 bits.
     """
-    reach = FAR if window is None else window
+    limit = FAR if reach is None else reach
     query, key = _Extremes.of(queries, axis=1), _Extremes.of(keys, axis=2)
     some = (
         (key.first.low <= query.first.high)
         & (query.first.low < key.last.high)
         & (key.positions.low <= query.positions.high)
-        & (key.positions.high > query.positions.low - reach)
+        & (key.positions.high >= _first_seen(query.positions.low, limit))
     )
     every = (
         (key.first.high <= query.first.low)
         & (query.first.high < key.last.low)
         & (key.positions.high <= query.positions.low)
-        & (key.positions.low > query.positions.high - reach)
+        & (key.positions.low >= _first_seen(query.positions.high, limit))
         & query.whole
         & key.whole
     )
@@ -120,15 +141,15 @@ def block_mask(queries: Places, keys: Places, window: int | None) -> BlockMask:
         follows = (keys.first[row, key] <= first) & (first < keys.last[row, key])
         return follows & (other <= position)
 
-    def visible_in_window(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = keys.positions[row, key] > queries.positions[row, query] - reach
+    def visible_in_reach(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = keys.positions[row, key] >= _first_seen(queries.positions[row, query], limit)
         return visible(row, head, query, key) & near
 
     return BlockMask.from_kv_blocks(
         *_ordered(some & ~every),
         *_ordered(every),
         BLOCK_SIZE=BLOCK,
-        mask_mod=visible if window is None else visible_in_window,
+        mask_mod=visible if reach is None else visible_in_reach,
         seq_lengths=(queries.first.shape[1], keys.first.shape[1]),
     )
 

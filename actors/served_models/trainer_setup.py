@@ -34,6 +34,7 @@ def place_policy(config: Config, folder: Path, ranks: Ranks) -> tuple[Any, Weigh
     if ranks.size == 1:
         base = load_model(folder).to(ranks.device)
         LanguageModel(base).check_head()
+        LanguageModel(base).check_rows()
         return base, FullWeights(base) if config.serve.full_weights else AdapterWeights(base, alpha)
     if config.serve.full_weights:
         base = trained_model(config, folder, ranks)

@@ -36,6 +36,7 @@ def load_teacher(config: SdpoConfig, policy: Path) -> Any:
     except UnfitModelFolder as error:
         raise error.at(TEACHER_KEY) from error
     LanguageModel(model).check_head()
+    LanguageModel(model).check_rows()
     return model
 
 
