@@ -4,7 +4,8 @@
 config here. Knows neither torch nor transformers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from composer_mesh.configs.schema import Config
@@ -56,8 +57,10 @@ class ModelFacts:
     `head` is the difference between its logits and those of a head that the losses know; it and
     `attention` are None where only a model with weights shows them. `implementations` are the
     values of `trainer.attention` that compute all of its attention; `experts` are the numbers of
-    experts, each kind once, of layers that hold them as one tensor; `chat` says in words where
-    conversations have tools, calls and results; `softcap` is the cap of its logits.
+    experts, each kind once, of layers that hold them as one tensor; `tried` are the uses that a
+    small copy with random weights is refused for, with the errors; `chat` says in words where
+    conversations have tools, calls and results;
+    `softcap` is the cap of its logits.
     """
 
     name: str
@@ -71,6 +74,7 @@ class ModelFacts:
     attention: tuple[AttentionCall, ...] | None
     implementations: tuple[str, ...]
     experts: tuple[int, ...] = ()
+    tried: Mapping[str, str] = field(default_factory=dict)
     chat: str = ""
     softcap: float | None = None
 
@@ -99,6 +103,7 @@ def check_model_fits(facts: ModelFacts, config: Config) -> None:
 def check_model_trains(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where the trainer cannot train the model as configured."""
     _check_head(facts)
+    _check_tried(facts, "rows")
     _check_positions(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
     _check_context(facts, config.trainer.context_parallel)
@@ -112,6 +117,7 @@ def check_model_trains(facts: ModelFacts, config: Config) -> None:
 def check_model_teaches(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where another model cannot read what the policy writes, or be compared."""
     _check_head(facts)
+    _check_tried(facts, "rows")
     _check_positions(facts, config.policy.max_context)
     if config.sdpo.placement == "inline":
         _check_context(facts, config.trainer.context_parallel)
@@ -120,6 +126,11 @@ def check_model_teaches(facts: ModelFacts, config: Config) -> None:
 def _check_head(facts: ModelFacts) -> None:
     if facts.head is not None:
         raise UnsupportedHead(facts.name, facts.head)
+
+
+def _check_tried(facts: ModelFacts, use: str) -> None:
+    if use in facts.tried:
+        raise UnfitModel(facts.tried[use])
 
 
 def _check_positions(facts: ModelFacts, context: int) -> None:
@@ -179,8 +190,12 @@ def _check_layers(facts: ModelFacts, config: Config) -> None:
             f"{facts.name} has layers of {states}, which carry a state from one packed sequence "
             "into the next: set trainer.packing to false"
         )
+    if trainer.packing:
+        _check_tried(facts, f"packing {trainer.attention}")
     if trainer.prefix_sharing and (others := _others(facts, SHARED_KINDS)):
         raise UnsupportedSharing(facts.name, not_shared(others))
+    if trainer.prefix_sharing:
+        _check_tried(facts, "sharing")
 
 
 def not_shared(others: str) -> str:

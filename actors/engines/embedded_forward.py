@@ -5,6 +5,7 @@ the overhead of its wrappers; any other model is called as a unit.
 """
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from composer_mesh.actors.engines.embedded_attention import NAME, Packed, Run
 from composer_mesh.actors.engines.kv_cache import RowCache
 from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.actors.models.expert_routing import KEYWORD, ExpertRouting, routers_of
-from composer_mesh.actors.models.language_model import layer_kinds
+from composer_mesh.actors.models.language_model import counts_along_rows, layer_kinds
+from composer_mesh.actors.models.level_cache import RowPositions
+from composer_mesh.actors.models.probes import WINDOW, probe_ids, short_scales
 from composer_mesh.planning.model_facts import FULL, SLIDING
 from composer_mesh.planning.model_refusals import ModelNotServed
 
@@ -26,8 +29,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 0.1 for lower precisions. The largest single error would grow with the vocabulary.
 """
 
-PROBE = 8
-"""Number of tokens with which a model is verified."""
+PROBE = 24
+"""Number of tokens with which a model is verified, if rows of the cache are that long."""
 
 
 class PackedForward:
@@ -38,6 +41,7 @@ class PackedForward:
 
     def __init__(self, model: Any, cache: RowCache, version: int = 0) -> None:
         self._model, self._cache, self._routers = model, cache, routers_of(model)
+        self._in_place = counts_along_rows(model.config)
         self._base: Any = getattr(model, model.base_model_prefix, None)
         self.device = next(model.parameters()).device
         self.direct = False
@@ -55,6 +59,8 @@ class PackedForward:
         return logits
 
     def _whole(self, packed: Packed, tokens: Tensor, keep: Tensor | None, **more: Any) -> Tensor:
+        if self._in_place:
+            more["past_key_values"] = RowPositions(packed.positions)
         output = self._model(
             input_ids=tokens[None],
             position_ids=packed.positions[None],
@@ -94,8 +100,12 @@ class PackedForward:
         name = type(self._model).__name__
         if others := set(layer_kinds(self._model.config)) - {FULL, SLIDING}:
             raise ModelNotServed(name, f"it has layers of {', '.join(sorted(others))}")
-        words = self._model.config.get_text_config().vocab_size
-        tokens = torch.arange(PROBE, device=self.device) % words
+        ids = probe_ids(self._model.config, min(PROBE, self._cache.length))
+        tokens = torch.tensor(ids, device=self.device)
+        with short_scales(self._model, kept=(WINDOW,)):
+            self._compare(tokens, name, version)
+
+    def _compare(self, tokens: Tensor, name: str, version: int) -> None:
         wanted = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
         try:
             self._model.set_attn_implementation(NAME)
@@ -112,17 +122,17 @@ class PackedForward:
                 f"with its keys in rows a position's logits are {away:.2g} standard deviations "
                 f"from its own, as a root mean square, and {allowed:g} are allowed",
             )
-        self.direct = self._layers_suffice(tokens, served)
+        self.direct = not self._in_place and self._layers_suffice(tokens, served)
         way = "layer by layer" if self.direct else "by its own forward"
         logger.info("the embedded engine calls %s %s", name, way)
 
     def _probe(self, tokens: Tensor) -> Tensor:
-        """Return logits `[PROBE, V]`: five tokens start row 0, two continue, one is decoded."""
-        logits = []
-        for start, end in ((0, 5), (5, 7), (7, PROBE)):
+        """Return logits `[tokens, V]`: most start row 0, some continue it, the last is decoded."""
+        logits, count = [], len(tokens)
+        for start, end in pairwise((0, count * 5 // 8, count - 1, count)):
             positions = torch.arange(start, end, device=self.device)
             self._cache.aim(torch.stack([torch.zeros_like(positions), positions]))
-            decoding = int(end == PROBE)
+            decoding = int(end == count)
             runs = [] if decoding else [Run(0, start, end)]
             packed = Packed(self._cache, decoding, runs, positions, longest=end, ragged=False)
             logits.append(self(packed, tokens[start:end], None))

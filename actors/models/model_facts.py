@@ -1,7 +1,7 @@
 """Collects what a folder tells of its model without reading weights.
 
 The model is built without memory (torch's meta device). Its head is called with a few small numbers
-in place of hidden states.
+in place of hidden states; the rest is tried on a small copy with random weights.
 """
 
 from dataclasses import asdict
@@ -25,6 +25,7 @@ from composer_mesh.actors.models.language_model import (
 from composer_mesh.actors.models.lora import linear_layers
 from composer_mesh.actors.models.policy import attention_of, empty_model
 from composer_mesh.actors.models.sharding import decoder_layers
+from composer_mesh.actors.models.small_copy import tried
 from composer_mesh.losses.blocks import softcapped
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_refusals import UnknownLayers
@@ -55,6 +56,7 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
         head=_head_difference(empty_model(folder)),
         attention=calls,
         implementations=implementations,
+        tried=tried(folder, calls, implementations),
         experts=tuple(sorted({len(next(one.parameters())) for one in expert_modules(model)})),
         softcap=logit_softcap(model.config),
     )

@@ -132,7 +132,7 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
     """
     try:
         implementation = IMPLEMENTATIONS[attention or _plain_attention(folder)]
-        model, told = class_for(_config_of(folder)).from_pretrained(
+        model, told = class_for(config_of(folder)).from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
@@ -198,7 +198,7 @@ def _plain_attention(folder: Path) -> str:
 
 def empty_model(folder: Path, attention: str = "eager") -> PreTrainedModel:
     """Return a folder's model without weights, which take no memory (torch's meta device)."""
-    config = _config_of(folder)
+    config = config_of(folder)
     with torch.device("meta"):
         model = class_for(config).from_config(
             config, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[attention]
@@ -206,7 +206,8 @@ def empty_model(folder: Path, attention: str = "eager") -> PreTrainedModel:
     return cast("PreTrainedModel", learning_every_id(model).eval())
 
 
-def _config_of(folder: Path) -> Any:
+def config_of(folder: Path) -> Any:
+    """Return the config of a model's folder."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -47,15 +47,15 @@ class Exported:
 def difference_in_training(config: Config, folder: Path) -> float:
     """Train some steps on what the embedded engine samples; return the largest difference of a
     sampled token's log-prob from the trainer's, each alone and beside a long neighbour."""
-    learner, engine = Learner(config, folder, Ranks()), _engine(folder)
+    learner, engine = Learner(config, folder, Ranks()), engine_of(folder)
     largest = 0.0
     for step in range(STEPS):
         prompts = _prompts(step)
-        sampled = [*_sampled(engine, prompts[:1]), *_sampled(engine, prompts)]
+        results = [*sampled(engine, prompts[:1]), *sampled(engine, prompts)]
         asked = [prompts[0], *prompts]
-        for prompt, found in zip(asked, sampled, strict=True):
+        for prompt, found in zip(asked, results, strict=True):
             largest = max(largest, *_trained_differences(learner, prompt, found, prompts[1]))
-        learner.train(batch_of_results(step, asked, sampled), None)
+        learner.train(batch_of_results(step, asked, results), None)
         engine.swap(Exported(learner.version, learner.export()))
     return largest
 
@@ -69,14 +69,14 @@ def difference_from_own_logits(config: Config, folder: Path) -> float:
         prompts, found = _prompts(step), []
         for prompt in prompts:
             answer = [rng.randrange(3, VOCABULARY) for _ in range(NEW)]
-            logprobs = _own_logprobs(learner.model, [*prompt, *answer])[-NEW:]
+            logprobs = own_logprobs(learner.model, [*prompt, *answer])[-NEW:]
             found.append(GenerationResult("", answer, logprobs, [step] * NEW, "length"))
             largest = max(largest, *_trained_differences(learner, prompt, found[-1], prompts[1]))
         learner.train(batch_of_results(step, prompts, found), None)
     return largest
 
 
-def _engine(folder: Path) -> embedded.Engine:
+def engine_of(folder: Path) -> embedded.Engine:
     return embedded.Engine(load_model(folder), 4, CONTEXT)
 
 
@@ -85,7 +85,7 @@ def _prompts(step: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (SHORT, LONG)]
 
 
-def _sampled(engine: embedded.Engine, prompts: Sequence[list[int]]) -> list[GenerationResult]:
+def sampled(engine: embedded.Engine, prompts: Sequence[list[int]]) -> list[GenerationResult]:
     results: dict[str, GenerationResult] = {}
 
     def keep(result: Any) -> None:
@@ -93,7 +93,7 @@ def _sampled(engine: embedded.Engine, prompts: Sequence[list[int]]) -> list[Gene
         results[result.request_id] = result
 
     for number, prompt in enumerate(prompts):
-        new = NEW * (1 + number)
+        new = NEW * (1 + number % 2)
         engine.submit(GenerationRequest(str(number), prompt, new, 1.0, number, []), keep)
     while engine.busy:
         engine.step()
@@ -119,7 +119,7 @@ def _logprobs(model: Any, sequences: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def _own_logprobs(model: Any, ids: list[int]) -> list[float]:
+def own_logprobs(model: Any, ids: list[int]) -> list[float]:
     row = torch.tensor([ids])
     logits = model(input_ids=row, use_cache=False).logits
     found: list[float] = token_logprobs(logits[:, :-1], row[:, 1:], 1.0)[0].tolist()
