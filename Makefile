@@ -296,7 +296,7 @@ COOKBOOK := tinker-cookbook==0.6.1 chz termcolor 'tiktoken>=0.12' blobfile pyrag
 # writes it anew. Takes a few minutes.
 families: $(STAMPS)/dev
 	COMPOSER_MESH_TEST_FAMILIES=$(or $(FAMILIES),all) \
-		$(BIN)/python -m pytest tests/unit/docs/test_docs_models.py --timeout 0 $(PYTEST_ARGS)
+		$(BIN)/python -m pytest tests/unit/docs/test_docs_models.py tests/unit/docs/test_family_sweep.py --timeout 0 $(PYTEST_ARGS)
 
 # The fuzz tests of `make test-all` with FUZZ_FACTOR times their cases, from FUZZ_SEED on, and the property tests with
 # examples of their own: those of `make test-all` are the same each time.

@@ -81,22 +81,20 @@ def attention_masks(queries: Places, keys: Places, windows: Windows, blocks: boo
     """
     make = block_mask if blocks else dense_mask
     count = keys.first.shape[1]
-    reach = {kind: one if _size(one, count) < count else None for kind, one in windows.items()}
+    reach = {kind: one if _size(one) < count else None for kind, one in windows.items()}
     masks = {one: make(queries, keys, one) for one in set(reach.values())}
     if len(masks) == 1:
         return next(iter(masks.values()))
     return {kind: masks[one] for kind, one in reach.items()}
 
 
-def _size(reach: Reach, count: int) -> int:
-    return (reach.size if isinstance(reach, Chunk) else reach) or count
+def _size(reach: Reach) -> int:
+    return (reach.size if isinstance(reach, Chunk) else reach) or FAR
 
 
-def _first_seen(positions: Tensor, reach: int | Chunk) -> Tensor:
+def _first_seen(positions: Tensor, size: int, chunked: bool) -> Tensor:
     """Return the first position that is within reach of each of some positions."""
-    if isinstance(reach, Chunk):
-        return positions - positions % reach.size
-    return positions - reach + 1
+    return positions - positions % size if chunked else positions - size + 1
 
 
 def dense_mask(queries: Places, keys: Places, reach: Reach) -> Tensor:
@@ -107,7 +105,7 @@ def dense_mask(queries: Places, keys: Places, reach: Reach) -> Tensor:
     seen &= first < keys.last[:, None, :]
     seen &= others <= position
     if reach is not None:
-        seen &= others >= _first_seen(position, reach)
+        seen &= others >= _first_seen(position, _size(reach), isinstance(reach, Chunk))
     return seen[:, None]
 
 
@@ -118,19 +116,19 @@ def block_mask(queries: Places, keys: Places, reach: Reach) -> BlockMask:
     dense mask, whose memory would grow with L times K. The kernel is never given `FAR`: compiled
     with dynamic sizes, it takes numbers as 32 bits.
     """
-    limit = FAR if reach is None else reach
+    size, chunked = _size(reach), isinstance(reach, Chunk)
     query, key = _Extremes.of(queries, axis=1), _Extremes.of(keys, axis=2)
     some = (
         (key.first.low <= query.first.high)
         & (query.first.low < key.last.high)
         & (key.positions.low <= query.positions.high)
-        & (key.positions.high >= _first_seen(query.positions.low, limit))
+        & (key.positions.high >= _first_seen(query.positions.low, size, chunked))
     )
     every = (
         (key.first.high <= query.first.low)
         & (query.first.high < key.last.low)
         & (key.positions.high <= query.positions.low)
-        & (key.positions.low >= _first_seen(query.positions.high, limit))
+        & (key.positions.low >= _first_seen(query.positions.high, size, chunked))
         & query.whole
         & key.whole
     )
@@ -142,7 +140,7 @@ def block_mask(queries: Places, keys: Places, reach: Reach) -> BlockMask:
         return follows & (other <= position)
 
     def visible_in_reach(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = keys.positions[row, key] >= _first_seen(queries.positions[row, query], limit)
+        near = keys.positions[row, key] >= _first_seen(queries.positions[row, query], size, chunked)
         return visible(row, head, query, key) & near
 
     return BlockMask.from_kv_blocks(

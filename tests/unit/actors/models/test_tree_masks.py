@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from composer_mesh.actors.models.shared_prefixes import shared_states
-from composer_mesh.actors.models.tree_masks import BLOCK, Windows
+from composer_mesh.actors.models.tree_masks import BLOCK, Chunk, Reach, Windows
 from composer_mesh.rollouts.prefix_tree import ONE_ROW, Node, PrefixTree
 
 FULL: Windows = {"full_attention": None}
@@ -39,7 +39,7 @@ def branching(rng: random.Random, depth: int) -> list[list[int]]:
     return [stem + rest for _ in range(rng.randrange(1, 4)) for rest in branching(rng, depth - 1)]
 
 
-def expected(tree: PrefixTree, window: int | None) -> Tensor:
+def expected(tree: PrefixTree, reach: Reach) -> Tensor:
     """What each column of a one-row tree sees, from the nodes before its own."""
     (level,) = tree.levels
     seen = torch.zeros(level.width, level.width, dtype=torch.bool)
@@ -51,21 +51,24 @@ def expected(tree: PrefixTree, window: int | None) -> Tensor:
         path = [column for one in [*node.ancestors()][::-1] for column in columns(one)]
         for column in columns(node):
             path.append(column)
-            seen[column, path[-window:] if window else path] = True
+            if isinstance(reach, Chunk):
+                seen[column, path[(len(path) - 1) // reach.size * reach.size :]] = True
+            else:
+                seen[column, path[-reach:] if reach else path] = True
     return seen
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("window", [None, 1, 40, 300])
-def test_a_position_sees_its_path_back_to_its_window(seed: int, window: int | None) -> None:
+@pytest.mark.parametrize("reach", [None, 1, 40, 300, Chunk(1), Chunk(40), Chunk(300)])
+def test_a_position_sees_its_path_back_to_its_window_or_chunk(seed: int, reach: Reach) -> None:
     rng = random.Random(seed)
     tree = PrefixTree.of(
         [one for _ in range(2) for one in branching(rng, 1 + seed % 3)], 1, ONE_ROW
     )
-    wanted = expected(tree, window)
-    (dense,) = masks_of(tree, {"sliding_attention": window}, blocks=False)
+    wanted = expected(tree, reach)
+    (dense,) = masks_of(tree, {"sliding_attention": reach}, blocks=False)
     assert torch.equal(dense[0, 0], wanted)
-    (blocks,) = masks_of(tree, {"sliding_attention": window}, blocks=True)
+    (blocks,) = masks_of(tree, {"sliding_attention": reach}, blocks=True)
     assert torch.equal(seen_by_kernel(blocks), wanted)
 
 
