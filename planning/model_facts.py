@@ -26,6 +26,7 @@ from composer_mesh.planning.model_refusals import (
 
 LISTS = ("kinds", "linear", "implementations", "experts")
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"
 ATTENTION_KINDS = frozenset({FULL, SLIDING, CHUNKED})
 SHARED_KINDS = frozenset({FULL, SLIDING})
 """Kinds of layers across which prefixes are shared."""
@@ -58,8 +59,8 @@ class ModelFacts:
     `attention` are None where only a model with weights shows them. `implementations` are the
     values of `trainer.attention` that compute all of its attention; `experts` are the numbers of
     experts, each kind once, of layers that hold them as one tensor; `tried` are the uses that a
-    small copy with random weights is refused for, with the errors; `chat` says in words where
-    conversations have tools, calls and results;
+    small copy with random weights is refused for, with the errors, "long rows" only where sequences
+    are longer than `scale`; `chat` says in words where conversations have tools, calls and results;
     `softcap` is the cap of its logits.
     """
 
@@ -75,6 +76,7 @@ class ModelFacts:
     implementations: tuple[str, ...]
     experts: tuple[int, ...] = ()
     tried: Mapping[str, str] = field(default_factory=dict)
+    scale: int | None = None
     chat: str = ""
     softcap: float | None = None
 
@@ -103,7 +105,7 @@ def check_model_fits(facts: ModelFacts, config: Config) -> None:
 def check_model_trains(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where the trainer cannot train the model as configured."""
     _check_head(facts)
-    _check_tried(facts, "rows")
+    _check_rows(facts, config.policy.max_context)
     _check_positions(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
     _check_context(facts, config.trainer.context_parallel)
@@ -117,7 +119,7 @@ def check_model_trains(facts: ModelFacts, config: Config) -> None:
 def check_model_teaches(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where another model cannot read what the policy writes, or be compared."""
     _check_head(facts)
-    _check_tried(facts, "rows")
+    _check_rows(facts, config.policy.max_context)
     _check_positions(facts, config.policy.max_context)
     if config.sdpo.placement == "inline":
         _check_context(facts, config.trainer.context_parallel)
@@ -131,6 +133,16 @@ def _check_head(facts: ModelFacts) -> None:
 def _check_tried(facts: ModelFacts, use: str) -> None:
     if use in facts.tried:
         raise UnfitModel(facts.tried[use])
+
+
+def _check_rows(facts: ModelFacts, context: int) -> None:
+    _check_tried(facts, "rows")
+    if facts.scale is None or context <= facts.scale or "long rows" not in facts.tried:
+        return
+    raise UnfitModel(
+        f"{facts.tried['long rows']}, or lower policy.max_context from {context} to "
+        f"{facts.scale}, beyond which it is so"
+    )
 
 
 def _check_positions(facts: ModelFacts, context: int) -> None:

@@ -45,8 +45,8 @@ UNTRIED = (
 
 
 @torch.no_grad()
-def attention_calls(model: Any) -> tuple[AttentionCall, ...] | None:
-    """Return the attention calls of an empty model's forward, None where it needs numbers."""
+def attention_calls(model: Any, device: str = "meta") -> tuple[AttentionCall, ...] | None:
+    """Return the attention calls of a model's forward, None where an empty one needs numbers."""
     from transformers import AttentionInterface
 
     calls: list[AttentionCall] = []
@@ -55,14 +55,14 @@ def attention_calls(model: Any) -> tuple[AttentionCall, ...] | None:
         _, query, key, value, _ = given
         heads, tokens = query.shape[1:3]
         calls.append(_call(options, (heads, key.shape[1])))
-        return query.new_empty(query.shape[0], tokens, heads, value.shape[-1]), None
+        return query.new_zeros(query.shape[0], tokens, heads, value.shape[-1]), None
 
     AttentionInterface.register(NOTING, noting)
     try:
         model.set_attn_implementation(NOTING)
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("batched_mm")
-        with torch.device("meta"):
+        with torch.device(device):
             ids = torch.zeros(1, PROBE_IDS, dtype=torch.long)
             model(input_ids=ids, use_cache=False, **{PASSED_ON: True})
     except UNTRIED:

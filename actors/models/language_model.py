@@ -7,6 +7,7 @@ Axes: B sequences, T their padded length, H hidden size, V vocabulary, N rows.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,8 @@ from composer_mesh.rollouts.prefix_tree import ROW_CAPACITY, PrefixTree
 STATES = "decoder_states"
 States = Callable[[], HiddenStates]
 PROBE_LOUDNESS = 1e3
-PROBE_TOLERANCE = 1e-3
+PROBE_TOLERANCE = {torch.float64: 1e-6}
+"""Largest difference by rounding in relation to the largest number, 1e-3 in other precisions."""
 IN_ONE_ROW = ("flash_attention_2", "flex_attention", PACKED)
 """transformers' names of the attentions that compute what a position sees, and no more."""
 MULTIPLIERS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
@@ -109,14 +111,16 @@ class LanguageModel:
         if not is_plain(difference, own):
             raise UnsupportedHead(type(self.model).__name__, difference)
 
-    def check_rows(self) -> None:
+    def check_rows(self, short: bool = False) -> None:
         """Raise `UnsupportedRows` unless the states of a sequence depend on what precedes alone.
 
-        Neither on longer rows of its microbatch, nor on what follows in it.
+        Neither on longer rows of its microbatch, nor on what follows in it. `short` makes the
+        model's scales short meanwhile, as if the sequences were longer than them.
         """
         longer, begin = probe_sequences(self.model.config)[:2]
         together = partial(self._padded, [longer, begin])
-        difference = self._difference([begin, begin], partial(self._padded, [begin] * 2), together)
+        apart = partial(self._padded, [begin, begin])
+        difference = self._difference([begin, begin], apart, together, short)
         if difference is not None:
             raise UnsupportedRows(type(self.model).__name__, difference)
 
@@ -148,14 +152,11 @@ class LanguageModel:
 
     @torch.no_grad()
     def _difference(
-        self, sequences: Sequence[list[int]], apart: States, together: States
+        self, sequences: Sequence[list[int]], apart: States, together: States, short: bool = True
     ) -> float | None:
-        """Return by how much two ways to compute sequences differ; None where only by rounding.
-
-        The model's scales are short meanwhile.
-        """
+        """Return by how much two ways to compute sequences differ; None where only by rounding."""
         rows = padded([[True] * len(one) for one in sequences], self.device)
-        with short_scales(self.model):
+        with short_scales(self.model) if short else nullcontext():
             own, found = (way().whole()[:, : rows.shape[1]][rows] for way in (apart, together))
         difference = float((own - found).abs().max())
         return None if is_plain(difference, own) else difference
@@ -274,7 +275,7 @@ class LanguageModel:
 
 def is_plain(difference: float, own: Tensor) -> bool:
     """Whether a model's own logits are those of its hidden states and head, but for rounding."""
-    return difference <= PROBE_TOLERANCE * max(1.0, float(own.abs().max()))
+    return difference <= PROBE_TOLERANCE.get(own.dtype, 1e-3) * max(1.0, float(own.abs().max()))
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:

@@ -24,8 +24,9 @@ from composer_mesh.actors.models.language_model import (
 )
 from composer_mesh.actors.models.lora import linear_layers
 from composer_mesh.actors.models.policy import attention_of, empty_model
+from composer_mesh.actors.models.probes import smallest_scale
 from composer_mesh.actors.models.sharding import decoder_layers
-from composer_mesh.actors.models.small_copy import tried
+from composer_mesh.actors.models.small_copy import copy_calls, made_copy, tried
 from composer_mesh.losses.blocks import softcapped
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_refusals import UnknownLayers
@@ -44,6 +45,9 @@ def facts_of(folder: Path) -> dict[str, Any]:
 def _facts(model: Any, folder: Path) -> ModelFacts:
     text = model.config.get_text_config()
     calls, implementations = attention_of(folder)
+    copy = made_copy(folder, implementations)
+    if calls is None and copy is not None:
+        calls = copy_calls(copy, text.num_hidden_layers)
     layers = [name.rpartition(".")[-1] for name in linear_layers(model)]
     return ModelFacts(
         name=type(model).__name__,
@@ -56,7 +60,8 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
         head=_head_difference(empty_model(folder)),
         attention=calls,
         implementations=implementations,
-        tried=tried(folder, calls, implementations),
+        tried={} if copy is None else tried(copy, calls, implementations),
+        scale=smallest_scale(model),
         experts=tuple(sorted({len(next(one.parameters())) for one in expert_modules(model)})),
         softcap=logit_softcap(model.config),
     )

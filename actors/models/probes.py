@@ -18,7 +18,7 @@ enough to be shared."""
 WINDOW = "sliding_window"
 SCALES = (
     *(WINDOW, "attention_chunk_size", "floor_scale", "original_max_position_embeddings"),
-    "index_topk",
+    *("index_topk", "keep_window_size"),
 )
 """What configs and layers call the lengths from which on they compute otherwise."""
 
@@ -45,8 +45,19 @@ def _special(table: dict[str, Any]) -> Iterator[int]:
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _special(value)
-        elif name.endswith(SPECIAL):
+        elif str(name).endswith(SPECIAL):
             yield from value if isinstance(value, list) else [value]
+
+
+def smallest_scale(model: Any) -> int | None:
+    """Return the least number of tokens from which on the model computes otherwise, if it does."""
+    found = [
+        place[name]
+        for place in _places(model)
+        for name in SCALES
+        if type(place.get(name)) is int and place[name] > 0
+    ]
+    return min(found, default=None)
 
 
 @contextmanager

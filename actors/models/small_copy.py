@@ -7,21 +7,27 @@ count along a row; a run's processes try the weights themselves when they start.
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from composer_mesh.actors.models.attention_calls import IMPLEMENTATIONS, PACKED, UNTRIED
+from composer_mesh.actors.models.attention_calls import (
+    IMPLEMENTATIONS,
+    PACKED,
+    UNTRIED,
+    attention_calls,
+)
 from composer_mesh.actors.models.expert_routing import EXPERTS, PER_TOKEN
 from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.packed_attention import computes_by_sequences
 from composer_mesh.actors.models.policy import class_for, config_of
-from composer_mesh.actors.models.probes import SPECIAL
-from composer_mesh.planning.model_facts import ATTENTION_KINDS, AttentionCall
+from composer_mesh.actors.models.probes import SPECIAL, probe_sequences
+from composer_mesh.planning.model_facts import ATTENTION_KINDS, INDEXED, AttentionCall
 from composer_mesh.planning.model_refusals import UnfitModel
 
-WORDS, INNER, SEED = 512, 64, 0
+WORDS, INNER, WIDEST, SEED = 512, 64, 256, 0
 MOST: dict[tuple[str, ...], int] = {
     EXPERTS: 8,
     (*PER_TOKEN, "n_group", "key_value_heads"): 2,
@@ -32,54 +38,82 @@ MOST: dict[tuple[str, ...], int] = {
 }
 """The most of what configs say under names that hold these words."""
 DEPTHS = ("num_hidden_layers", "depth", "num_layers")
-UNBUILT = (*UNTRIED, ArithmeticError, AssertionError, ImportError)
-ROWS = "rows"
+MOST_WEIGHTS = 50_000_000
+"""A copy that would have more is not made: it would take seconds, and much of `check`'s memory."""
+
+UNBUILT = (*UNTRIED, ArithmeticError, AssertionError, ImportError, MemoryError)
+"""What transformers raises for a config that it cannot build, or whose sizes do not fit."""
+
+
+def made_copy(folder: Path, implementations: tuple[str, ...]) -> Any | None:
+    """Return a small copy of a folder's model that computes; None where no copy can be made.
+
+    Then the trainer and the engine try the model when they start.
+    """
+    config = config_of(folder)
+    if set(layer_kinds(config)) - ATTENTION_KINDS - {INDEXED}:
+        return None
+    try:
+        model = small_copy(config, "sdpa" if "sdpa" in implementations else "eager")
+        LanguageModel(model).hidden(probe_sequences(model.config)[:1])
+    except UNBUILT:
+        return None
+    return model
+
+
+def copy_calls(model: Any, layers: int) -> tuple[AttentionCall, ...] | None:
+    """Return the attention calls of so many layers, of which the last are like the copy's last."""
+    own = model.config._attn_implementation
+    calls = attention_calls(model, "cpu")
+    model.set_attn_implementation(own)
+    if not calls or len(calls) != model.config.get_text_config().num_hidden_layers:
+        return calls
+    return calls + calls[-1:] * (layers - len(calls))
 
 
 def tried(
-    folder: Path, calls: tuple[AttentionCall, ...] | None, implementations: tuple[str, ...]
+    model: Any, calls: tuple[AttentionCall, ...] | None, implementations: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return why a small copy of the model is refused: for each use that is not exact, its error.
+    """Return why a small copy of a model is refused: for each use that is not exact, its error.
 
-    Uses are "rows" (any training), "packing" by implementation, and "sharing". What a copy cannot
-    be tried for is left out.
+    Uses are "rows" (any training), "long rows" (of sequences longer than a scale), "packing" by
+    implementation, and "sharing".
     """
-    config = config_of(folder)
-    kinds = layer_kinds(config)
-    if set(kinds) - ATTENTION_KINDS:
-        return {}
     found: dict[str, str] = {}
-    plain = "sdpa" if "sdpa" in implementations else "eager"
-    try:
-        model = small_copy(config, plain)
-    except UNBUILT:
-        return {}
-    language = LanguageModel(model)
+    language, kinds = LanguageModel(model), layer_kinds(model.config)
 
-    def note(use: str, check: Callable[[], object]) -> None:
+    def note(use: str, option: str, check: Callable[[], object]) -> None:
         try:
             check()
         except UnfitModel as error:
             found[use] = str(error)
-        except UNBUILT:  # the trainer tries when it starts
-            return
+        except UNBUILT as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            found[use] = f"{type(model).__name__} fails with {option} ({why}): set it to false"
 
-    note(ROWS, language.check_rows)
-    note("sharing", language.check_sharing)
-    for name in {"sdpa", "eager"} & set(implementations):
+    note("rows", "rows of several lengths", language.check_rows)
+    note("long rows", "rows of several lengths", partial(language.check_rows, short=True))
+    if set(kinds) - ATTENTION_KINDS:
+        return found
+    note("sharing", "trainer.prefix_sharing", language.check_sharing)
+    for name in sorted({"sdpa", "eager"} & set(implementations)):
         by_sequences = name == "sdpa" and computes_by_sequences(_first(calls, model), kinds)
         model.set_attn_implementation(PACKED if by_sequences else IMPLEMENTATIONS[name])
-        note(f"packing {name}", language.check_packing)
+        note(f"packing {name}", "trainer.packing", language.check_packing)
     return found
 
 
 def small_copy(config: Any, attention: str) -> Any:
     """Return a model of a config's class with random weights; raises `UNBUILT` where it cannot."""
     config = small_config(config)
+    with torch.device("meta"):
+        weights = sum(one.numel() for one in class_for(config).from_config(config).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"it has {weights} weights, and at most {MOST_WEIGHTS} are tried")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = class_for(config).from_config(
-            config, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[attention]
+            config, dtype=torch.float64, attn_implementation=IMPLEMENTATIONS[attention]
         )
         with torch.no_grad():
             for weights in model.parameters():
@@ -100,6 +134,9 @@ def small_config(config: Any) -> Any:
             for name in {*DEPTHS} & set(vars(other)):
                 setattr(other, name, 1)
     _narrow(text)
+    for other in _configs(config):
+        if "out_hidden_size" in vars(other):
+            other.out_hidden_size = text.hidden_size
     _shorten(text)
     return config
 
@@ -114,7 +151,8 @@ def _configs(config: Any) -> list[Any]:
 
 def _narrow(text: Any) -> None:
     heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
-    width = vars(text).get("head_dim") or text.hidden_size // heads
+    own = vars(text).get("head_dim")
+    width = own or text.hidden_size // heads
     few = min(groups or heads, 2) * min(heads // (groups or heads), 2)
     for name, value in list(vars(text).items()):
         most = next((most for names, most in MOST.items() if _named(name, names)), None)
@@ -124,7 +162,12 @@ def _narrow(text: Any) -> None:
             setattr(text, name, [min(one, most) for one in value])
         elif name.endswith("attention_heads"):
             setattr(text, name, few)
-    text.num_attention_heads, text.hidden_size = few, few * width
+    text.num_attention_heads = few
+    text.hidden_size = min(few * width, WIDEST) if own else few * width
+    if groups is None and "num_key_value_heads" in vars(text):
+        text.num_key_value_heads = few
+    if own is None and "head_dim" in vars(text):
+        text.head_dim = width
 
 
 def _named(name: str, words: tuple[str, ...]) -> bool:

@@ -114,9 +114,9 @@ def test_check_refuses_packing_where_positions_are_those_of_the_row(
     config = OPTConfig(vocab_size=len(tokenizer), hidden_size=16, ffn_dim=32, **sizes)
     save_policy(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path / "model")
     facts = ModelFacts.of(describe_model(tmp_path / "model", len(tokenizer))["facts"])
-    check_model_trains(facts, build_config())
+    check_model_trains(facts, build_config(trainer={"attention": "eager"}))
     with pytest.raises(UnfitModel, match=r"OPTForCausalLM: .* set trainer\.packing to false"):
-        check_model_trains(facts, build_config(trainer={"packing": True}))
+        check_model_trains(facts, build_config(trainer={"attention": "eager", "packing": True}))
 
 
 @pytest.mark.parametrize(
