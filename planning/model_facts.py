@@ -248,6 +248,7 @@ def check_embedded_serves(facts: ModelFacts, context: int) -> None:
     if facts.attention is not None and len(facts.attention) != facts.layers:
         why = f"{len(facts.attention)} of its {facts.layers} layers call an attention function"
         raise ModelNotServed(facts.name, why)
+    _check_tried(facts, "engine")
 
 
 def _check_vllm_serves(facts: ModelFacts, config: Config) -> None:

@@ -23,11 +23,11 @@ from composer_mesh.actors.models.expert_routing import EXPERTS, PER_TOKEN
 from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.packed_attention import computes_by_sequences
 from composer_mesh.actors.models.policy import class_for, config_of
-from composer_mesh.actors.models.probes import SPECIAL, probe_sequences
-from composer_mesh.planning.model_facts import ATTENTION_KINDS, INDEXED, AttentionCall
-from composer_mesh.planning.model_refusals import UnfitModel
+from composer_mesh.actors.models.probes import SPECIAL, WINDOW, probe_sequences
+from composer_mesh.planning.model_facts import ATTENTION_KINDS, INDEXED, SHARED_KINDS, AttentionCall
+from composer_mesh.planning.model_refusals import ModelNotServed, UnfitModel
 
-WORDS, INNER, WIDEST, SEED = 512, 64, 256, 0
+WORDS, INNER, WIDEST, MOST_KINDS, SEED = 512, 64, 256, 6, 0
 MOST: dict[tuple[str, ...], int] = {
     EXPERTS: 8,
     (*PER_TOKEN, "n_group", "key_value_heads"): 2,
@@ -77,7 +77,7 @@ def tried(
     """Return why a small copy of a model is refused: for each use that is not exact, its error.
 
     Uses are "rows" (any training), "long rows" (of sequences longer than a scale), "packing" by
-    implementation, and "sharing".
+    implementation, "sharing", and "engine", whose attention is that of packed rows.
     """
     found: dict[str, str] = {}
     language, kinds = LanguageModel(model), layer_kinds(model.config)
@@ -95,11 +95,18 @@ def tried(
     note("long rows", "rows of several lengths", partial(language.check_rows, short=True))
     if set(kinds) - ATTENTION_KINDS:
         return found
-    note("sharing", "trainer.prefix_sharing", language.check_sharing)
+    if "sdpa" in implementations:
+        note("sharing", "trainer.prefix_sharing", language.check_sharing)
     for name in sorted({"sdpa", "eager"} & set(implementations)):
         by_sequences = name == "sdpa" and computes_by_sequences(_first(calls, model), kinds)
         model.set_attn_implementation(PACKED if by_sequences else IMPLEMENTATIONS[name])
         note(f"packing {name}", "trainer.packing", language.check_packing)
+    if set(kinds) <= SHARED_KINDS:
+        model.set_attn_implementation(PACKED)
+        note("engine", "packed rows", partial(language.check_packing, kept=(WINDOW,)))
+    if "engine" in found:
+        why = "attention to keys in rows, without masks, is not all that its layers compute"
+        found["engine"] = str(ModelNotServed(type(model).__name__, why))
     return found
 
 
@@ -119,6 +126,8 @@ def small_copy(config: Any, attention: str) -> Any:
             for weights in model.parameters():
                 if weights.dim() > 1:
                     weights.normal_(std=weights.shape[-1] ** -0.5)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped matrix products know no float64
     return model.eval()
 
 
@@ -175,19 +184,22 @@ def _named(name: str, words: tuple[str, ...]) -> bool:
 
 
 def _shorten(text: Any) -> None:
-    """Keep the first layers, of each kind at least one; all where later ones use earlier keys."""
+    """Keep the first layers, of each kind at least one, and as many that use earlier keys."""
     layers = text.num_hidden_layers
-    if getattr(text, "num_kv_shared_layers", None):
-        return
     by_layer = {
         name: value
         for name, value in vars(text).items()
-        if isinstance(value, list) and len(value) == layers
+        if isinstance(value, list)
+        and len(value) == layers
+        and len({*map(str, value)}) <= MOST_KINDS
     }
     kept = 2 + (getattr(text, "first_k_dense_replace", None) or 0)
     for value in by_layer.values():
         kept = max(kept, *(value.index(one) + 1 for one in value))
     kept = min(kept, layers)
+    if getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = kept = layers // 2 if 2 * kept > layers else kept
+        kept = min(2 * kept, layers)
     text.num_hidden_layers = kept
     for name, value in by_layer.items():
         setattr(text, name, value[:kept])

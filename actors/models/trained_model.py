@@ -46,7 +46,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.planning.model_facts import check_heads
-from composer_mesh.planning.model_refusals import UndividedContext, UnfitModel
+from composer_mesh.planning.model_refusals import UndividedContext, UnfitModel, UnknownLayers
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +148,16 @@ def _attend_by_sequences(folder: Path, models: list[Any]) -> None:
 
 
 def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
-    layers = decoder_layers(model)
+    by_layer = trainer.compile or trainer.activation_checkpointing
+    try:
+        layers = decoder_layers(model)
+    except UnknownLayers:
+        if by_layer:
+            raise
+        return  # its forwards report progress as a whole
     for number, layer in enumerate(layers, start=1):
         layer.register_forward_hook(partial(_report, f"layer {number} of {len(layers)}"))
-    if not (trainer.compile or trainer.activation_checkpointing):
+    if not by_layer:
         return
     for layer in layers:
         if trainer.compile:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from family_runs import CONTEXT, VOCABULARY, engine_of, own_logprobs, sampled
 from model_families import FAMILIES, family_config, family_folder
+from pydantic import ValidationError
 from torch import Tensor
 
 from composer_mesh.actors.learning.learner import Learner
@@ -23,6 +24,7 @@ from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.template_program import describe_model
+from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits
@@ -101,7 +103,7 @@ def difference_of(
             trainer={"lr": 1e-3, **case.trainer},
         )
         check_model_fits(ModelFacts.of(told["facts"]), config)
-    except ValueError as error:  # of pydantic, and `ConfigError`
+    except (ConfigError, ValidationError) as error:
         return str(error)
     plain = load_model(folder)
     found = trained_difference(config, folder, plain, case.sequences)
