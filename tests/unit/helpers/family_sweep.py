@@ -36,6 +36,8 @@ SIZES: dict[str, Sequence[Any]] = {
     "attention_chunk_size": (4, 8, 13),
     "floor_scale": (3, 8, 8192),
     "attn_temperature_tuning": (True, False),
+    "index_topk": (8, 2048),
+    "keep_window_size": (8, 2048),
 }
 OPTIONS: dict[str, Sequence[Any]] = {
     "packing": (True, False),

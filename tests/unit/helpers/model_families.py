@@ -41,6 +41,12 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 16,
     "head_dim": 8,
 }
+INDEXED: dict[str, Any] = {
+    **{name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"},
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+}
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 4,
@@ -303,6 +309,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_neox_japanese": {},
     "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512},
+    "afmoe": {
+        **EXPERTS,
+        **WINDOW,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "axk2": {**LATENT, **INDEXED},
+    "glm_moe_dsa": {**LATENT, **INDEXED},
+    "hy_v4": {**LATENT, **INDEXED, "hc_mult": 2},
+    "doge": {},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gptj": {"rotary_dim": 8, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512},
+    "gpt_neox_japanese": {},
 }
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 
