@@ -99,15 +99,19 @@ def tried(
         note("sharing", "trainer.prefix_sharing", language.check_sharing)
     for name in sorted({"sdpa", "eager"} & set(implementations)):
         by_sequences = name == "sdpa" and computes_by_sequences(_first(calls, model), kinds)
-        model.set_attn_implementation(PACKED if by_sequences else IMPLEMENTATIONS[name])
-        note(f"packing {name}", "trainer.packing", language.check_packing)
+        attention = PACKED if by_sequences else IMPLEMENTATIONS[name]
+        note(f"packing {name}", "trainer.packing", partial(_check_packing, language, attention))
     if set(kinds) <= SHARED_KINDS:
-        model.set_attn_implementation(PACKED)
-        note("engine", "packed rows", partial(language.check_packing, kept=(WINDOW,)))
+        note("engine", "packed rows", partial(_check_packing, language, PACKED, (WINDOW,)))
     if "engine" in found:
         why = "attention to keys in rows, without masks, is not all that its layers compute"
         found["engine"] = str(ModelNotServed(type(model).__name__, why))
     return found
+
+
+def _check_packing(language: LanguageModel, attention: str, kept: tuple[str, ...] = ()) -> None:
+    language.model.set_attn_implementation(attention)
+    language.check_packing(kept)
 
 
 def small_copy(config: Any, attention: str) -> Any:

@@ -320,9 +320,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {**LATENT, **INDEXED},
     "hy_v4": {**LATENT, **INDEXED, "hc_mult": 2},
     "doge": {},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "gptj": {"rotary_dim": 8, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512},
-    "gpt_neox_japanese": {},
 }
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 
