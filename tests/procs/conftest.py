@@ -45,8 +45,7 @@ Events = list[tuple[str, str, str]]
 WHOLE_SESSION = ExitStack()
 LONGEST_FIRST = (
     *("test_islands_jobs.py", "test_islands.py", "test_sdpo_mesh.py", "test_islands_torchft.py"),
-    *("test_trainer_restart.py", "test_run_ends.py", "test_run_training.py"),
-    *("test_run_replay.py", "test_hosts.py", "test_run_losses.py", "test_healing.py"),
+    *("test_run_losses.py", "test_hosts.py", "test_run_training.py", "test_trainer_restart.py"),
     *("test_inspection.py", "test_launch.py", "test_controller_killed.py", "test_hint_writer.py"),
 )
 """Files with the longest tests, which start first so that all workers end at about one time."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from itertools import chain
+from itertools import chain, product
 
 import pytest
+from repetition import crossed, repeated
 from repository import ROOT
 from selection import TESTS, files_of_tests, suite_of, suites
 
@@ -67,3 +68,11 @@ def test_every_core_claim_is_in_the_table_with_a_test() -> None:
         "nothing is overspent",
     )
     assert [word for word in (*words, "tree") if word not in claims] == []
+
+
+def test_the_core_has_one_case_of_each_value_and_test_all_has_every_case() -> None:
+    cases = crossed("abc", (1, 2))
+    core = [case.values for case in cases if not case.marks]
+    assert sorted(case.values for case in cases) == sorted(product("abc", (1, 2)))
+    assert core == [("a", 1), ("b", 2), ("c", 1)]
+    assert [bool(case.marks) for case in repeated(range(4), first=2)] == [False, False, True, True]
