@@ -6,9 +6,10 @@ error site, and an episode ends by an answer, by a tool, or with its last turn.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -62,7 +63,8 @@ class RunningEpisode:
         """Start the session; return the first messages."""
         await self._call("start", self._session.start)
         opening = await self._call("opening", self._session.opening)
-        self._messages = _messages(opening, f"the opening of task {self._task.name!r}")
+        place = _place(self._session.opening)
+        self._messages = _messages(opening, f"the opening of task {self._task.name!r} ({place})")
         if not self._messages:
             raise UnusableTask(f"task {self._task.name!r} opens an episode with no message")
         self._seen = [len(self._messages)]
@@ -151,7 +153,8 @@ class RunningEpisode:
 
     async def _reply(self, text: str) -> tuple[list[Message], ErrorSite | None]:
         try:
-            reply = _reply(await self._call("reply", self._session.reply, text))
+            what = f"the reply of task {self._task.name!r} ({_place(self._session.reply)})"
+            reply = _reply(await self._call("reply", self._session.reply, text), what)
         except ToolError as failure:
             self._failures += 1
             said = f"{ERROR_PREFIX}{failure.text}"
@@ -159,7 +162,7 @@ class RunningEpisode:
         if reply.done:
             self._ended = "answer"
         error = self._site(reply.error) if reply.error is not None else None
-        return _messages(list(reply.messages), "a reply"), error
+        return _messages(list(reply.messages), what), error
 
     async def _tools(
         self, calls: Sequence[ToolCall], call_id: str
@@ -285,22 +288,39 @@ class RunningEpisode:
         return ErrorSite(turn, failure.kind, "tool_error", {**facts, "text": failure.text})
 
 
-def _reply(returned: Any) -> Reply:
+def _place(method: Callable[..., Any]) -> str:
+    """Return where a task's method is written; its name where that is unknown."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else shown(method)
+
+
+def _reply(returned: Any, what: str) -> Reply:
     if returned is None:
         return Reply()
     if isinstance(returned, Reply):
         return returned
-    return Reply(_messages(returned, "a reply"), done=False)
+    return Reply(_messages(returned, what), done=False)
 
 
 def _messages(value: Any, what: str) -> list[Message]:
     if isinstance(value, str):
         return [_bounded({"role": "user", "content": value})]
     if isinstance(value, Sequence) and all(_is_message(one) for one in value):
-        return [_bounded(dict(one)) for one in value]
+        return [_bounded(_carried(dict(one), what)) for one in value]
     raise UnusableTask(
         f"{what} is {str(value)[:60]!r}: return a text, or messages with a role and a content"
     )
+
+
+def _carried(message: Message, what: str) -> Message:
+    """Return a message of plain values; raises UnusableTask for others, which cannot be stored."""
+    try:
+        json.dumps(message)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnusableTask(
+            f"{what} has a message that JSON cannot carry ({error}): return texts and plain values"
+        ) from error
+    return message
 
 
 def _is_message(value: Any) -> bool:

@@ -4,6 +4,8 @@ Reads these and changes nothing. Each finding states what a resume would do abou
 `verify_command` prints findings.
 """
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.actors.checkpoints.manifest import damage, is_earlier
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
+from composer_mesh.mesh.open_folder import refuse_links
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.file_checksums import (
@@ -46,6 +49,8 @@ EARLIER = "an earlier version wrote it, in a format that no resume opens"
 WAITS = "train --resume keeps the reward until the rollout is sampled again, or lets it expire"
 COPIES = "train --resume makes it again from run.sqlite"
 FROM_A_COPY = "take it from a copy of the run, or leave it: no part of a run reads it"
+LINK = "remove the link, or put in its place what it leads to"
+READ = "correct its permissions"
 AGAIN_WRITTEN = "train --resume writes it again"
 LINES = (EVENTS_FILE, TIMELINE_FILE)
 WHOLE = {CONFIG_FILE: AGAIN_WRITTEN, SUMMARY_FILE: "a run writes it again at its end"}
@@ -72,9 +77,12 @@ class Finding:
 def verify_run(root: Path, live: bool = False) -> list[Finding]:
     """Return the faults of a run directory; empty if it is intact.
 
-    In a `live` run, states that its writer may be about to change are not reported. Raises
-    StoreMissing if there is no store.
+    In a `live` run, states that its writer may be about to change are not reported. Where a link
+    leads out of the directory, nothing is checked, and that is the finding. Raises StoreMissing if
+    there is no store.
     """
+    if outward := list(_outward_links(root)):
+        return outward
     found = [
         Finding("damaged", path.name, wrong, NEW_RUN if path.name == STORE_FILE else _repair(path))
         for path in sorted(root.glob("*.sqlite"))
@@ -83,6 +91,18 @@ def verify_run(root: Path, live: bool = False) -> list[Finding]:
     if not any(one.where == STORE_FILE for one in found):
         found += _store(root, live)
     return [*found, *_files(root, live), *_divergences(root), *_checkpoints(root)]
+
+
+def _outward_links(root: Path) -> Iterator[Finding]:
+    try:
+        refuse_links(root)
+    except FileNotFoundError:
+        pass  # there is no run, or its writer has just removed a folder
+    except OSError as error:
+        where = os.path.relpath(str(error.filename), root)
+        is_link = error.errno == errno.ELOOP
+        why = "it leads out of the directory" if is_link else f"it cannot be read: {error.strerror}"
+        yield Finding("damaged", where, f"{why}, so nothing was checked", LINK if is_link else READ)
 
 
 def _repair(path: Path) -> str:

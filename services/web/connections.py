@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -31,6 +34,8 @@ from composer_mesh.services.web.errors import BAD_REQUEST, UNAVAILABLE
 HEAD_S, BODY_S, SENDING_S, LINGER_S = 20.0, 60.0, 60.0, 2.0
 MOST = 16_384
 LATE = 408
+WARNINGS, WARNINGS_S = 20, 60.0
+"""Warnings about malformed requests that are logged, and in how many seconds."""
 MOST_HEAD = 64 * 1024
 FREE_CHUNKS, MEAN_CHUNK = 1000, 64
 """Chunks of a body that may have any size, and the least mean size of more: each takes 10 us."""
@@ -53,6 +58,30 @@ class Limits:
         """Connections that other users may hold; the rest is the owner's."""
         return for_others(self.most)
 
+
+class SparseWarnings(logging.Filter):
+    """Lets few warnings a minute into a log, then says how many were left out: clients cause them.
+
+    Errors, which are faults of ours, all pass.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock, self._until, self._count = clock, -math.inf, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        if (now := self._clock()) >= self._until:
+            if (left_out := self._count - WARNINGS) > 0:
+                text = f"{record.getMessage()} ({left_out} warnings before were left out)"
+                record.msg, record.args = text, ()
+            self._until, self._count = now + WARNINGS_S, 0
+        self._count += 1
+        return self._count <= WARNINGS
+
+
+logging.getLogger("uvicorn.error").addFilter(SparseWarnings())
 
 UserAt = Callable[[Any, Any, int], int | None]
 

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +15,7 @@ import pytest
 
 from composer_mesh import (
     Reply,
+    Row,
     Session,
     SyncSession,
     Task,
@@ -27,6 +29,7 @@ from composer_mesh.rollouts.hints import HintTemplates, render_hint
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.services.steps.hint_writing import templates_of
 from composer_mesh.tasks.errors import TaskCodeError, UnusableTask
+from composer_mesh.tasks.running import RunningEpisode
 
 STOCK = {"pen": 3, "book": 1}
 
@@ -289,3 +292,39 @@ def test_neither_tasks_nor_workflows_load_torch_or_monarch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'monarch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("method", ["reply", "opening"])
+async def test_a_message_that_cannot_be_stored_names_the_line_of_the_task(method: str) -> None:
+    class Odd(Session):
+        def opening(self) -> Any:
+            odd = threading.Lock() if method == "opening" else "q"
+            return [{"role": "user", "content": "q", "more": odd}]
+
+        def reply(self, text: str) -> Any:
+            return [{"role": "user", "content": text, "more": threading.Lock()}]
+
+    class Asks(Task):
+        session_class = Odd
+
+        def generate(self, rng: random.Random) -> Row:
+            return {"n": rng.random()}
+
+        def prompt(self, row: Row) -> str:
+            return "q"
+
+        @reward
+        def right(self, transcript: Transcript) -> float:
+            return 1.0
+
+    task = Asks.create(TaskSettings(seed=1))
+    line = getattr(Odd, method).__code__.co_firstlineno
+    running = RunningEpisode(task, task.episode("train", 0))
+    said = rf"the {method} of task '.*' \(.*test_users_tasks\.py, line {line}\) has a message that"
+
+    async def play() -> None:
+        await running.begin()
+        await running.step("x")
+
+    with pytest.raises(UnusableTask, match=rf"{said} JSON cannot carry \(.*lock"):
+        await play()

@@ -187,3 +187,18 @@ def test_a_directory_without_a_store_is_refused(
 ) -> None:
     assert main(["verify", str(tmp_path)]) == 2
     assert "has no run.sqlite" in capsys.readouterr().err
+
+
+def test_a_link_that_leads_out_of_the_run_is_the_finding_and_is_not_followed(
+    run: Path, tmp_path: Path
+) -> None:
+    checkpoint(run, 1)
+    (run / "latest").symlink_to("checkpoints")
+    assert verify_run(run) == []
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / path_of(run, 0).name).write_bytes(path_of(run, 0).read_bytes())
+    (run / "traces" / "late").symlink_to(elsewhere)
+    (found,) = verify_run(run)
+    assert (found.kind, found.where) == ("damaged", "traces/late")
+    assert "leads out of the directory, so nothing was checked: remove the link" in str(found)

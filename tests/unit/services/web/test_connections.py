@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 from collections.abc import AsyncIterator
@@ -16,8 +17,11 @@ from composer_mesh.services.web.connections import (
     FREE_CHUNKS,
     MEAN_CHUNK,
     MOST,
+    WARNINGS,
+    WARNINGS_S,
     Connections,
     Limits,
+    SparseWarnings,
 )
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
@@ -216,3 +220,31 @@ async def test_a_body_of_many_small_chunks_is_read_no_further() -> None:
         one = b"%x\r\n%s\r\n" % (2 * MEAN_CHUNK, b"x" * 2 * MEAN_CHUNK)
         large.send(head + one * 3 * FREE_CHUNKS + b"0\r\n\r\n")
         assert await large.status() == 200
+
+
+async def test_malformed_requests_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with served(Limits(head_s=LONG_S)) as server:
+        for _ in range(2 * WARNINGS):
+            peer = await server.connected()
+            peer.send(b"NO HTTP\r\n\r\n")
+            assert await peer.status() == 400
+            await peer.close()
+        logged = [one for one in caplog.records if one.levelno == logging.WARNING]
+        assert len([one for one in logged if one.name == "uvicorn.error"]) <= WARNINGS
+        assert await (await server.connected()).asked() == 200
+
+
+def test_the_next_warning_says_how_many_were_left_out_and_errors_always_pass() -> None:
+    now = 0.0
+    sparse = SparseWarnings(lambda: now)
+
+    def passed(level: int) -> str | None:
+        record = logging.LogRecord("uvicorn.error", level, "", 0, "bad %s", ("line",), None)
+        return record.getMessage() if sparse.filter(record) else None
+
+    found = [passed(logging.WARNING) for _ in range(WARNINGS + 7)]
+    assert found == ["bad line"] * WARNINGS + [None] * 7
+    assert passed(logging.ERROR) == "bad line"
+    now += WARNINGS_S
+    assert passed(logging.WARNING) == "bad line (7 warnings before were left out)"
+    assert passed(logging.WARNING) == "bad line"
