@@ -63,6 +63,6 @@ class RowPositions(Cache):
         """Return a layer's keys and values."""
         return key_states, value_states
 
-    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:  # type: ignore[override]
+    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
         """Return what is to be added to each index of the row [L], to give its position."""
         return self._offsets

@@ -210,7 +210,7 @@ def _numbers_of(
     rows: sqlite3.Connection, select: str, each: Iterable[tuple[Any, ...]], most: float = PIECE
 ) -> list[int]:
     """Return the operations that a select of numbers and sizes finds, until they reach `most`."""
-    found = []
+    found: list[int] = []
     for values in each:
         for number, size in rows.execute(select, values):
             if most <= 0:
