@@ -37,6 +37,7 @@ from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.pool.replicas import discard_event
@@ -164,6 +165,10 @@ class _SleepingLearner:
 
     def __init__(self, config: Config, seconds: float) -> None:
         self.step, self.version = _SleepingStep(config, seconds), 0
+        self.divergences: list[TurnDivergences] = []
+
+    def new_events(self) -> list[tuple[str, str]]:
+        return []
 
     def train(
         self, batch: StepBatch, source: TeacherOutputSource, before_update: Callable[[], object]

@@ -55,10 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [next(others) if item in here else item for item in items]
 
 
+def read_by(item: pytest.Item) -> list[str]:
+    """The shared runs that a test reads: its fixtures, and those that a parameter names."""
+    if not isinstance(item, pytest.Function):
+        return []
+    named = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return [name for name in MAKES if name in item.fixturenames or name in named]
+
+
 def last_made(item: pytest.Item) -> int:
     """The place of the last shared run that a test reads; -1 for a test that reads none."""
-    names = getattr(item, "fixturenames", ())
-    return max((place for place, name in enumerate(MAKES) if name in names), default=-1)
+    return max((place for place, name in enumerate(MAKES) if name in read_by(item)), default=-1)
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +86,7 @@ def side_by_side(
 ) -> Iterator[SideBySide]:
     """The runs that the collected tests read, of which the first ones have been started."""
     folder, at_once = tmp_path_factory.mktemp("runs"), int(os.environ.get(AT_ONCE, "3"))
-    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    asked = {name for item in request.session.items for name in read_by(item)}
     with SideBySide(MAKES, folder, policies, at_once) as runs:
         runs.start(name for name in MAKES if name in asked)
         yield runs
