@@ -1,7 +1,7 @@
 """The shared runs as fixtures: each is made once a session, several side by side.
 
 They are made from the first test on, and tests that need none come first. With workers of xdist
-each would make the runs of its own tests, so `make test` starts these tests without.
+each makes the runs of its own tests when they ask, so `make test` starts these tests without.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def side_by_side(
 ) -> Iterator[SideBySide]:
     """The runs that the collected tests read, of which the first ones have been started."""
     folder, at_once = tmp_path_factory.mktemp("runs"), int(os.environ.get(AT_ONCE, "3"))
-    asked = {name for item in request.session.items for name in read_by(item)}
+    alone = not hasattr(request.config, "workerinput")
+    asked = {name for item in request.session.items if alone for name in read_by(item)}
     with SideBySide(MAKES, folder, policies, at_once) as runs:
         runs.start(name for name in MAKES if name in asked)
         yield runs
