@@ -81,14 +81,16 @@ def policies(policy_cache: Path) -> Path:
 def side_by_side(
     request: pytest.FixtureRequest,
     servers: None,
-    policies: Path,
+    policy_cache: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SideBySide]:
     """The runs that the collected tests read, of which the first ones have been started."""
     folder, at_once = tmp_path_factory.mktemp("runs"), int(os.environ.get(AT_ONCE, "3"))
     alone = not hasattr(request.config, "workerinput")
     asked = {name for item in request.session.items if alone for name in read_by(item)}
-    with SideBySide(MAKES, folder, policies, at_once) as runs:
+    if asked:
+        request.getfixturevalue("policies")
+    with SideBySide(MAKES, folder, policy_cache, at_once) as runs:
         runs.start(name for name in MAKES if name in asked)
         yield runs
 
