@@ -42,6 +42,8 @@ from composer_mesh.services.serve.requests import Sample, parsed
 from composer_mesh.services.serve_env.errors import Refused as FrameRefused
 from composer_mesh.services.serve_env.validation import client_frame
 from composer_mesh.services.web.errors import Refused
+from composer_mesh.tasks.code.judge.copies import deleted_texts
+from composer_mesh.tasks.code.judge.judged_task import JudgedTask
 from composer_mesh.tasks.code.patches import PatchFailed, apply_hunks, read_patch
 from composer_mesh.tasks.judges import json_in
 from composer_mesh.tasks.packages.reasoning_gym import last_answer
@@ -172,6 +174,11 @@ def repeated_lines(text: str) -> None:
     apply_hunks(text, read_patch(f"--- a/f\n+++ b/f\n{hunk}")[0].hunks)
 
 
+def deleted(text: str) -> None:
+    task = JudgedTask("a", {"f.py": text.encode()}, ("f.py",), (), ())
+    deleted_texts(task, {"f.py": f"{text}\nbody\n"})
+
+
 def leaks_of(answer: str, text: str) -> None:
     holds_answer(text, answer)
 
@@ -199,6 +206,7 @@ READERS = [
     Reader("provider", provider, ('{"a":',)),
     Reader("requests", requests, (), ('{"prompt":[', '{"messages":[', '{"'), (Refused,)),
     Reader("patch", patched, HUNKS, ("--- a/f\n+++ b/f\n",), (PatchFailed,)),
+    Reader("deleted-lines", deleted, ("a\n",)),
     Reader("patched-lines", repeated_lines, ("a\n",), (), (PatchFailed,)),
     *(
         Reader(f"leak-{answer}", partial(leaks_of, answer), LEAKS, ("1",), (), 1 << 14)

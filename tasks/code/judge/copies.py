@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask
 from composer_mesh.tasks.code.judge.programs.find_copies import digest, squeezed
@@ -87,8 +88,16 @@ def deleted_texts(task: JudgedTask, solution: Mapping[str, str]) -> list[str]:
     for path, text in solution.items():
         before = decoded(task.files.get(path, b"")).splitlines()
         after = text.splitlines()
+        # Comparing is quadratic in repeated lines, so what both begin and end with is cut off.
+        for _ in range(2):
+            same = _same_beginning(before, after)
+            before, after = before[same:][::-1], after[same:][::-1]
         changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
         found += [
             "\n".join(after[first:end]) for kind, _, _, first, end in changes if kind != "equal"
         ]
     return found
+
+
+def _same_beginning(one: list[str], other: list[str]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -22,9 +22,10 @@ from code_tasks import (
 
 from composer_mesh.tasks.code.judge.canaries import canaries_for
 from composer_mesh.tasks.code.judge.channel import read_report
+from composer_mesh.tasks.code.judge.copies import deleted_texts
 from composer_mesh.tasks.code.judge.edits import taken_edits
 from composer_mesh.tasks.code.judge.judge import CodeJudge
-from composer_mesh.tasks.code.judge.judged_task import HiddenCase
+from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask
 from composer_mesh.tasks.code.judge.values_box import agrees, same
 from composer_mesh.tasks.code.judge.verdict import Verdict
 from composer_mesh.tasks.code.values import encode
@@ -302,3 +303,14 @@ def test_a_raised_exception_is_compared_by_its_class() -> None:
 
 def test_the_pristine_source_is_no_edit() -> None:
     assert not taken_edits(TASK, {"lib/sums.py": SOURCE}).files
+
+
+def test_deleted_texts_are_found_among_lines_that_repeat() -> None:
+    kept = ["", "x = 1", ""] * 20
+    first, second = ["def a():", "    return 1"], ["def b():", "", "    return 2"]
+    solution = "\n".join([*kept, *first, *kept, *second, *kept])
+    task = JudgedTask("a", {"f.py": "\n".join([*kept] * 3).encode()}, ("f.py",), (), ())
+    found = deleted_texts(task, {"f.py": solution})
+    assert [text.strip() for text in found] == ["\n".join(first), "\n".join(second)]
+    assert deleted_texts(task, {"f.py": "\n".join([*kept] * 3)}) == []
+    assert deleted_texts(task, {"g.py": "y = 2"}) == ["y = 2"]
