@@ -33,6 +33,13 @@ Other sections, which may be of an older version, cannot prevent a replay.
 """
 
 
+OF_A_MODEL = (
+    *("path", "sizes", "tool_calls", "tools_in", "stop_tokens", "chat_date"),
+    "chat_template_options",
+)
+"""Keys of [policy] that are about a model in its path, which no replay needs."""
+
+
 class Origin(Protocol):
     """Origin of traces: the run's directory, if known, and the name of their task."""
 
@@ -117,7 +124,9 @@ def _of_run(traces: Origin) -> Table:
     written = read_table(traces.run / CONFIG_FILE) if own is None else own
     table = {name: section for name, section in written.items() if name in READ}
     # The model is not needed, and may have been removed since.
-    _section(table, "policy").pop("path", None)
+    policy = _section(table, "policy")
+    for key in OF_A_MODEL:
+        policy.pop(key, None)
     return table if own is not None else _without_decisions(table)
 
 

@@ -125,7 +125,7 @@ def test_content_in_parts_is_what_a_template_that_takes_parts_writes(file: str) 
     except Exception:  # noqa: BLE001 templates raise what they like for what they refuse
         wanted = ""
     if file in PARTS_ONLY:
-        with pytest.raises((ChatTemplateError, UndefinedError), match="does not|has no attribute"):
+        with pytest.raises((ChatTemplateError, UndefinedError), match=r"does not|has no attribute"):
             check_chat(chat, hints=False)
     elif "alphabeta" in wanted:
         assert chat.first_prompt(said) == own_ids(tokenizer, said, [])

@@ -94,7 +94,9 @@ def test_a_run_whose_channel_was_off_can_be_replayed(tmp_path: Path, build_confi
 def test_a_model_and_a_section_that_are_gone_since_are_not_missed(run: Known) -> None:
     assert run.run is not None
     path = run.run / "config.toml"
-    text = path.read_text().replace("[policy]\n", "[policy]\npath = 'gone'\n")
+    text = path.read_text().replace(
+        "[policy]\n", "[policy]\npath = 'gone'\nchat_date = '2026-01-31'\n"
+    )
     path.write_text(f"{text}\n[a_section_of_another_version]\nkey = 1\n")
     assert offline_config(run, None).policy.path is None
 
