@@ -62,6 +62,8 @@ class ModelFacts:
     small copy with random weights is refused for, with the errors, "long rows" only where sequences
     are longer than `scale`; `chat` says in words where conversations have tools, calls and results;
     `softcap` is the cap of its logits.
+    Up to `all_keys` positions attention reads all keys, and beyond some of the highest scores;
+    None without such a choice.
     """
 
     name: str
@@ -79,6 +81,7 @@ class ModelFacts:
     scale: int | None = None
     chat: str = ""
     softcap: float | None = None
+    all_keys: int | None = None
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Self:
@@ -107,6 +110,7 @@ def check_model_trains(facts: ModelFacts, config: Config) -> None:
     _check_head(facts)
     _check_rows(facts, config.policy.max_context)
     _check_positions(facts, config.policy.max_context)
+    _check_chosen_keys(facts, config.policy.max_context)
     _check_attention(facts, config.trainer.attention)
     _check_context(facts, config.trainer.context_parallel)
     _check_experts(facts, config.trainer)
@@ -121,6 +125,7 @@ def check_model_teaches(facts: ModelFacts, config: Config) -> None:
     _check_head(facts)
     _check_rows(facts, config.policy.max_context)
     _check_positions(facts, config.policy.max_context)
+    _check_chosen_keys(facts, config.policy.max_context)
     if config.sdpo.placement == "inline":
         _check_context(facts, config.trainer.context_parallel)
 
@@ -150,6 +155,15 @@ def _check_positions(facts: ModelFacts, context: int) -> None:
         raise UnfitModel(
             f"policy.max_context is {context} but {facts.name} has positions up to "
             f"{facts.positions}: lower policy.max_context to {facts.positions}"
+        )
+
+
+def _check_chosen_keys(facts: ModelFacts, context: int) -> None:
+    if facts.all_keys is not None and context > facts.all_keys:
+        raise UnfitModel(
+            f"policy.max_context is {context} but {facts.name} reads only keys of high scores "
+            f"beyond {facts.all_keys} positions, and which of equal ones depends on the padding of "
+            f"a row: lower policy.max_context to {facts.all_keys}"
         )
 
 

@@ -189,7 +189,7 @@ def router_names(model: Any) -> list[str]:
         model.set_experts_implementation("batched_mm")
     ids = torch.zeros(1, PROBE_IDS, dtype=torch.long, device=model.device)
     # Given a mask of four axes, transformers makes none, for which it would read numbers.
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+    mask = torch.ones(1, 1, PROBE_IDS, PROBE_IDS, dtype=torch.bool, device=model.device)
     with _names_noted(model, finder.inside), finder:
         model(input_ids=ids, attention_mask=mask, use_cache=False)
     return list(dict.fromkeys(finder.found))

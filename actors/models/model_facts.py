@@ -32,6 +32,7 @@ from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_refusals import UnknownLayers
 
 WORDS, WIDTH, PROBE_IDS = 64, 8, 3
+COMPRESSED = "compressed_sparse_attention"
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -64,7 +65,20 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
         scale=smallest_scale(model),
         experts=tuple(sorted({len(next(one.parameters())) for one in expert_modules(model)})),
         softcap=logit_softcap(model.config),
+        all_keys=_all_keys(text),
     )
+
+
+def _all_keys(text: Any) -> int | None:
+    """Return up to how many positions an indexer chooses all keys; None without one.
+
+    One of compressed keys chooses runs of positions, in the layers that have it.
+    """
+    chosen: int | None = getattr(text, "index_topk", None)
+    rates: dict[str, int] = getattr(text, "compress_rates", None) or {}
+    if chosen is None or not rates:
+        return chosen
+    return chosen * rates[COMPRESSED] if COMPRESSED in layer_kinds(text) else None
 
 
 def _listed(model: Any) -> bool:

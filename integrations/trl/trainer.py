@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
+from composer_mesh.actors.models.policy import learning_every_id
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.callbacks import ClosesPairs
 from composer_mesh.integrations.trl.channels import (
@@ -104,6 +105,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         self._chat = chat or getattr(self.rollout_func, "chat", None) or self._own_chat()
         self._initial = self._frozen_copy()
         if self._on:
+            learning_every_id(self.model)
             check_head(self.model)
         self._channels: FurtherChannels | None = None
         self._sdpo_channel: SdpoChannel | None = None

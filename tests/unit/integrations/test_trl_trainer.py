@@ -176,6 +176,19 @@ def test_with_both_channels_off_every_weight_is_trls_own(make: Make) -> None:
     assert logged[0]["loss"] == logged[1]["loss"]
 
 
+def test_the_end_token_learns_its_embedding_where_it_is_the_padding_too(
+    make: Make, tokenizer: Any, build_model: Callable[[int], Any]
+) -> None:
+    found = []
+    for padding in (None, tokenizer.eos_token_id):
+        model = build_model(1)
+        model.get_input_embeddings().padding_idx = padding
+        trainer = make(model=model)
+        trainer.train()
+        found.append(weights_of(trainer))
+    assert farthest(*found) == 0
+
+
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(
     make: Make, tmp_path: Path
 ) -> None:

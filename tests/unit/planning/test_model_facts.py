@@ -89,6 +89,11 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
             "need Triton: give placement.generator GPUs, or set it to 'merged'$",
         ),
         (
+            replace(FACTS, all_keys=256),
+            VLLM,
+            "max_context is 512 but .* beyond 256 positions, .*: lower policy.max_context to 256$",
+        ),
+        (
             replace(FACTS, softcap=30.0),
             {**VLLM, "sdpo": {"alpha": 0.1, "teacher": "trust_region"}},
             "caps its logits at 30 but .* set sdpo.teacher to 'ema', 'live' or 'frozen'",

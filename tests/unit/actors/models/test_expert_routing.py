@@ -155,6 +155,31 @@ def test_routers_are_found_in_a_model_without_weights(tokenizer: Any, tmp_path: 
     assert router_names(empty_model(folder)) == ["model.layers.1.mlp.gate"]
 
 
+def test_routers_are_found_in_a_model_that_compresses_its_keys() -> None:
+    from transformers import AutoModelForCausalLM, DeepseekV4Config
+
+    config = DeepseekV4Config(
+        vocab_size=50,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        q_lora_rank=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=2,
+        index_head_dim=8,
+        mlp_layer_types=["hash_moe", "moe"],
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert router_names(model) == ["model.layers.1.mlp.gate"]
+
+
 def test_a_dense_model_has_no_routers(build_model: Any) -> None:
     model = build_model(1)
     assert router_names(model) == []

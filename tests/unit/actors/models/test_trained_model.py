@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,17 @@ def test_offloaded_inputs_of_layers_change_no_gradient(
         found.append({n: one.grad for n, one in model.named_parameters() if one.requires_grad})
         assert all(one is not None for one in found[-1].values())
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_only_copies_of_offloaded_inputs_wait_for_the_backward(build: Any, offload: bool) -> None:
+    model = build(activation_checkpointing=True, activation_offload=offload)
+    inputs: list[weakref.ref[Any]] = []
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0])))
+    loss = model(input_ids=torch.arange(20)[None], use_cache=False).logits.square().mean()
+    assert [one() is None for one in inputs] == [offload] * 2
+    loss.backward()
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
