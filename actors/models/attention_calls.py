@@ -50,11 +50,14 @@ def attention_calls(model: Any, device: str = "meta") -> tuple[AttentionCall, ..
     from transformers import AttentionInterface
 
     calls: list[AttentionCall] = []
+    layers: list[int] = []
 
     def noting(*given: Any, **options: Any) -> tuple[Tensor, None]:
-        _, query, key, value, _ = given
+        layer, query, key, value, *_ = given
         heads, tokens = query.shape[1:3]
-        calls.append(_call(options, (heads, key.shape[1])))
+        again = getattr(layer, "layer_idx", None) in layers
+        layers.append(getattr(layer, "layer_idx", len(calls)))
+        calls.append(_call(options, (heads, key.shape[1]), again))
         return query.new_zeros(query.shape[0], tokens, heads, value.shape[-1]), None
 
     AttentionInterface.register(NOTING, noting)
@@ -70,9 +73,12 @@ def attention_calls(model: Any, device: str = "meta") -> tuple[AttentionCall, ..
     return tuple(calls)
 
 
-def _call(options: Mapping[str, Any], heads: tuple[int, int]) -> AttentionCall:
+def _call(options: Mapping[str, Any], heads: tuple[int, int], again: bool) -> AttentionCall:
+    """Return a call; the keys of a layer that is called `again` would replace those before."""
     more = tuple(name for name in MORE if options.get(name) is not None)
-    return AttentionCall(PASSED_ON in options, options.get("sliding_window"), more, *heads)
+    return AttentionCall(
+        PASSED_ON in options and not again, options.get("sliding_window"), more, *heads
+    )
 
 
 def computing(calls: tuple[AttentionCall, ...] | None) -> tuple[str, ...]:
