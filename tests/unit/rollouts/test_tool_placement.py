@@ -123,7 +123,7 @@ def test_tools_that_a_template_cannot_write_are_refused_with_the_repair(
             check_chat(chat, hints=False)
         with pytest.raises(ChatTemplateError, match=words):
             chat.first_prompt([QUESTION])
-    with pytest.raises(ValueError, match=r"tools_in, stop_tokens or .* set path, or remove"):
+    with pytest.raises(ValueError, match=r"tools_in, stop_tokens, .* set path, or remove"):
         PolicyConfig(tools_in="system")
 
 
