@@ -70,15 +70,14 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
 
 
 def _all_keys(text: Any) -> int | None:
-    """Return up to how many positions an indexer chooses all keys; None without one.
+    """Return up to how many positions all compressed keys are chosen; None without a choice.
 
-    One of compressed keys chooses runs of positions, in the layers that have it.
+    A choice among single keys is tried on the small copy.
     """
-    chosen: int | None = getattr(text, "index_topk", None)
-    rates: dict[str, int] = getattr(text, "compress_rates", None) or {}
-    if chosen is None or not rates:
-        return chosen
-    return chosen * rates[COMPRESSED] if COMPRESSED in layer_kinds(text) else None
+    if COMPRESSED not in layer_kinds(text):
+        return None
+    found: int = text.index_topk * text.compress_rates[COMPRESSED]
+    return found
 
 
 def _listed(model: Any) -> bool:
