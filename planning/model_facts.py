@@ -41,7 +41,7 @@ MEANT = {"softcap": "caps", "s_aux": "sinks", "position_bias": "position biases"
 class AttentionCall:
     """How a layer calls its attention: in the embedded engine's way, with a window, with more.
 
-    With so many heads of queries, and of keys.
+    With so many heads of queries, and of keys, which are `width` wide.
     """
 
     replaceable: bool
@@ -49,6 +49,7 @@ class AttentionCall:
     more: tuple[str, ...]
     heads: int = 1
     key_heads: int = 1
+    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,8 @@ def check_embedded_serves(facts: ModelFacts, context: int) -> None:
     if facts.attention is not None and len(facts.attention) != facts.layers:
         why = f"{len(facts.attention)} of its {facts.layers} layers call an attention function"
         raise ModelNotServed(facts.name, why)
+    if len({(call.key_heads, call.width) for call in facts.attention or ()}) > 1:
+        raise ModelNotServed(facts.name, "its layers have keys of different shapes")
     _check_tried(facts, "engine")
 
 

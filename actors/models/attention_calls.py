@@ -57,7 +57,7 @@ def attention_calls(model: Any, device: str = "meta") -> tuple[AttentionCall, ..
         heads, tokens = query.shape[1:3]
         again = getattr(layer, "layer_idx", None) in layers
         layers.append(getattr(layer, "layer_idx", len(calls)))
-        calls.append(_call(options, (heads, key.shape[1]), again))
+        calls.append(_call(options, (heads, key.shape[1], key.shape[3]), again))
         return query.new_zeros(query.shape[0], tokens, heads, value.shape[-1]), None
 
     AttentionInterface.register(NOTING, noting)
@@ -73,11 +73,11 @@ def attention_calls(model: Any, device: str = "meta") -> tuple[AttentionCall, ..
     return tuple(calls)
 
 
-def _call(options: Mapping[str, Any], heads: tuple[int, int], again: bool) -> AttentionCall:
+def _call(options: Mapping[str, Any], sizes: tuple[int, int, int], again: bool) -> AttentionCall:
     """Return a call; the keys of a layer that is called `again` would replace those before."""
     more = tuple(name for name in MORE if options.get(name) is not None)
     return AttentionCall(
-        PASSED_ON in options and not again, options.get("sliding_window"), more, *heads
+        PASSED_ON in options and not again, options.get("sliding_window"), more, *sizes
     )
 
 

@@ -125,7 +125,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **WINDOW,
         **CAPPED,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 400,
+        "vocab_size_per_layer_input": 512,
         "num_kv_shared_layers": 0,
         "laurel_rank": 4,
         "activation_sparsity_pattern": [0.0, 0.0],
