@@ -67,6 +67,28 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
         (replace(FACTS, kinds=("conv",)), EMBEDDED, "has layers of conv; set generator.engine"),
         (replace(FACTS, attention=(PLAIN,)), EMBEDDED, "1 of its 2 layers call an attention"),
         (
+            replace(FACTS, attention=(PLAIN, replace(PLAIN, width=2))),
+            EMBEDDED,
+            "its layers have keys of different shapes",
+        ),
+        (replace(FACTS, tried={"engine": "it differs"}), EMBEDDED, "^it differs$"),
+        (replace(FACTS, tried={"rows": "it looks ahead"}), VLLM, "^it looks ahead$"),
+        (
+            replace(FACTS, tried={"packing sdpa": "it does not pack"}),
+            {"trainer": {"packing": True}},
+            "^it does not pack$",
+        ),
+        (
+            replace(FACTS, tried={"sharing": "it does not share"}),
+            {"trainer": {"prefix_sharing": True}},
+            "^it does not share$",
+        ),
+        (
+            replace(FACTS, tried={"long rows": "it counts"}, scale=511),
+            VLLM,
+            "^it counts, or lower policy.max_context from 512 to 511, beyond which it is so$",
+        ),
+        (
             replace(FACTS, attention=(PLAIN, replace(PLAIN, replaceable=False))),
             EMBEDDED,
             "its layer 1 computes attention of its own",
