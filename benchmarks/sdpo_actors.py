@@ -133,6 +133,7 @@ class SleepingTeacher(SDPOTeacherActor):
     async def load(self, config: Config, _folder: Path) -> None:
         """Set up what the teacher's own `load` does, without a policy."""
         self._teacher: Any = _SleepingModel(config.sdpo, self._shape, self._seconds)
+        self._follows = config.sdpo.follows_trainer
         self._receiver = WeightReceiver()
         self._slots = SlotPool(SLOTS, FIRST_CAPACITY)
         self.policy_version = 0

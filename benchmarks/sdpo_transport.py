@@ -215,6 +215,7 @@ class Simulation:
             raise StaleReceiver(handle.version, got)
 
     async def stop(self) -> None:
+        await self._teachers.close()
         await asyncio.gather(*(self._host.stop(actor) for actor in self._host.actors))
 
 
