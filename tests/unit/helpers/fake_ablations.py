@@ -38,14 +38,15 @@ class FakeRuns:
 
 
 class PricedRuns(FakeRuns):
-    """Runs that also write what they took: 100 tokens and 2 s a step, 3 dollars of teachers."""
+    """Runs that also write what they took: 100 tokens and 2 s a step, 3 dollars of providers."""
 
     def __call__(self, config: Config, place: Path, resumed: Any = None) -> int:
         code = super().__call__(config, place, resumed)
         lines = [{"step": n + 1, "tokens/trained": 100, "time/step_s": 2.0} for n in range(4)]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (place / "metrics.jsonl").write_text(text)
-        summary = {"wall_s": 9.0, "replay": {"usd": 3.0, "pairs": 4}}
+        paid = {"replay": {"usd": 2.0, "pairs": 4}, "hints": {"usd": 0.75}, "judges": {"usd": 0.25}}
+        summary = {"wall_s": 9.0, **paid}
         (place / "summary.json").write_text(json.dumps(summary))
         return code
 

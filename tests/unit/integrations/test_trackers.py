@@ -155,6 +155,19 @@ def test_a_tracker_that_always_fails_is_given_up() -> None:
     assert (tracker.states, told.rest()) == ([], [])
 
 
+def test_failures_that_do_not_follow_each_other_do_not_give_a_tracker_up() -> None:
+    def fail_at_even_steps(step: TrackedStep) -> None:
+        if step.step % 2 == 0:
+            raise OSError("no route")
+
+    tracker, steps = FakeTracker(fail_at_even_steps), range(4 * MOST_FAILURES)
+    delivery = Delivery(lambda: tracker, RUN, len(steps) + 1, Told())
+    for number in steps:
+        delivery.offer(step_of(number))
+    delivery.close("finished", LONG_S)
+    assert (tracker.logged, tracker.states) == (list(steps[1::2]), ["finished"])
+
+
 def test_a_tracker_that_cannot_be_made_is_given_up() -> None:
     def make() -> FakeTracker:
         raise ModuleNotFoundError("No module named 'wandb'")

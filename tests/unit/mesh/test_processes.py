@@ -6,11 +6,13 @@ import asyncio
 import math
 import os
 import signal
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import psutil
 import pytest
 
+from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.processes import (
     _look_until_gone,
     children_of,
@@ -19,6 +21,7 @@ from composer_mesh.mesh.processes import (
     end_of_child,
     is_alive,
     kill,
+    kill_group,
     resident_bytes,
     runs,
     stands_still,
@@ -126,3 +129,16 @@ def test_a_child_that_ends_is_left_for_others_to_collect() -> None:
 
 async def test_nothing_is_said_of_a_process_that_is_no_child() -> None:
     assert await asyncio.wait_for(end_of_child(1), 20) is None
+
+
+async def test_what_a_killed_process_has_started_in_its_group_ends_with_it() -> None:
+    words = ("sh", "-c", "sleep 600 & echo $!; wait")
+    leader = await asyncio.create_subprocess_exec(*words, stdout=PIPE, process_group=0)
+    try:
+        assert leader.stdout is not None
+        started = int(await leader.stdout.readline())
+        await LocalHost().kill([leader.pid])
+        assert await wait_gone(started, 60)
+    finally:
+        kill_group(leader.pid)
+        await leader.wait()

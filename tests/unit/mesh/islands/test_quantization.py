@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from composer_mesh.configs.islands import OuterSgd
+from composer_mesh.mesh.islands.outer_gradient import outer_gradient
 from composer_mesh.mesh.islands.outer_optimizer import first_state, make_outer
 from composer_mesh.mesh.islands.quantization import (
     Quantization,
@@ -63,15 +64,18 @@ def test_50_rounds_with_error_feedback_stay_within_the_stated_bound(
     random = np.random.default_rng(1)
     outer = make_outer(config)
     exact = rounded = first_state(random.standard_normal(1000).astype(np.float32), outer)
-    residual, largest = np.zeros(1000, np.float32), 0.0
+    common = residual = np.zeros(1000, np.float32)
+    largest = 0.0
 
     for _ in range(50):
         gradient = (random.standard_normal(1000) * 0.1).astype(np.float32)
         exact = outer.step(exact, gradient)
-        encoded = encode(gradient + residual, how)
         largest = max(largest, largest_error(gradient + residual, how))
-        residual = gradient + residual - encoded.values
-        rounded = outer.step(rounded, encoded.values)
+        sent = outer_gradient(common, common - gradient, residual, how)
+        assert sent is not None
+        assert sent.residual is not None
+        residual = sent.residual
+        rounded = outer.step(rounded, sent.values)
 
     bound = config.lr / (1 - config.momentum) * largest
     assert np.abs(rounded.weights - exact.weights).max() <= 1.001 * bound

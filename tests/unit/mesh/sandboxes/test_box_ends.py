@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
 
@@ -9,7 +11,7 @@ import pytest
 
 from composer_mesh.mesh.sandboxes import records
 from composer_mesh.mesh.sandboxes.box_process import NOT_STARTED
-from composer_mesh.mesh.sandboxes.runner import NO_JOB
+from composer_mesh.mesh.sandboxes.runner import NO_JOB, Streams
 
 DEADLINE_S = 60.0
 
@@ -45,3 +47,14 @@ def test_a_box_begins_only_while_its_keeper_lives(parent: str, status: int, prin
         "print('begins')"
     )
     assert (done.returncode, done.stdout) == (status, printed)
+
+
+def test_output_beyond_the_limit_is_left_out_and_said_to_be() -> None:
+    streams = Streams(b"", limit=10)
+    os.write(streams.child_out, b"0123456789abc")
+    os.write(streams.child_err, b"0123456789")
+    streams.begin(select.poll())
+    streams.drain()
+    for descriptor in streams.kept:
+        os.close(descriptor)
+    assert (streams.texts(), streams.cut) == ([b"0123456789"] * 2, True)

@@ -21,9 +21,9 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 ARMS = ("neither", "both")
 
 
-def study(seeds: tuple[int, ...], turns: str = "4,6", steps: int = 4) -> Study:
+def study(seeds: tuple[int, ...], turns: str = "4,6", steps: int = 4, every: int = 2) -> Study:
     levels = Varied.parse(f"environment.max_turns={turns}", "--difficulty")
-    return plan_study([QUICKSTART], [f"run.steps={steps}"], ARMS, seeds, 2, difficulty=levels)
+    return plan_study([QUICKSTART], [f"run.steps={steps}"], ARMS, seeds, every, difficulty=levels)
 
 
 def report(output: Path) -> dict[str, Any]:
@@ -81,7 +81,8 @@ def test_a_run_of_this_directory_counts_before_that_of_a_report(
 
 
 @pytest.mark.parametrize(
-    ("other", "section"), [({"steps": 6}, "run"), ({"turns": "5"}, "environment")]
+    ("other", "section"),
+    [({"steps": 6}, "run"), ({"turns": "5"}, "environment"), ({"every": 1}, "--eval-every")],
 )
 def test_a_report_of_another_ablation_is_refused(
     elsewhere: Path, other: dict[str, Any], section: str

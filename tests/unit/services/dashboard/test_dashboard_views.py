@@ -165,6 +165,9 @@ def test_columns_are_read_on_and_forget_steps_that_are_trained_again(tmp_path: P
     assert list(columns.steps) == [1, 2, 3]
     assert columns.axis("tokens") == [10.0, 20.0, 30.0]
     assert columns.axis("time") == pytest.approx([2 / 3600, 4 / 3600, 6 / 3600])
+    write_steps(tmp_path, 3, 4)
+    assert columns.read_on() == 4
+    assert list(columns.steps) == [1, 2, 3, 4]
 
 
 def test_a_curve_has_few_points_and_keeps_its_mean() -> None:

@@ -26,6 +26,8 @@ from composer_mesh.services.launch.ports import LaunchFailed
 
 OPTIONS = JobOptions("registry.example/mesh:1", "a100-large", ("KEY_OF_THE_STORE",), None, 3600.0)
 SECRETS = {"KEY_OF_THE_STORE": "a-secret-of-the-tests"}
+STOPPED = FINISHED + "sed -i s/finished/stopped/ $records/status.json"
+"""A script that leaves the record of a run that was stopped."""
 Run = Callable[..., tuple[JobExecutor, list[Replica]]]
 
 
@@ -71,8 +73,9 @@ def test_a_job_that_fails_is_told_with_the_end_of_its_output(islands: Run) -> No
     assert "no GPU is there" in states[0].cause
 
 
-def test_a_job_that_ends_without_a_finished_run_has_failed(islands: Run) -> None:
-    executor, replicas = islands("exit 0")
+@pytest.mark.parametrize("script", ["exit 0", STOPPED], ids=["no record", "a stopped run"])
+def test_a_job_that_ends_without_a_finished_run_has_failed(islands: Run, script: str) -> None:
+    executor, replicas = islands(script)
     executor.launch_replicas(replicas)
     (first, _) = executor.collect(60)
     assert (first.state, first.cause) == (

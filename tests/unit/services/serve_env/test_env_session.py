@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-from served_tasks import SECRET, SYSTEM, Count, Counting, call
+from served_tasks import SECRET, SYSTEM, Count, Counting, call, pool_of
 
 from composer_mesh.services.serve_env.errors import Refused
 from composer_mesh.services.serve_env.session import EnvSession
@@ -183,3 +184,23 @@ async def test_a_reset_closes_the_episode_before() -> None:
     assert 502 not in Counting.closed
     await session.close()
     assert 502 in Counting.closed
+
+
+class FailingClose(Counting):
+    """Its episodes cannot be closed."""
+
+    def close(self) -> None:
+        raise RuntimeError("the database is gone")
+
+
+class CountFailingClose(Count):
+    """Count with sessions that fail at their end."""
+
+    session_class = FailingClose
+
+
+async def test_a_session_whose_close_fails_leaves_its_place_to_the_next(tmp_path: Path) -> None:
+    pool = pool_of(tmp_path, CountFailingClose.create(), most=1)
+    for _ in range(2):
+        async with pool.session() as session:
+            await session.reset({"seed": 1})

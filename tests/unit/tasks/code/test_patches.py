@@ -93,3 +93,10 @@ def test_a_syntax_error_is_told_with_its_line() -> None:
     assert found[0] == 2
     assert syntax_error("x.py", "a = 1\n") is None
     assert syntax_error("x.txt", "if a") is None
+
+
+def test_a_later_hunk_is_placed_by_what_the_earlier_ones_have_moved() -> None:
+    """The line `x` is there twice, and the first one has moved to where the second one was."""
+    diff = "--- a/x.py\n+++ b/x.py\n@@ -1 +1,3 @@\n a\n+n\n+n\n@@ -4 +6 @@\n-x\n+y\n"
+    (file,) = read_patch(diff)
+    assert apply_hunks("a\nx\nb\nx\n", file.hunks) == "a\nn\nn\nx\nb\ny\n"
