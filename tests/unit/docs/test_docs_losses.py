@@ -37,6 +37,7 @@ CONTENTS = (
 THEIRS = {
     "agg_loss",
     "aot_unpaired",
+    "apply_clamp",
     "gamma_beta_ratio",
     "generalized_jsd_loss",
     "kl_penalty",
