@@ -28,7 +28,7 @@ from composer_mesh.actors.models.probes import smallest_scale
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.actors.models.small_copy import copy_calls, made_copy, tried
 from composer_mesh.losses.blocks import softcapped
-from composer_mesh.planning.model_facts import ModelFacts
+from composer_mesh.planning.model_facts import INDEXED, ModelFacts
 from composer_mesh.planning.model_refusals import UnknownLayers
 
 WORDS, WIDTH, PROBE_IDS = 64, 8, 3
@@ -70,14 +70,15 @@ def _facts(model: Any, folder: Path) -> ModelFacts:
 
 
 def _all_keys(text: Any) -> int | None:
-    """Return up to how many positions all compressed keys are chosen; None without a choice.
+    """Return up to how many positions all keys are chosen; None without a choice.
 
-    A choice among single keys is tried on the small copy.
+    A choice by other means than an index is tried on the small copy.
     """
-    if COMPRESSED not in layer_kinds(text):
+    kinds = layer_kinds(text)
+    if COMPRESSED not in kinds and INDEXED not in kinds:
         return None
-    found: int = text.index_topk * text.compress_rates[COMPRESSED]
-    return found
+    found: int = text.index_topk
+    return found if INDEXED in kinds else found * text.compress_rates[COMPRESSED]
 
 
 def _listed(model: Any) -> bool:

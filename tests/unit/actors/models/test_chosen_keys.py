@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_families import family_folder
 
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.model_facts import facts_of
@@ -78,6 +79,18 @@ def test_keys_of_equal_scores_are_chosen_by_padding_only_beyond_what_check_allow
     assert any(padding_changes(model, LONGER - 28))
     with pytest.raises(UnfitModel, match=r"lower policy\.max_context to 16$"):
         check_model_trains(facts, build_config(trainer={"attention": "eager"}))
+
+
+@pytest.mark.parametrize("family", ["axk2", "glm_moe_dsa"])
+def test_an_index_of_single_keys_is_refused_beyond_the_keys_that_it_chooses(
+    family: str, tokenizer: Any, tmp_path: Path, build_config: Any
+) -> None:
+    folder = family_folder(family, tokenizer, tmp_path / family, index_topk=KEYS)
+    facts = ModelFacts.of(facts_of(folder)["facts"])
+    assert facts.all_keys == KEYS
+    assert any(padding_changes(load_model(folder), LONGER - 28))
+    with pytest.raises(UnfitModel):
+        check_model_trains(facts, build_config())
 
 
 def test_layers_without_a_choice_read_all_keys(
