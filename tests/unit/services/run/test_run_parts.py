@@ -1,0 +1,180 @@
+"""What a run hands to its parts: what was before a resume, its own stop, and the ranks of now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fake_host import FakeHost
+from fake_pool import Pool
+from fake_teachers import weights
+from repository import ROOT
+
+from composer_mesh.configs.load import load_config
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.activity import ActivityLog
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.rollouts.episode import Sampling
+from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.inspection.view import RunView
+from composer_mesh.services.pool.process_placement import ProcessPlacements
+from composer_mesh.services.run.assembly import Run
+from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.pools import Pools
+from composer_mesh.services.run.resume_loader import ResumeContents
+from composer_mesh.services.store.writing import RunStore
+from composer_mesh.tasks.toolbox import ToolboxTask
+
+
+@dataclass
+class Rank:
+    """Publishes one version."""
+
+    version: int
+
+    async def call(self, endpoint: str, deadline_s: float) -> Any:
+        assert endpoint == "publish"
+        return weights(self.version)
+
+
+class Ranks:
+    """Ranks that never die."""
+
+    def __init__(self, *ranks: Rank) -> None:
+        self.all = list(ranks)
+
+    async def guard(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+    async def until_one_dies(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Generators(Pool):
+    """Pull at once what is published."""
+
+    async def broadcast_weights(self, trainer: Rank, endpoint: str, handle: Any) -> list[int]:
+        return [handle.version]
+
+
+class Mesh(SimpleNamespace):
+    """A loaded mesh without rollout workers; `loads` are what its hint writer had then spent."""
+
+    def __init__(self, *ranks: Rank) -> None:
+        none = dict.fromkeys(("teachers", "replay", "reference", "judges"))
+        pools = {"generators": Generators([]), "environments": Pool([]), "rollouts": Pool([])}
+        host, hints = SimpleNamespace(activity=ActivityLog()), SimpleNamespace(spent=(0, 0.0))
+        super().__init__(trainers=Ranks(*ranks), host=host, hints=hints, loads=[], **pools, **none)
+
+    async def load(self, *_: Any) -> None:
+        self.loads.append(self.hints.spent)
+
+
+def parts_of(store: RunStore, config: Config, task: ToolboxTask, *ranks: Rank) -> RunParts:
+    mesh: Any = Mesh(*ranks)
+    chat: Any = None
+    return RunParts(config, store, mesh, task, chat, lambda *_, **__: None)
+
+
+async def test_what_was_set_aside_is_not_played_after_a_resume(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask
+) -> None:
+    config, bad = build_config(), toolbox.pick("train", 7)
+    with RunStore(tmp_path, config) as store:
+        store.add_poisoned(PoisonedInput(bad, "task", "KeyError", "", 3))
+        store.finish()
+        past = ResumeContents(poisoned=store.reading.poisoned())
+        rollouts = parts_of(store, config, toolbox).rollouts(past)
+        assert rollouts.retries.is_set_aside(bad)
+        (played,) = rollouts.start(bad, 0, 1, Sampling.training(config))
+        assert await played is None
+        assert not rollouts.retries.is_set_aside(replace(bad, index=8))
+        await rollouts.close()
+
+
+@pytest.mark.parametrize(("max_lag", "together"), [(0, True), (1, False)])
+async def test_rollouts_take_their_turns_together_where_no_lag_is_allowed(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask, max_lag: int, together: bool
+) -> None:
+    config = build_config(schedule={"max_lag": max_lag})
+    with RunStore(tmp_path, config) as store:
+        rollouts = parts_of(store, config, toolbox).rollouts(ResumeContents())
+        assert (rollouts._player._rounds is not None) == together  # type: ignore[attr-defined]
+        await rollouts.close()
+
+
+async def test_weights_are_those_of_the_ranks_that_live_now(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask
+) -> None:
+    config = build_config()
+    with RunStore(tmp_path, config) as store:
+        parts = parts_of(store, config, toolbox, Rank(1))
+        trainer = parts.trainer(None)
+        ranks: Any = parts.mesh.trainers
+        ranks.all = [Rank(2)]
+        assert await trainer.sync() == 2
+
+
+class StoppingView:
+    """Requests a stop when training begins; `heeded` is whether training will finish first."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.heeded: bool | None = None
+
+    def phase(self, text: str) -> None:
+        if text == "training" and self.run is not None:
+            self.heeded = self.run.stopping.ask()
+            assert self.heeded  # nothing else would end this run
+
+
+async def stopped(root: Path, config: Config, task: ToolboxTask, past: ResumeContents) -> Any:
+    """A run that resumed from `past` and was requested to stop when training began."""
+    view, mesh = StoppingView(), Mesh()
+    chat = SimpleNamespace(content_tokens=lambda text: [])
+    evaluated = replace(past, evaluations=[Evaluation(0, 0.5, 4)])
+    with RunStore(root, config) as store:
+        run: Any = Run(config, store, cast(RunView, view))
+        view.run, run._past = run, evaluated
+        await run._train_from(mesh, root, task, chat, [0])
+    return SimpleNamespace(run=run, heeded=view.heeded, loads=mesh.loads)
+
+
+async def test_training_heeds_the_stop_of_its_run(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask
+) -> None:
+    ended = await stopped(tmp_path, build_config(), toolbox, ResumeContents())
+    assert (ended.heeded, ended.run.stopping.stopped) == (True, True)
+
+
+async def test_a_hint_writer_is_loaded_with_what_the_run_has_spent(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask
+) -> None:
+    past = ResumeContents(words_spent=(6, 0.75))
+    assert (await stopped(tmp_path, build_config(), toolbox, past)).loads == [(6, 0.75)]
+
+
+async def test_a_query_whose_teacher_is_killed_is_made_again_on_another() -> None:
+    config, host = (
+        load_config(ROOT / "configs" / "quickstart.toml", ["replay.actors=2"]),
+        FakeHost(),
+    )
+    deaths = [ActorDied("teacher_replay-0", "killed")]
+
+    def answer(endpoint: str, _: tuple[Any, ...]) -> Any:
+        if endpoint == "query" and deaths:
+            raise deaths.pop()
+        return endpoint
+
+    host.answer = answer
+    placements = ProcessPlacements.of(config)
+    pools = Pools(config, cast(MeshHost, host), placements, lambda *_, **__: None)
+    async with await pools.teachers() as teachers:
+        assert (await teachers.query("state", 1), deaths) == ("query", [])
