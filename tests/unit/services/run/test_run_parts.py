@@ -106,7 +106,8 @@ async def test_rollouts_take_their_turns_together_where_no_lag_is_allowed(
     config = build_config(schedule={"max_lag": max_lag})
     with RunStore(tmp_path, config) as store:
         rollouts = parts_of(store, config, toolbox).rollouts(ResumeContents())
-        assert (rollouts._player._rounds is not None) == together  # type: ignore[attr-defined]
+        workers: Any = rollouts._player
+        assert (workers._rounds is not None) == together
         await rollouts.close()
 
 

@@ -92,12 +92,12 @@ async def test_ranks_that_publish_different_versions_are_no_version(
     assert pulled(host, "w-0") == []
 
 
-async def test_another_version_than_the_published_one_is_told(
+async def test_one_receiver_of_another_version_than_the_published_one_fails_the_round(
     host: FakeHost, events: Events
 ) -> None:
-    pool = await generators(host, events)
-    host.answer = lambda endpoint, args: 7
-    with pytest.raises(StaleReceiver, match=r"published version 1 but receivers serve \[7, 7\]"):
+    pool, versions = await generators(host, events), iter([1, 7])
+    host.answer = lambda endpoint, args: next(versions)
+    with pytest.raises(StaleReceiver, match=r"published version 1 but receivers serve \[1, 7\]"):
         await round_of(FakeTrainer("trainer", []), pool).sync()
 
 
