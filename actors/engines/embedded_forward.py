@@ -17,7 +17,7 @@ from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.actors.models.expert_routing import KEYWORD, ExpertRouting, routers_of
 from composer_mesh.actors.models.language_model import counts_along_rows, layer_kinds
 from composer_mesh.actors.models.level_cache import RowPositions
-from composer_mesh.actors.models.probes import WINDOW, probe_ids, short_scales
+from composer_mesh.actors.models.probes import WINDOW, error_of, probe_ids, short_scales
 from composer_mesh.planning.model_facts import FULL, SLIDING
 from composer_mesh.planning.model_refusals import ModelNotServed
 
@@ -114,8 +114,9 @@ class PackedForward:
             raise ModelNotServed(name, f"{type(error).__name__}: {error}") from error
         if not (served.isfinite().all() and wanted.isfinite().all()):
             raise LogitsNotFinite("the first forward", version)
-        distance, spread = (served - wanted).square().mean(-1).max().sqrt(), wanted.std()
-        away, allowed = float(distance / spread), TOLERANCE.get(self._model.dtype, 0.1)
+        errors, spread = (served - wanted).square().mean(-1).sqrt(), wanted.std()
+        distance, allowed = error_of(errors, self._model), TOLERANCE.get(self._model.dtype, 0.1)
+        away = float(distance / spread)
         if not distance <= allowed * spread:  # all logits of weights that diverged may be equal
             raise ModelNotServed(
                 name,

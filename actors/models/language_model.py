@@ -23,7 +23,7 @@ from composer_mesh.actors.models.expert_routing import (
 )
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.packed import Packed, PackedRow
-from composer_mesh.actors.models.probes import SCALES, probe_sequences, short_scales
+from composer_mesh.actors.models.probes import SCALES, error_of, probe_sequences, short_scales
 from composer_mesh.actors.models.shared_prefixes import shared_states
 from composer_mesh.actors.models.tree_masks import Chunk, Reach, attention_masks
 from composer_mesh.configs.trainer import Sharing
@@ -169,7 +169,7 @@ class LanguageModel:
         with short_scales(self.model, kept):
             count, longest = rows.shape
             own, found = (way().whole()[:count, :longest][rows] for way in (apart, together))
-        difference = float((own - found).abs().max())
+        difference = error_of((own - found).abs().amax(-1), self.model)
         return None if is_plain(difference, own) else difference
 
     def hidden(

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from composer_mesh.actors.models.expert_routing import expert_sizes
+
 SCALE = 8
 LENGTHS = (29, 13, 11, 5)
 """Several of them fill a row as long as the first, and begin at no multiple of `SCALE`. It is long
@@ -47,6 +52,15 @@ def _special(table: dict[str, Any]) -> Iterator[int]:
             yield from _special(value)
         elif str(name).endswith(SPECIAL):
             yield from value if isinstance(value, list) else [value]
+
+
+def error_of(positions: Tensor, model: Any) -> float:
+    """Return the largest error of positions [T]; of a mixture below float64 the median.
+
+    Rounding gives single tokens of a mixture other experts, and so quite other states.
+    """
+    rerouted = expert_sizes(model.config) is not None and model.dtype != torch.float64
+    return float(positions.median() if rerouted else positions.max())
 
 
 def smallest_scale(model: Any) -> int | None:

@@ -17,7 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
 
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import load_model, save_policy
-from composer_mesh.actors.models.probes import LENGTHS, SCALE, probe_sequences, short_scales
+from composer_mesh.actors.models.probes import (
+    LENGTHS,
+    SCALE,
+    error_of,
+    probe_sequences,
+    short_scales,
+)
 from composer_mesh.actors.models.small_copy import small_copy
 from composer_mesh.actors.models.template_program import describe_model
 from composer_mesh.planning.model_facts import ModelFacts, check_model_trains
@@ -132,3 +138,14 @@ def test_a_small_copy_of_a_large_model_has_its_kinds_of_layers_and_passes_its_pr
     assert sum(one.numel() for one in model.parameters()) < 50e6
     LanguageModel(model).check_rows()
     LanguageModel(model).check_packing()
+
+
+def test_single_tokens_of_a_mixture_may_have_other_experts_by_rounding(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    errors = torch.tensor([0.1, 3.0, 0.2, 0.1, 0.2])
+    mixture = load_model(family_folder("qwen3_moe", tokenizer, tmp_path / "mixture"))
+    dense = load_model(family_folder("qwen3", tokenizer, tmp_path / "dense"))
+    assert error_of(errors, mixture.bfloat16()) == pytest.approx(0.2)
+    assert error_of(errors, mixture.double()) == pytest.approx(3.0)
+    assert error_of(errors, dense.bfloat16()) == pytest.approx(3.0)
