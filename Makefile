@@ -93,7 +93,6 @@ test-all: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
 	$(RUNS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/procs --ignore=tests/procs/runs $(LOADFILE) $(PYTEST_ARGS)
-	$(BIN)/python benchmarks/quick.py --chosen 2
 
 # The smallest form of every benchmark. Takes about half an hour.
 benchmarks-quick: $(STAMPS)/dev
