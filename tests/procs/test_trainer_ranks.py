@@ -72,13 +72,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def same(found: learning.Weights, expected: learning.Weights, bound: float = 1e-5) -> None:
-    """Four elements may differ by ten times the bound: AdamW divides a gradient by its own size,
-    also one that is nearly zero and mostly rounding."""
     assert found.keys() == expected.keys()
-    apart = torch.cat([(found[name] - expected[name]).abs().flatten() for name in expected])
-    worst = apart.topk(5).values
-    assert float(worst[0]) < 10 * bound
-    assert float(worst[4]) < bound
+    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    assert worst < bound
 
 
 def goes_on(found: dict[str, Any], expected: dict[str, Any], bound: float = 1e-5) -> None:
@@ -142,7 +138,8 @@ def test_several_updates_of_two_ranks_make_the_weights_of_one(world: World) -> N
 def test_two_ranks_measure_and_bound_the_shares_of_one(world: World) -> None:
     expected = world.one["bounded"]
     for rank in world.two:
-        same(rank["bounded"]["last"], expected["last"])
+        # AdamW divides by a gradient's own size: one that is mostly rounding moves a weight further.
+        same(rank["bounded"]["last"], expected["last"], 5e-5)
         for two, one in zip(rank["bounded"]["metrics"], expected["metrics"], strict=True):
             names = [name for name in one if name.startswith("update/")]
             assert {n: two[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-4)
