@@ -138,7 +138,7 @@ def test_several_updates_of_two_ranks_make_the_weights_of_one(world: World) -> N
 def test_two_ranks_measure_and_bound_the_shares_of_one(world: World) -> None:
     expected = world.one["bounded"]
     for rank in world.two:
-        # AdamW divides by a gradient's own size: one that is mostly rounding moves a weight further.
+        # AdamW divides by a gradient's own size, also by one that is mostly rounding.
         same(rank["bounded"]["last"], expected["last"], 5e-5)
         for two, one in zip(rank["bounded"]["metrics"], expected["metrics"], strict=True):
             names = [name for name in one if name.startswith("update/")]
