@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from repetition import repeated
 from repository import ROOT
 
 from composer_mesh.mesh.environment import python_module
@@ -191,7 +192,9 @@ def test_an_argument_that_is_not_utf_8_is_one_line(
     assert "is not UTF-8, in which a run stores every name" in line
 
 
-@pytest.mark.parametrize("words", [["train", "none.toml"], ["eval", "none"], ["report", "none"]])
+@pytest.mark.parametrize(
+    "words", repeated([["train", "none.toml"], ["eval", "none"], ["report", "none"]])
+)
 def test_too_few_open_files_are_refused_before_anything_starts(words: list[str]) -> None:
     limited = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *python_module("composer_mesh")]
     done = subprocess.run([*limited, *words], capture_output=True, text=True, check=False)

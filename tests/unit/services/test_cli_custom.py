@@ -98,6 +98,7 @@ def test_the_working_directory_is_no_import_path_unless_it_is_named(
     assert "run.import_paths" in said
 
 
+@LONG
 def test_a_users_folder_hides_no_other_module(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

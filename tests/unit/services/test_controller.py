@@ -37,7 +37,7 @@ def make_world(tokenizer: Any, toolbox: ToolboxTask) -> MakeWorld:
     return lambda **options: World(toolbox, chat, **options)
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=repeated([0, 1, 2], first=2))
 def max_lag(request: pytest.FixtureRequest) -> int:
     return request.param
 

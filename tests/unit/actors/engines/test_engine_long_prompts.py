@@ -18,6 +18,7 @@ from engine_requests import (
     replay_outcome,
     serve,
 )
+from repetition import crossed
 
 from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.actors.engines.long_prompts import LongPrompt, PromptLimits
@@ -124,8 +125,7 @@ def test_a_long_prompt_alone_takes_as_few_forwards_as_the_limit_allows(
     assert_faithful(model, asked, results["long"])
 
 
-@pytest.mark.parametrize("prefix_tokens", [None, 0, 40])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "prefix_tokens"), crossed(range(6), [None, 0, 40]))
 def test_any_mixture_of_prompts_is_served_faithfully(
     model: Any, seed: int, prefix_tokens: int | None
 ) -> None:

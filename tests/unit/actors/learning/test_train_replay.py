@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from repetition import crossed
 from step_batches import (
     ALL_ON,
     NARROW,
@@ -156,8 +157,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
     return build
 
 
-@pytest.mark.parametrize("budget", [64, 10_000])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "budget"), crossed([*CASES], [64, 10_000]))
 def test_a_step_has_the_loss_and_gradients_of_its_function_however_it_is_split(
     step_of: Callable[..., Any], rng: random.Random, name: str, budget: int
 ) -> None:

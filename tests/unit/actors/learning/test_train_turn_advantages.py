@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from policy_cases import CASES, RATE
+from repetition import crossed
 from step_batches import (
     NARROW,
     assert_gradients_are,
@@ -46,8 +47,7 @@ def by_id(sample: PolicySample) -> PolicySample:
     return replace(sample, advantage=[sample.advantage * own for own in sample.mask])
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "packing"), crossed([*CASES], [False, True]))
 def test_equal_advantages_of_all_turns_train_as_one_of_the_rollout(
     step_of: Build, rng: random.Random, name: str, packing: bool
 ) -> None:

@@ -12,6 +12,7 @@ import optimizer_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
+from repetition import crossed
 from torch import Tensor, nn
 
 from composer_mesh.actors.learning.learner import Learner
@@ -31,7 +32,9 @@ from composer_mesh.services.checks.accepting import startable
 pytest.importorskip("torchao", exc_type=ModuleNotFoundError)
 
 NAMES = ("adamw", "adamw_8bit", "muon")
-SHARDED = [(name, sharding) for sharding in ("fsdp2", "none") for name in NAMES]
+KINDS = ("fsdp2", "none")
+"""Of sharding."""
+SHARDED = [(name, sharding) for sharding in KINDS for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +154,7 @@ def test_stored_8_bit_state_is_restored_bit_for_bit_without_float32_of_its_size(
         assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("name", "sharding"), SHARDED)
+@pytest.mark.parametrize(("name", "sharding", "offload"), crossed(NAMES, KINDS, [False, True]))
 def test_a_resume_of_each_optimizer_goes_on_bit_for_bit(
     folder: Path, steps: Any, ranks: Ranks, tmp_path: Path, name: str, sharding: str, offload: bool
 ) -> None:
@@ -168,7 +170,7 @@ def test_a_resume_of_each_optimizer_goes_on_bit_for_bit(
     assert any(key.endswith("exp_avg.codes") for key in before) == (name == "adamw_8bit")
 
 
-@pytest.mark.parametrize(("name", "sharding"), SHARDED)
+@pytest.mark.parametrize(("name", "sharding"), crossed(NAMES, KINDS))
 def test_offloaded_state_changes_no_bit_of_the_weights(
     folder: Path, steps: Any, ranks: Ranks, name: str, sharding: str, monkeypatch: Any
 ) -> None:

@@ -99,6 +99,7 @@ def test_the_pinned_date_reaches_the_process(tokenizer: Any, hostile: TemplatePr
     assert "2001" not in unpinned.raw_text(unpinned.first_prompt(asked("date")[0]))
 
 
+@LONG
 def test_contents_of_any_length_are_rendered_from_several_threads(
     hostile: TemplateProcess,
 ) -> None:
@@ -108,6 +109,7 @@ def test_contents_of_any_length_are_rendered_from_several_threads(
     assert [one.partition("user\n")[2] for one in found] == [f"{one}<|im_end|>\n" for one in texts]
 
 
+@LONG
 def test_a_folder_whose_template_has_no_end_is_refused(
     tokenizer: Any, build_model: Any, toolbox: Any, tmp_path: Path
 ) -> None:

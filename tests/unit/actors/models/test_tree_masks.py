@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from repetition import crossed
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
@@ -58,8 +59,10 @@ def expected(tree: PrefixTree, reach: Reach) -> Tensor:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("reach", [None, 1, 40, 300, Chunk(1), Chunk(40), Chunk(300)])
+@pytest.mark.parametrize(
+    ("seed", "reach"),
+    crossed(range(8), [None, 1, 40, 300, Chunk(1), Chunk(40), Chunk(300)]),
+)
 def test_a_position_sees_its_path_back_to_its_window_or_chunk(seed: int, reach: Reach) -> None:
     rng = random.Random(seed)
     tree = PrefixTree.of(

@@ -22,6 +22,7 @@ from offline_runs import (
     write_run,
     write_traces,
 )
+from repetition import crossed, repeated
 from scripted_provider import KEY, ScriptedProvider
 
 from composer_mesh.rollouts.money import dollars
@@ -89,7 +90,7 @@ def test_the_same_command_again_asks_nothing_and_writes_the_same(
     assert report["usd"]["saved_by_cache"] == pytest.approx(report["usd"]["spent"])
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
+@pytest.mark.parametrize("share", repeated([0.3, 0.05, 0.8]))
 def test_the_ceiling_holds_and_says_who_was_not_asked(
     options: ReplayOptions, toolbox: ToolboxTask, share: float
 ) -> None:
@@ -258,8 +259,11 @@ def test_contradicting_traces_are_refused_before_a_question_is_sent(
     assert provider.requests == []
 
 
-@pytest.mark.parametrize("numbers", [(INT,), (TERM, INT), (INT, INT, TERM)])
-@pytest.mark.parametrize("first", [1, QUESTIONS // 2, QUESTIONS])
+FIRST = [1, QUESTIONS // 2, QUESTIONS]
+NUMBERS = [(INT,), (TERM, INT), (INT, INT, TERM)]
+
+
+@pytest.mark.parametrize(("first", "numbers"), crossed(FIRST, NUMBERS))
 def test_any_signals_leave_pairs_and_a_report_of_what_was_answered(
     numbers: tuple[signal.Signals, ...], first: int, options: ReplayOptions, toolbox: ToolboxTask
 ) -> None:

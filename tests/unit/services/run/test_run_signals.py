@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 from controller_world import World, controller_of
+from repetition import crossed
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
@@ -199,10 +200,7 @@ def play(
     return played
 
 
-CASES = [
-    *((phase, case) for phase in BEFORE for case in SERIES),
-    *(("train", case) for case in MORE),
-]
+CASES = [*crossed(BEFORE, SERIES), *crossed(["train"], MORE)]
 
 
 @pytest.mark.parametrize(("phase", "case"), CASES)
@@ -218,8 +216,7 @@ def test_any_signals_in_any_phase_leave_a_summary_and_the_first_ones_status(
     assert "a resume goes on from" in said.out
 
 
-@pytest.mark.parametrize("phase", AFTER)
-@pytest.mark.parametrize("case", SERIES)
+@pytest.mark.parametrize(("phase", "case"), crossed(AFTER, SERIES))
 def test_signals_after_the_work_is_done_change_nothing(phase: str, case: Case, play: Any) -> None:
     played = play(phase, case)
     played.check_the_promise()
