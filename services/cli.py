@@ -1,7 +1,7 @@
 """The command line: parses arguments; invalid ones give one message and status 2.
 
-The commands are in `commands`. `launch.reach` runs a command about a run whose controller is on
-another machine on that machine.
+Commands are registered (`configs.plugins`); those of the core are in `commands`. `launch.reach`
+runs a command about a run whose controller is on another machine on that machine.
 """
 
 import os
@@ -11,19 +11,12 @@ from collections.abc import Callable, Sequence
 
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.configs import plugins
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
 from composer_mesh.services.checks.open_files import allow_open_files
-from composer_mesh.services.commands import (
-    clusters,
-    evaluation,
-    inspection,
-    serving,
-    tasks,
-    training,
-)
-from composer_mesh.services.commands.parser import make_parser
+from composer_mesh.services.commands.parser import Command, make_parser
 from composer_mesh.services.commands.retired import refuse_retired
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.control import ControlRefused
@@ -43,44 +36,8 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 REFUSALS = (
     *(ConfigError, ControlRefused, DamagedRecord, DataError, LateRewardError, LaunchRefused),
     *(MissingKey, ReplayRefused, RunDirectoryError, StoreError, StoreMissing, TracesRefused),
-    *(TaskError, UsageError, VllmUnavailable),
+    *(TaskError, UsageError, VllmUnavailable, plugins.RegistrationError),
 )
-
-COMMANDS = {
-    "check": training.check,
-    "verify": inspection.verify_run,
-    "launch": clusters.launch,
-    "worker": clusters.worker,
-    "stop": clusters.stop,
-    "join": clusters.join,
-    "reward": inspection.reward,
-    "traces": inspection.traces,
-    "events": inspection.events,
-    "scale": inspection.scale,
-    "dashboard": inspection.dashboard,
-    "report": inspection.report,
-    "tree": inspection.tree,
-    "stacks": inspection.stacks,
-    "query": inspection.query,
-    "tui": inspection.tui,
-    "new-task": tasks.new_task,
-    "make-code-tasks": tasks.make_code_tasks,
-    "play": tasks.play,
-    "serve": serving.serve,
-    "serve-env": tasks.serve_env,
-}
-LONG_COMMANDS = {
-    "train": training.train,
-    "ablate": training.ablate,
-    "islands": training.islands,
-    "island-job": training.island_job,
-    "eval": evaluation.evaluate,
-    "replay": inspection.replay,
-}
-"""Commands that record their results when a signal ends them."""
-
-MANY_FILES = (*LONG_COMMANDS, "serve", "serve-env", "play", "worker", "dashboard", "report")
-"""Commands that start actors, or open the stores of several runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,20 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     signals = CommandSignals()
     try:
-        if retired := _refusing(lambda: _checked(words)):
-            return retired
-        arguments = make_parser().parse_args(words)
-        if refused := _refusing(lambda: _startable(arguments.command)):
-            return refused
-        if arguments.command not in LONG_COMMANDS:
-            return _refusing(lambda: _short(arguments, words))
-        with signals.caught(for_good=argv is None):
-            return _refusing(lambda: LONG_COMMANDS[arguments.command](arguments, signals))
+        return _refusing(lambda: _run(words, signals, for_good=argv is None))
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _checked(words: Sequence[str]) -> int:
+def _run(words: Sequence[str], signals: CommandSignals, for_good: bool) -> int:
     for word in words:
         if not _is_text(word):
             raise UsageError(
@@ -112,7 +61,14 @@ def _checked(words: Sequence[str]) -> int:
                 "rename what it names, or correct it"
             )
     refuse_retired(words)
-    return 0
+    arguments = make_parser(*words[:1]).parse_args(words)
+    command: Command = plugins.load("commands", arguments.command)
+    if command.many_files:
+        allow_open_files(arguments.command)
+    if not command.signals:
+        return _short(command, arguments, words)
+    with signals.caught(for_good):
+        return _refusing(lambda: command.run(arguments, signals))
 
 
 def _is_text(word: str) -> bool:
@@ -123,16 +79,10 @@ def _is_text(word: str) -> bool:
     return True
 
 
-def _startable(command: str) -> int:
-    if command in MANY_FILES:
-        allow_open_files(command)
-    return 0
-
-
-def _short(arguments: Namespace, words: Sequence[str]) -> int:
+def _short(command: Command, arguments: Namespace, words: Sequence[str]) -> int:
     try:
         status = reached(arguments, words)
-        return int(COMMANDS[arguments.command](arguments) if status is None else status)
+        return int(command.run(arguments) if status is None else status)
     except BrokenPipeError:
         raise
     except OSError as error:

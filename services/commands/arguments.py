@@ -1,6 +1,7 @@
 """Arguments and types of arguments that several commands share."""
 
 import argparse
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -16,6 +17,11 @@ def add_set(parser: argparse.ArgumentParser) -> None:
         metavar="A.B=V",
         help="override one key; V is a TOML value or bare text; may be given many times",
     )
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    add_set(parser)
 
 
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:

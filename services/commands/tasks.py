@@ -1,18 +1,28 @@
-"""CLI commands about tasks: write a new one, play an episode, serve one to others.
+"""CLI commands about tasks: write a new one, play an episode.
 
 Each imports its implementation when it runs.
 """
 
 import argparse
-import functools
 import sys
 
-from pydantic import ValidationError
-
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.arguments import first_refused_option
+from composer_mesh.services.commands.arguments import add_set
+from composer_mesh.services.commands.parser import command
+from composer_mesh.services.directory.claim import output_path
 
 
+def _add_new_task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the package, such as my_task")
+    parser.add_argument(
+        "--folder",
+        type=output_path,
+        metavar="DIR",
+        help="where it is written; ./NAME when not given; must be new or empty",
+    )
+
+
+@command("write a package with a task of your own, ready to run", _add_new_task)
 def new_task(arguments: argparse.Namespace) -> int:
     """Write a package with a runnable task."""
     from composer_mesh.services.new_task.command import NewTaskRefused, new_task_command
@@ -23,34 +33,32 @@ def new_task(arguments: argparse.Namespace) -> int:
         raise UsageError(str(refused)) from refused
 
 
-def make_code_tasks(arguments: argparse.Namespace) -> int:
-    """Make coding tasks of source distributions, or check those of a file."""
-    from composer_mesh.services.make_code_tasks import command
-    from composer_mesh.services.make_code_tasks.built_in import BUILT_IN
-
-    options = command.MakeOptions(
-        sources=(*arguments.sources, *(BUILT_IN if arguments.built_in else ())),
-        output=arguments.output,
-        limit=arguments.limit,
-        jobs=arguments.jobs,
-        heldout=tuple(arguments.heldout),
-        packages=tuple(arguments.packages),
-        folders=tuple(arguments.folders),
-        indexes=tuple(arguments.index_url),
-        suite_s=arguments.suite_s,
-        generated=arguments.generated,
-        bugs=arguments.bugs,
-        rename=arguments.rename,
-        check=arguments.check,
-        sample=arguments.sample,
-        gradings=arguments.gradings,
+def _add_play(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task",
+        metavar="TASK|CONFIG",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
     )
-    try:
-        return command.make_code_tasks_command(options, functools.partial(print, flush=True))
-    except command.MakeRefused as refused:
-        raise UsageError(str(refused)) from refused
+    parser.add_argument(
+        "--episode",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which one, from 0; the first by default",
+    )
+    parser.add_argument(
+        "--split", choices=("train", "heldout"), default="train", help="train by default"
+    )
+    parser.add_argument(
+        "--scripted",
+        default="",
+        metavar="expert|FILE",
+        help="the task's expert acts, or a file with an action a line, in place of a person",
+    )
+    add_set(parser)
 
 
+@command("play an episode of a task in the terminal", _add_play, many_files=True)
 def play(arguments: argparse.Namespace) -> int:
     """Play an episode of a task in the terminal."""
     from composer_mesh.services.play.command import PlayOptions, play_command
@@ -65,28 +73,4 @@ def play(arguments: argparse.Namespace) -> int:
     try:
         return play_command(arguments.task, arguments.set, options)
     except PlayRefused as refused:
-        raise UsageError(str(refused)) from refused
-
-
-def serve_env(arguments: argparse.Namespace) -> int:
-    """Serve a task to OpenEnv and MCP clients."""
-    from composer_mesh.services.serve_env.command import serve_env as serve
-    from composer_mesh.services.serve_env.options import ServeOptions
-    from composer_mesh.services.web.options import ServeRefused
-
-    try:
-        options = ServeOptions(
-            host=arguments.host,
-            port=arguments.port,
-            processes=arguments.processes,
-            session_timeout_s=arguments.session_timeout,
-            max_sessions=arguments.max_sessions,
-            allowed_hosts=tuple(arguments.allow_host),
-            any_address=arguments.any_address,
-        )
-        say = functools.partial(print, flush=True)
-        return serve(arguments.task, arguments.set, options, arguments.token_env, say)
-    except ValidationError as error:
-        raise UsageError(first_refused_option(error)) from None
-    except ServeRefused as refused:
         raise UsageError(str(refused)) from refused

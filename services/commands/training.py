@@ -1,11 +1,10 @@
-"""CLI commands that take a config: check, train fully or partially, and ablate.
+"""CLI commands that take a config: check, and train fully or partially.
 
 Heavy modules are imported only when a command runs, after the config was accepted, so that `check`
 loads neither torch nor Monarch.
 """
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,21 +21,24 @@ from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.planning.mesh_layout import plan_mesh
-from composer_mesh.services.ablation.plan import refuse_other_runs
-from composer_mesh.services.ablation.settings import Varied, plan_study
 from composer_mesh.services.checks.accepting import (
     UsageError,
     accept,
     accepted,
-    items,
     listed,
-    numbers,
-    startable,
     use_umask,
 )
 from composer_mesh.services.checks.policy_folder import chat_remarks
 from composer_mesh.services.checks.task import heldout_of, told_of
-from composer_mesh.services.directory.claim import RUNS, claimed, refuse_a_used, set_aside
+from composer_mesh.services.commands.arguments import add_config
+from composer_mesh.services.commands.parser import command
+from composer_mesh.services.directory.claim import (
+    RUNS,
+    claimed,
+    output_path,
+    refuse_a_used,
+    set_aside,
+)
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.resume import (
     RunFinished,
@@ -52,6 +54,7 @@ from composer_mesh.tasks.heldout import fewer_episodes
 from composer_mesh.tasks.loading import make_task
 
 
+@command("print the resolved run and its mesh; plays a dry episode, starts nothing", add_config)
 def check(arguments: argparse.Namespace) -> int:
     """Print the resolved run, its mesh and its placement; plays one dry episode.
 
@@ -74,6 +77,39 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        metavar="DIR",
+        help="where the run is written; runs/NAME when not given, an earlier run there moves aside",
+    )
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in that directory where it was stopped",
+    )
+    other.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="go on with the run in that directory, or begin it; a finished one stays as it is",
+    )
+    other.add_argument(
+        "--from-traces",
+        type=Path,
+        metavar="RUN",
+        help="train on the rollouts that a run has stored, without generators",
+    )
+    other.add_argument(
+        "--rollout-only",
+        action="store_true",
+        help="sample and store rollouts, without a trainer",
+    )
+
+
+@command("train and evaluate a run", _add_train, signals=True)
 def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
     config = accepted(arguments)
@@ -129,82 +165,6 @@ def refuse_or_set_aside(output: Path, named: bool) -> None:
         refuse_a_used(output)
     elif place := set_aside(output):
         print(f"composer-mesh: moved the earlier run to {place}", file=sys.stderr)
-
-
-def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
-    """Start several runs that average their weights, and follow them."""
-    from composer_mesh.services.islands.command import islands_command
-
-    return islands_command(arguments, signals)
-
-
-def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
-    """Train the island of a cloud's job, or go on with it, and copy its records to the store."""
-    from composer_mesh.services.islands.in_job import train_in_job
-
-    output: Path = arguments.output.expanduser()
-
-    def train_file(config: Path) -> int:
-        other = {"resume": False, "from_traces": None, "rollout_only": False}
-        known = {"config": config, "set": [], "output": output, "auto_resume": True}
-        return train(argparse.Namespace(**known, **other), signals)
-
-    return train_in_job(output, train_file)
-
-
-def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
-    """Accept every run of the ablation, train the unfinished ones, then print the tables."""
-    study = plan_study(
-        arguments.config,
-        arguments.set,
-        items(arguments.arms),
-        numbers("--seeds", arguments.seeds),
-        arguments.eval_every,
-        [Varied.parse(text) for text in arguments.vary],
-        Varied.parse(arguments.difficulty, "--difficulty") if arguments.difficulty else None,
-        arguments.target,
-    )
-    for setting in study.settings:
-        refuse_an_island(setting.base, "compares runs that know nothing of each other")
-        if setting.base.cluster.remote:
-            raise UsageError(
-                f"cluster.kind is {setting.base.cluster.kind!r} but the runs of an ablation follow "
-                "each other in one process, and a worker serves one run: set cluster.kind to "
-                "'local'"
-            )
-    for run in study.runs:
-        accept(listed(run.config))
-        startable(run.config)
-    first = study.settings[0]
-    output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
-    refuse_other_runs(study.runs, output)
-    from composer_mesh.services.ablation.merging import merged_runs
-    from composer_mesh.services.ablation.preview import power_before, study_lines
-
-    merged = merged_runs(study, arguments.merge)
-    power, price = power_before(arguments, len(first.seeds), output), _price(arguments)
-    if arguments.dry_run:
-        for line in study_lines(study, output, power, merged):
-            print(line)
-        return 0
-    with claimed(output):
-        signals.hold()
-        from composer_mesh.services.ablation.command import ablate_command
-
-        def one(config: Config, place: Path, resumed: Sequence[Change] | None) -> int:
-            """Train one run; a signal that came when it was done ends the ablation too."""
-            if signals.status:
-                return signals.status
-            return start(listed(config), place, signals, resumed) or signals.status
-
-        return ablate_command(study, output, one, power, price, merged)
-
-
-def _price(arguments: argparse.Namespace) -> float | None:
-    price: float | None = arguments.usd_per_hour
-    if price is not None and not 0 <= price < math.inf:
-        raise UsageError(f"--usd-per-hour is {price} but must be a price of 0 or more: correct it")
-    return price
 
 
 def prepare(output: Path, signals: CommandSignals) -> None:

@@ -2,7 +2,7 @@
 
 The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md,
 docs/verifiers.md), losses and advantages (docs/losses.md), the trainer's backend (docs/trainer.md),
-trackers (docs/trackers.md).
+trackers (docs/trackers.md), commands (docs/plugins.md).
 Each is imported when it is first used, so that reading a config never loads torch or Monarch.
 Everything else may change.
 """
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from composer_mesh.rollouts.tasks import Episode, Outcome
     from composer_mesh.rollouts.traces import ErrorSite, Message
+    from composer_mesh.services.commands.parser import Command
     from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
     from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, ToolError
     from composer_mesh.tasks.judges import Judge, Judgement, JudgeQuestion, JudgeReply, quoted
@@ -49,6 +50,7 @@ _MODULES = {
     "Agent": "tasks.workflow",
     "AgentWorkflow": "tasks.agents",
     "BackendContext": "actors.models.backend",
+    "Command": "services.commands.parser",
     "CommandAgent": "tasks.agents",
     "ContextFull": "tasks.workflow",
     "Conversation": "tasks.workflow",
@@ -100,6 +102,7 @@ __all__ = [
     "Agent",
     "AgentWorkflow",
     "BackendContext",
+    "Command",
     "CommandAgent",
     "ContextFull",
     "Conversation",

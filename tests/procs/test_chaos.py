@@ -211,6 +211,7 @@ def test_the_package_knows_nothing_of_the_hook() -> None:
         "services",
         "integrations",
         "client",
+        "plugins",
     )
     sources = [path for folder in folders for path in (root / folder).rglob("*.py")]
     assert sources

@@ -32,6 +32,7 @@ from composer_mesh.mesh.fork_server.server import load, seed_anew
 
 COMMANDS = (
     *("composer_mesh.services.cli", "composer_mesh.services.directory.curve"),
+    *("composer_mesh.services.commands.evaluation", "composer_mesh.services.commands.inspection"),
     *("composer_mesh.services.schedule.async_weight_sync", "composer_mesh.services.replay.parts"),
     *("composer_mesh.services.schedule.resume_state", "composer_mesh.actors.models.chat"),
     *("composer_mesh.services.replay.teacher_settings", "composer_mesh.services.launch.orders"),

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from guides import ROOT, Guide, names_in_code
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.failures import FailureClass
-from composer_mesh.services.commands.parser import COMMANDS, make_parser
+from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.directory.control import Control
 
 TREE, SUPERVISION = Guide.read("tree.md"), Guide.read("supervision.md")
@@ -48,7 +49,7 @@ def test_every_command_of_the_page_is_one() -> None:
         "traces",
     }
     launching = {"islands", "island-job", "launch", "worker", "stop", "join"}
-    assert named == set(COMMANDS) - others - launching
+    assert named == set(plugins.names("commands")) - others - launching
 
 
 def test_the_python_of_the_page_runs(tmp_path: Path) -> None:

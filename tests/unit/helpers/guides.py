@@ -25,6 +25,7 @@ FOLDERS = (
     "services",
     "integrations",
     "client",
+    "plugins",
     "examples",
     "benchmarks",
 )

@@ -13,8 +13,8 @@ import pytest
 from dashboards import BASE, client, dashboard
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.plugins.dashboard import commands
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands import inspection
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.dashboard.access import local_path
 from composer_mesh.services.dashboard.command import serving
@@ -158,7 +158,7 @@ def test_other_machines_need_a_token(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     arguments = make_parser().parse_args(["dashboard", str(tmp_path / "nothing")])
     with pytest.raises(UsageError, match="is no folder"):
-        inspection.dashboard(arguments)
+        commands.dashboard.run(arguments)
 
 
 async def test_it_is_served_on_loopback_until_it_is_told_to_end(runs: Path) -> None:

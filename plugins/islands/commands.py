@@ -1,14 +1,16 @@
-"""Arguments of the commands for islands: `islands`, and `island-job`, which its jobs run."""
+"""The commands of islands: `islands`, and `island-job`, which its jobs run."""
 
 import argparse
 from pathlib import Path
 
 from composer_mesh.services.commands.arguments import add_set
+from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.training import train
 from composer_mesh.services.directory.claim import output_path
+from composer_mesh.services.schedule.signals import CommandSignals
 
 
-def add_islands(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `islands`."""
+def _add_islands(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         type=Path,
@@ -48,13 +50,6 @@ def add_islands(parser: argparse.ArgumentParser) -> None:
     _add_jobs(parser)
 
 
-def add_island_job(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `island-job`."""
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="the run directory in the job"
-    )
-
-
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on",
@@ -86,3 +81,32 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         help="user or organization of hf-jobs that pays, or environment of modal; the token's by "
         "default",
     )
+
+
+@command("train several runs that average their weights", _add_islands, signals=True)
+def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Start several runs that average their weights, and follow them."""
+    from composer_mesh.services.islands.command import islands_command
+
+    return islands_command(arguments, signals)
+
+
+def _add_island_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="the run directory in the job"
+    )
+
+
+@command("what a job of `islands --on` runs", _add_island_job, signals=True)
+def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Train the island of a cloud's job, or go on with it, and copy its records to the store."""
+    from composer_mesh.services.islands.in_job import train_in_job
+
+    output: Path = arguments.output.expanduser()
+
+    def train_file(config: Path) -> int:
+        other = {"resume": False, "from_traces": None, "rollout_only": False}
+        known = {"config": config, "set": [], "output": output, "auto_resume": True}
+        return int(train.run(argparse.Namespace(**known, **other), signals))
+
+    return train_in_job(output, train_file)

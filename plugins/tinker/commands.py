@@ -17,12 +17,37 @@ from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.services.checks.accepting import UsageError, use_umask
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.checks.policy_folder import check_policy_files
-from composer_mesh.services.commands.arguments import first_refused_option
-from composer_mesh.services.directory.claim import RUNS, claimed
+from composer_mesh.services.commands.arguments import add_address, add_config, first_refused_option
+from composer_mesh.services.commands.parser import command
+from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.web.options import ListenOptions, ServeRefused
 
 
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        metavar="DIR",
+        help="clients' models and the log of their operations, with which a server goes on after "
+        "any end; runs/NAME-serve when not given",
+    )
+    add_address(parser, port=8100)
+    parser.add_argument(
+        "--key-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="environment variable with the key of a client; needed beyond loopback; may be given "
+        "many times",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only check the config and the options; start nothing"
+    )
+
+
+@command("train and sample models of clients of the Tinker protocol", _add_serve, many_files=True)
 def serve(arguments: argparse.Namespace) -> int:
     """Serve models of clients until Ctrl-C."""
     config = load_config(arguments.config, arguments.set)

@@ -1,0 +1,124 @@
+"""The registry: what a command line or a config can name, by kind, and where it is implemented.
+
+Tables of strings map a kind and a name to an import path `module:object`: `composer_mesh.plugin` of
+the core, `plugins/NAME/plugin.py` of each plugin. Other packages register in their metadata, by
+entry points of the group `composer_mesh.KIND`. Those are read once, and only where Python installs
+packages, so that metadata in a working directory or in `run.import_paths` registers nothing.
+
+Reading the tables imports nothing that they name; `load` imports what is requested.
+"""
+
+import importlib
+import pkgutil
+import site
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+KINDS = (
+    *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
+    "step_hooks",
+)
+CORE = "composer_mesh.plugin"
+PLUGINS = "composer_mesh.plugins"
+GROUPS = "composer_mesh."
+"""What the groups of entry points begin with, before a kind."""
+Table = Mapping[str, Mapping[str, str]]
+
+
+class Registration(NamedTuple):
+    """Where something is implemented, as `module:object`, and who registers it."""
+
+    path: str
+    owner: str
+
+    def load(self) -> Any:
+        """Import it."""
+        return pkgutil.resolve_name(self.path)
+
+
+class RegistrationError(ValueError):
+    """A name that nobody registers, or that several do."""
+
+
+def own(kind: str) -> Mapping[str, Registration]:
+    """Return what the core and its plugins register."""
+    return _own()[kind]
+
+
+def names(kind: str) -> list[str]:
+    """Return all names of a kind, those of other packages last."""
+    return [*own(kind), *sorted(name for name in _others()[kind] if name not in own(kind))]
+
+
+def find(kind: str, name: str) -> str | None:
+    """Return the import path of a name, or None; raise RegistrationError if several register it."""
+    found = [*filter(None, [own(kind).get(name)]), *_others()[kind].get(name, ())]
+    if len(found) > 1:
+        first, second, *_ = found
+        raise RegistrationError(
+            f"{name!r} of {kind} is {first.path} of {first.owner}, but {second.owner} registers it "
+            f"as {second.path}, and no name is replaced: uninstall {second.owner}"
+        )
+    return found[0].path if found else None
+
+
+def load(kind: str, name: str) -> Any:
+    """Import what a name stands for; raise RegistrationError for one that nobody registers."""
+    if (path := find(kind, name)) is None:
+        raise RegistrationError(f"{name!r} is not registered: write one of {known(kind)}")
+    return pkgutil.resolve_name(path)
+
+
+def known(kind: str) -> str:
+    """List the names of a kind for a message, which says too if the plugins are missing."""
+    without = "" if _plugins() else f" ({PLUGINS} is missing, so names of plugins are unknown)"
+    return f"the {kind} {', '.join(names(kind))}{without}"
+
+
+@cache
+def _own() -> Mapping[str, dict[str, Registration]]:
+    found: dict[str, dict[str, Registration]] = {kind: {} for kind in KINDS}
+    tables = {
+        "the core": CORE,
+        **{f"the plugin {one}": f"{PLUGINS}.{one}.plugin" for one in _plugins()},
+    }
+    for owner, module in tables.items():
+        table: Table = importlib.import_module(module).TABLE
+        for kind, entries in table.items():
+            found[kind].update({name: Registration(path, owner) for name, path in entries.items()})
+    return found
+
+
+@cache
+def _plugins() -> tuple[str, ...]:
+    try:
+        package = importlib.import_module(PLUGINS)
+    except ModuleNotFoundError:
+        return ()
+    return tuple(one.name for one in pkgutil.iter_modules(package.__path__) if one.ispkg)
+
+
+@cache
+def _others() -> Mapping[str, Mapping[str, list[Registration]]]:
+    found: dict[str, dict[str, list[Registration]]] = {kind: {} for kind in KINDS}
+    for kind, name, registration in _entry_points():
+        registered = found[kind].setdefault(name, [])
+        if registration not in registered:  # one package may be in two folders
+            registered.append(registration)
+    return found
+
+
+def _entry_points() -> Iterator[tuple[str, str, Registration]]:
+    """Yield kind, name and registration of each entry point of the packages that are installed."""
+    from importlib.metadata import distributions
+
+    folders = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    for package in distributions(path=folders):
+        for entry in package.entry_points:
+            kind = entry.group.removeprefix(GROUPS)
+            if kind in KINDS and kind != entry.group:
+                path = f"{entry.module}:{entry.attr}"
+                yield kind, entry.name, Registration(path, f"the package {package.name}")

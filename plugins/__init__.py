@@ -1,0 +1,1 @@
+"""Products on the core: each one a folder with a table `plugin.py` of what it registers."""

@@ -1,0 +1,1 @@
+"""Ablation: compares a run with and without its channels."""

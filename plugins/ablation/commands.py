@@ -1,0 +1,147 @@
+"""The command `ablate`: arms, seeds, what is varied, and what a point of success costs."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_mesh.configs.changes import Change
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.ablation.plan import CHANNELS_OF, TARGET, refuse_other_runs
+from composer_mesh.services.ablation.settings import Varied, plan_study
+from composer_mesh.services.checks.accepting import (
+    UsageError,
+    accept,
+    items,
+    listed,
+    numbers,
+    startable,
+)
+from composer_mesh.services.commands.arguments import add_set
+from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.training import refuse_an_island, start
+from composer_mesh.services.directory.claim import RUNS, claimed, output_path
+from composer_mesh.services.schedule.signals import CommandSignals
+
+
+def _add_ablate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", type=Path, nargs="+", metavar="CONFIG", help="a TOML file; several are compared"
+    )
+    add_set(parser)
+    arms = ",".join(CHANNELS_OF)
+    parser.add_argument("--arms", default=arms, metavar="A,B", help=f"of {arms}; all by default")
+    parser.add_argument(
+        "--seeds", default="0,1,2", metavar="S,T", help="seeds of each arm; 0,1,2 by default"
+    )
+    parser.add_argument(
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="steps between held-out evaluations; eval.every, or else a tenth of the run",
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="compare the arms at each of these values; repeatable, for all combinations",
+    )
+    parser.add_argument(
+        "--difficulty", metavar="KEY=A,B", help="the same with numbers: draws success by this key"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=TARGET,
+        metavar="SHARE",
+        help=f"success whose steps are counted; {TARGET:g} by default",
+    )
+    deviation = parser.add_mutually_exclusive_group()
+    deviation.add_argument(
+        "--deviation",
+        type=float,
+        metavar="POINTS",
+        help="standard deviation of differences by seed, for what the seeds can see",
+    )
+    deviation.add_argument(
+        "--deviation-from", type=Path, metavar="DIR", help="an earlier ablation that it is taken of"
+    )
+    parser.add_argument(
+        "--usd-per-hour", type=float, metavar="USD", help="price of the machine, for $ a point"
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="REPORT",
+        help="ablation.json of the same ablation elsewhere, whose finished runs count here; "
+        "repeatable",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be run, and what it can see"
+    )
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        metavar="DIR",
+        help="where the runs are; runs/NAME-ablation when not given; finished runs there are kept, "
+        "half ones resumed",
+    )
+
+
+@command("compare a run with and without its channels", _add_ablate, signals=True)
+def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Accept every run of the ablation, train the unfinished ones, then print the tables."""
+    study = plan_study(
+        arguments.config,
+        arguments.set,
+        items(arguments.arms),
+        numbers("--seeds", arguments.seeds),
+        arguments.eval_every,
+        [Varied.parse(text) for text in arguments.vary],
+        Varied.parse(arguments.difficulty, "--difficulty") if arguments.difficulty else None,
+        arguments.target,
+    )
+    for setting in study.settings:
+        refuse_an_island(setting.base, "compares runs that know nothing of each other")
+        if setting.base.cluster.remote:
+            raise UsageError(
+                f"cluster.kind is {setting.base.cluster.kind!r} but the runs of an ablation follow "
+                "each other in one process, and a worker serves one run: set cluster.kind to "
+                "'local'"
+            )
+    for run in study.runs:
+        accept(listed(run.config))
+        startable(run.config)
+    first = study.settings[0]
+    output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
+    refuse_other_runs(study.runs, output)
+    from composer_mesh.services.ablation.merging import merged_runs
+    from composer_mesh.services.ablation.preview import power_before, study_lines
+
+    merged = merged_runs(study, arguments.merge)
+    power, price = power_before(arguments, len(first.seeds), output), _price(arguments)
+    if arguments.dry_run:
+        for line in study_lines(study, output, power, merged):
+            print(line)
+        return 0
+    with claimed(output):
+        signals.hold()
+        from composer_mesh.services.ablation.command import ablate_command
+
+        def one(config: Config, place: Path, resumed: Sequence[Change] | None) -> int:
+            """Train one run; a signal that came when it was done ends the ablation too."""
+            if signals.status:
+                return signals.status
+            return start(listed(config), place, signals, resumed) or signals.status
+
+        return ablate_command(study, output, one, power, price, merged)
+
+
+def _price(arguments: argparse.Namespace) -> float | None:
+    price: float | None = arguments.usd_per_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise UsageError(f"--usd-per-hour is {price} but must be a price of 0 or more: correct it")
+    return price

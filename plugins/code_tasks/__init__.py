@@ -1,0 +1,1 @@
+"""Code tasks: agents edit and repair Python packages, and tests grade them."""

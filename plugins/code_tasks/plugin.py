@@ -1,0 +1,7 @@
+"""What code tasks registers: names and import paths, by kind (docs/plugins.md)."""
+
+TABLE = {
+    "commands": {
+        "make-code-tasks": "composer_mesh.plugins.code_tasks.commands:make_code_tasks",
+    },
+}

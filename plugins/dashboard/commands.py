@@ -1,0 +1,101 @@
+"""The commands of the dashboard. Each imports its implementation when it runs."""
+
+import argparse
+import functools
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from composer_mesh.services.checks.accepting import UsageError
+from composer_mesh.services.commands.arguments import add_listen, first_refused_option
+from composer_mesh.services.commands.parser import command
+from composer_mesh.services.directory.claim import RUNS, output_path
+
+
+def _add_dashboard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="?",
+        type=Path,
+        default=RUNS,
+        metavar="RUNS_DIR",
+        help="folder of run directories, or one of them; runs by default",
+    )
+    add_listen(parser, 8200)
+    parser.add_argument(
+        "--control", action="store_true", help="let visitors with the token stop and scale runs"
+    )
+
+
+@command("runs, rollouts and comparisons in a browser, live", _add_dashboard, many_files=True)
+def dashboard(arguments: argparse.Namespace) -> int:
+    """Serve a page of the runs below a folder until Ctrl-C."""
+    from composer_mesh.services.dashboard.options import NEEDED, DashboardOptions
+    from composer_mesh.services.web.options import ServeRefused, check_installed
+
+    try:
+        options = DashboardOptions(
+            folder=arguments.runs,
+            host=arguments.host,
+            port=arguments.port,
+            allowed_hosts=tuple(arguments.allow_host),
+            any_address=arguments.any_address,
+            control=arguments.control,
+        )
+        check_installed(NEEDED, "dashboard")
+        from composer_mesh.services.dashboard.command import dashboard_command
+
+        say = functools.partial(print, flush=True)
+        return dashboard_command(options, arguments.token_env, say)
+    except ValidationError as error:
+        raise UsageError(first_refused_option(error)) from None
+    except ServeRefused as refused:
+        raise UsageError(str(refused)) from refused
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs")
+    parser.add_argument(
+        "--out", type=output_path, default=Path("report.html"), metavar="FILE", help="report.html"
+    )
+    parser.add_argument(
+        "--rollout",
+        action="append",
+        default=[],
+        metavar="[RUN:]TRACE",
+        help="a rollout to show, by trace_id or GROUP/SAMPLE; may be given many times",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=2, metavar="N", help="rollouts of each run without --rollout"
+    )
+    parser.add_argument(
+        "--x", choices=("step", "tokens", "time", "usd"), default="step", help="axis of the curves"
+    )
+    parser.add_argument(
+        "--smooth", type=float, default=0.0, metavar="W", help="weight of the past, 0 to below 1"
+    )
+    parser.add_argument("--title", default="", metavar="TEXT", help="names of the runs by default")
+
+
+@command("runs as one HTML file to send to somebody", _add_report, many_files=True)
+def report(arguments: argparse.Namespace) -> int:
+    """Write runs as one HTML file."""
+    from composer_mesh.services.dashboard.report import (
+        ReportOptions,
+        ReportRefused,
+        report_command,
+    )
+
+    try:
+        options = ReportOptions(
+            tuple(arguments.runs),
+            arguments.out,
+            arguments.x,
+            arguments.smooth,
+            tuple(arguments.rollout),
+            arguments.samples,
+            arguments.title,
+        )
+        return report_command(options, functools.partial(print, flush=True))
+    except ReportRefused as refused:
+        raise UsageError(str(refused)) from refused

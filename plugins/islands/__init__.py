@@ -1,0 +1,1 @@
+"""Islands: several runs that average their weights over slow links."""

@@ -1,0 +1,1 @@
+"""OpenEnv: plays environments of its servers, and serves tasks to its clients."""

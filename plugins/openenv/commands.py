@@ -1,0 +1,63 @@
+"""The command that serves a task. It imports its implementation when it runs."""
+
+import argparse
+import functools
+
+from pydantic import ValidationError
+
+from composer_mesh.services.checks.accepting import UsageError
+from composer_mesh.services.commands.arguments import (
+    add_listen,
+    add_set,
+    first_refused_option,
+    seconds,
+)
+from composer_mesh.services.commands.parser import command
+
+
+def _add_serve_env(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "task",
+        metavar="TASK|CONFIG",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+    )
+    add_listen(parser, 8000)
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="that share the port; 1 by default"
+    )
+    parser.add_argument(
+        "--session-timeout",
+        type=seconds,
+        default=900.0,
+        metavar="S",
+        help="seconds without a request after which a session ends; 900 by default",
+    )
+    parser.add_argument(
+        "--max-sessions", type=int, default=10_000, metavar="N", help="at once; 10000 by default"
+    )
+    add_set(parser)
+
+
+@command("offer a task to others as an OpenEnv and MCP server", _add_serve_env, many_files=True)
+def serve_env(arguments: argparse.Namespace) -> int:
+    """Serve a task to OpenEnv and MCP clients."""
+    from composer_mesh.services.serve_env.command import serve_env as serve
+    from composer_mesh.services.serve_env.options import ServeOptions
+    from composer_mesh.services.web.options import ServeRefused
+
+    try:
+        options = ServeOptions(
+            host=arguments.host,
+            port=arguments.port,
+            processes=arguments.processes,
+            session_timeout_s=arguments.session_timeout,
+            max_sessions=arguments.max_sessions,
+            allowed_hosts=tuple(arguments.allow_host),
+            any_address=arguments.any_address,
+        )
+        say = functools.partial(print, flush=True)
+        return serve(arguments.task, arguments.set, options, arguments.token_env, say)
+    except ValidationError as error:
+        raise UsageError(first_refused_option(error)) from None
+    except ServeRefused as refused:
+        raise UsageError(str(refused)) from refused

@@ -1,0 +1,7 @@
+"""What OpenEnv registers: names and import paths, by kind (docs/plugins.md)."""
+
+TABLE = {
+    "commands": {
+        "serve-env": "composer_mesh.plugins.openenv.commands:serve_env",
+    },
+}

@@ -1,0 +1,1 @@
+"""The Tinker service: trains and samples models of its clients."""

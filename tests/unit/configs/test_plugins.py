@@ -1,0 +1,130 @@
+"""What is registered by the core, by plugins and by other packages, and what is not."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+from strangers import Environment, install
+
+from composer_mesh.configs import plugins
+from composer_mesh.services.commands.parser import Command
+
+FOLDERS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/plugin.py"))
+TABLES = [plugins.CORE, *(f"{plugins.PLUGINS}.{name}.plugin" for name in FOLDERS)]
+HELLO = """
+import sys
+from composer_mesh import Command
+
+def add(parser):
+    parser.add_argument("--to", default="all")
+
+hello = Command("greet", add, lambda arguments: print(f"hello {arguments.to}") or 0)
+"""
+MARKS = "from pathlib import Path\nPath('imported').touch()\n"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Has a package that registers a command of its own and one of ours, and another with both."""
+    made = Environment.make(tmp_path_factory.mktemp("environment"))
+    install(
+        made.packages,
+        "polite",
+        {"polite.py": HELLO, "rude.py": MARKS},
+        {"composer_mesh.commands": "hello = polite:hello\ntrain = rude:train\ntwice = rude:one"},
+    )
+    install(made.packages, "other", {}, {"composer_mesh.commands": "twice = rude:other"})
+    return made
+
+
+def test_every_name_is_registered_once_by_a_known_kind() -> None:
+    tables = [importlib.import_module(table).TABLE for table in TABLES]
+    assert {kind for table in tables for kind in table} <= set(plugins.KINDS)
+    count = Counter((kind, name) for table in tables for kind in table for name in table[kind])
+    assert [name for name, times in count.items() if times > 1] == []
+    assert {kind: set(plugins.own(kind)) for kind in plugins.KINDS} == {
+        kind: {name for one, name in count if one == kind} for kind in plugins.KINDS
+    }
+
+
+def test_every_command_is_one() -> None:
+    for name in plugins.own("commands"):
+        assert isinstance(plugins.load("commands", name), Command), name
+
+
+def test_only_the_command_that_is_run_is_imported() -> None:
+    code = (
+        "import sys, json; from composer_mesh.services.cli import main; main(['scale', 'x', 'y']); "
+        "print(json.dumps([*sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "composer_mesh.services.commands.training" not in loaded
+    folders = [plugins.PLUGINS, *(f"{plugins.PLUGINS}.{name}" for name in FOLDERS)]
+    assert {one for one in loaded if one.startswith(plugins.PLUGINS)} == {*folders, *TABLES[1:]}
+
+
+def test_a_command_of_another_package_runs_and_is_listed(
+    environment: Environment, tmp_path: Path
+) -> None:
+    assert environment.run("hello", "--to", "you", cwd=tmp_path).stdout == "hello you\n"
+    listed = environment.run("--help", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    assert "hello" in listed.stdout
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_name_of_ours_is_not_replaced_and_both_are_named(
+    environment: Environment, tmp_path: Path
+) -> None:
+    done = environment.run("train", "x.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "composer_mesh.services.commands.training:train of the core" in done.stderr
+    assert "the package polite registers it as rude:train" in done.stderr
+    assert not (tmp_path / "imported").exists()
+    assert "x.toml does not exist" in environment.run("check", "x.toml", cwd=tmp_path).stderr
+
+
+def test_a_name_of_two_packages_is_neither(environment: Environment, tmp_path: Path) -> None:
+    done = environment.run("twice", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the package polite" in done.stderr
+    assert "the package other" in done.stderr
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("searched", ["", "."])
+def test_metadata_in_the_working_directory_registers_nothing(
+    environment: Environment, tmp_path: Path, searched: str
+) -> None:
+    """Neither as the place where Python was started nor as a folder of PYTHONPATH."""
+    install(
+        tmp_path, "planted", {"planted.py": MARKS}, {"composer_mesh.commands": "hi = planted:x"}
+    )
+    done = environment.run("hi", cwd=tmp_path, **({"PYTHONPATH": searched} if searched else {}))
+    assert done.returncode == 2
+    assert "'hi' is not registered" in done.stderr
+    assert "hello" in done.stderr
+    assert not (tmp_path / "imported").exists()
+
+
+def test_without_the_folder_of_plugins_the_core_says_what_is_missing(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
+    for link in (ROOT / "src" / "composer_mesh").iterdir():
+        if link.is_symlink() and link.name != "plugins":
+            shutil.copytree(ROOT / link.name, tmp_path / link.name, ignore=ignored)
+    package = tmp_path / "src" / "composer_mesh"
+    shutil.copytree(ROOT / "src" / "composer_mesh", package, symlinks=True, ignore=ignored)
+    bare = Environment.make(tmp_path / "environment", tmp_path / "src")
+    checked = bare.run("check", str(ROOT / "configs" / "quickstart.toml"), cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    refused = bare.run("dashboard", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "'dashboard' is not registered" in refused.stderr
+    assert "composer_mesh.plugins is missing" in refused.stderr
