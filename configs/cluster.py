@@ -10,8 +10,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import MOST_ENTRIES, MOST_HOSTS, FilePath, Seconds, Section
+from composer_mesh.configs.plugins import registered
 
-ClusterKind = Literal["local", "hosts", "slurm", "kubernetes"]
+ClusterKind = Annotated[str, registered("launchers")]
 Strings = Annotated[tuple[str, ...], Field(strict=False, max_length=MOST_ENTRIES)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 ADDRESS = r"^(tls|tcp)://[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$"

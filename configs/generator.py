@@ -14,13 +14,14 @@ from composer_mesh.configs.base import (
     Tokens,
     TopP,
 )
+from composer_mesh.configs.plugins import registered
 from composer_mesh.configs.vllm import VllmConfig
 
 
 class GeneratorConfig(Section):
     """The actors that sample tokens."""
 
-    engine: Literal["embedded", "vllm"] = "embedded"
+    engine: Annotated[str, registered("engines")] = "embedded"
     """The inference engine: "embedded" has no further dependencies; "vllm" needs an extra."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from pydantic import AfterValidator
+
 KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
     "step_hooks",
@@ -63,11 +65,21 @@ def find(kind: str, name: str) -> str | None:
     return found[0].path if found else None
 
 
-def load(kind: str, name: str) -> Any:
-    """Import what a name stands for; raise RegistrationError for one that nobody registers."""
+def require(kind: str, name: str) -> str:
+    """Return the import path of a name; raise RegistrationError if nobody registers it."""
     if (path := find(kind, name)) is None:
         raise RegistrationError(f"{name!r} is not registered: write one of {known(kind)}")
-    return pkgutil.resolve_name(path)
+    return path
+
+
+def load(kind: str, name: str) -> Any:
+    """Import what a name stands for; raise RegistrationError if nobody registers it."""
+    return pkgutil.resolve_name(require(kind, name))
+
+
+def registered(kind: str) -> AfterValidator:
+    """Return the check of a config's key whose value is a registered name."""
+    return AfterValidator(lambda name: require(kind, name) and name)
 
 
 def known(kind: str) -> str:

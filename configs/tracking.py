@@ -4,11 +4,12 @@ The run's own `metrics.jsonl` and `events.jsonl` are always written and need no 
 credentials: `token_env` and `headers_env` name environment variables.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import Count, FilePath, Seconds, Section, by_type
+from composer_mesh.configs import plugins
+from composer_mesh.configs.base import Count, FilePath, FreeTable, Seconds, Section, by_type
 from composer_mesh.configs.custom_function import CustomFunction
 
 TrackerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -141,6 +142,28 @@ class CustomTracking(TrackerSection, CustomFunction):
     """Type of the tracker."""
 
 
+class RegisteredTracking(TrackerSection):
+    """A tracker that another package registers (docs/plugins.md)."""
+
+    type: Annotated[str, plugins.registered("trackers")]
+    """Type of the tracker: the name that the package registers."""
+
+    kwargs: FreeTable = Field(default_factory=dict)
+    """Keyword arguments of its class."""
+
+    @property
+    def import_path(self) -> str:
+        """Its class, as `module:object`."""
+        return plugins.require("trackers", self.type)
+
+
+def _tag(table: Any) -> str | None:
+    """Return a table's `type`, or "registered" for one that another package registers."""
+    tag = by_type("")(table)
+    ours = tag is None or tag in plugins.own("trackers")
+    return tag if ours or plugins.find("trackers", str(tag)) is None else "registered"
+
+
 TrackingConfig = Annotated[
     Annotated[TensorboardTracking, Tag("tensorboard")]
     | Annotated[WandbTracking, Tag("wandb")]
@@ -148,6 +171,7 @@ TrackingConfig = Annotated[
     | Annotated[TrackioTracking, Tag("trackio")]
     | Annotated[PrometheusTracking, Tag("prometheus")]
     | Annotated[OpentelemetryTracking, Tag("opentelemetry")]
-    | Annotated[CustomTracking, Tag("custom")],
-    Discriminator(by_type("")),
+    | Annotated[CustomTracking, Tag("custom")]
+    | Annotated[RegisteredTracking, Tag("registered")],
+    Discriminator(_tag),
 ]

@@ -1,4 +1,4 @@
-"""Makes the task that a config names: one that ships, or a user's by import path or file."""
+"""Makes the task that a config names: a registered one, or a user's by import path or file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.data import MixedTask
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
@@ -22,21 +23,6 @@ from composer_mesh.tasks.task import Task, TaskSettings
 from composer_mesh.tasks.workflow import Workflow
 
 T = TypeVar("T")
-
-BUILT_IN = {
-    "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
-    "tool_chains": "composer_mesh.tasks.tool_chains:ToolChains",
-    "home_devices": "composer_mesh.tasks.home_devices:HomeDevices",
-    "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
-    "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
-    "code": "composer_mesh.tasks.code.task:CodeTask",
-    "one_liners": "composer_mesh.tasks.code.one_liners:OneLiners",
-    "bfcl": "composer_mesh.tasks.packages.bfcl.task:BfclMultiTurn",
-    "reasoning_gym": "composer_mesh.tasks.packages.reasoning_gym:ReasoningGym",
-    "tau2_telecom": "composer_mesh.tasks.packages.tau2_telecom:Tau2Telecom",
-    "textarena": "composer_mesh.tasks.packages.textarena:TextArena",
-}
-"""Import paths of the tasks that ship, by their names in `data.task`."""
 
 
 def make_task(config: Config) -> Task:
@@ -55,7 +41,7 @@ def make_task(config: Config) -> Task:
 
 def task_class(name: str) -> type[Task]:
     """Import the class of a task: "toolbox", "my_package.my_task:MyTask" or "my_task.py:MyTask"."""
-    return _subclass("data.task", BUILT_IN.get(name, name), Task)
+    return _subclass("data.task", plugins.find("tasks", name) or name, Task)
 
 
 def source_of(name: str) -> Path | None:
@@ -63,8 +49,9 @@ def source_of(name: str) -> Path | None:
 
     Raises ModuleNotFoundError where its package is not installed.
     """
-    if name in BUILT_IN:
+    if name in plugins.own("tasks"):
         return None
+    name = plugins.find("tasks", name) or name
     file, _, _ = name.rpartition(":" if ":" in name else ".")
     if file.endswith(".py"):
         return Path(file)
@@ -143,7 +130,7 @@ def _imported(key: str, path: str) -> Any:
     if not module or not all(part.isidentifier() for part in [*module.split("."), attribute]):
         raise UnusableTask(
             f"{key} is {path!r}: write my_package.my_module:MyClass or my_file.py:MyClass"
-            + (f", or one of {', '.join(BUILT_IN)}" if key == "data.task" else "")
+            + (f", or one of {plugins.known('tasks')}" if key == "data.task" else "")
         )
     try:
         found = importlib.import_module(module)

@@ -3,21 +3,18 @@
 from pathlib import Path
 
 from composer_mesh.actors.engines.port import Engine
+from composer_mesh.configs import plugins
 from composer_mesh.configs.schema import Config
 
 
 def make_engine(config: Config, folder: Path) -> Engine:
     """Return the configured engine, serving the model of `folder` as version 0. Takes seconds."""
-    return _vllm(config, folder) if config.generator.engine == "vllm" else _embedded(config, folder)
+    engine: Engine = plugins.load("engines", config.generator.engine)(config, folder)
+    return engine
 
 
-def _vllm(config: Config, folder: Path) -> Engine:
-    from composer_mesh.actors.engines import vllm_start
-
-    return vllm_start.start(config, folder)
-
-
-def _embedded(config: Config, folder: Path) -> Engine:
+def embedded_engine(config: Config, folder: Path) -> Engine:
+    """Return the embedded engine, serving the model of `folder` as version 0."""
     import torch
 
     from composer_mesh.actors.engines import embedded

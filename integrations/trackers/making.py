@@ -5,50 +5,17 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 
-from composer_mesh.configs.tracking import (
-    CustomTracking,
-    MlflowTracking,
-    OpentelemetryTracking,
-    PrometheusTracking,
-    TensorboardTracking,
-    TrackerSection,
-    TrackioTracking,
-    WandbTracking,
-)
+from composer_mesh.configs import plugins
+from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking, TrackerSection
 from composer_mesh.integrations.trackers.port import Tracker, TrackerRefused
 
 
 def make_tracker(section: TrackerSection) -> Tracker:
     """Return the tracker of a table. Imports its package, which may take seconds."""
-    match section:
-        case TensorboardTracking():
-            from composer_mesh.integrations.trackers.to_tensorboard import TensorboardTracker
-
-            return TensorboardTracker(section)
-        case WandbTracking():
-            from composer_mesh.integrations.trackers.to_wandb import WandbTracker
-
-            return WandbTracker(section)
-        case MlflowTracking():
-            from composer_mesh.integrations.trackers.to_mlflow import MlflowTracker
-
-            return MlflowTracker(section)
-        case TrackioTracking():
-            from composer_mesh.integrations.trackers.to_trackio import TrackioTracker
-
-            return TrackioTracker(section)
-        case PrometheusTracking():
-            from composer_mesh.integrations.trackers.to_prometheus import PrometheusTracker
-
-            return PrometheusTracker(section)
-        case OpentelemetryTracking():
-            from composer_mesh.integrations.trackers.to_opentelemetry import OpentelemetryTracker
-
-            return OpentelemetryTracker(section)
-        case CustomTracking():
-            custom: Tracker = custom_class(section.import_path)(**section.kwargs)
-            return custom
-    raise AssertionError(f"no tracker of type {section.type!r}")
+    if isinstance(section, CustomTracking | RegisteredTracking):
+        return custom_class(section.import_path)(**section.kwargs)
+    tracker: Tracker = plugins.load("trackers", section.type)(section)
+    return tracker
 
 
 def custom_class(import_path: str) -> Callable[..., Tracker]:

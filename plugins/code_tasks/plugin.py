@@ -4,4 +4,8 @@ TABLE = {
     "commands": {
         "make-code-tasks": "composer_mesh.plugins.code_tasks.commands:make_code_tasks",
     },
+    "tasks": {
+        "code": "composer_mesh.tasks.code.task:CodeTask",
+        "one_liners": "composer_mesh.tasks.code.one_liners:OneLiners",
+    },
 }

@@ -4,4 +4,7 @@ TABLE = {
     "commands": {
         "serve-env": "composer_mesh.plugins.openenv.commands:serve_env",
     },
+    "tasks": {
+        "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
+    },
 }

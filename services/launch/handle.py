@@ -38,6 +38,7 @@ JOBS = {
     "kubernetes": re.compile(r"[a-z0-9]([a-z0-9-]{0,251}[a-z0-9])?"),
 }
 """What each kind of cluster calls a run."""
+ANY_JOB = re.compile(r"[ -~]{1,256}")
 
 Folder = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 Program = Annotated[str, Field(pattern=r"^[^\x00-\x1f=-][^\x00-\x1f=]*$", max_length=4096)]
@@ -69,7 +70,7 @@ class HandleFile(BaseModel):
 
     @model_validator(mode="after")
     def _fields_fit_the_kind(self) -> HandleFile:
-        if not JOBS[self.kind].fullmatch(self.job):
+        if not JOBS.get(self.kind, ANY_JOB).fullmatch(self.job):
             raise ValueError(f"job is {self.job[:80]!r}, which is none of {self.kind}")
         if self.destination and (why := unstorable(self.destination, self.options)):
             raise ValueError(why)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.load import Table, read_table, resolve_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
@@ -17,7 +18,6 @@ from composer_mesh.mesh.untrusted_json import MIB
 from composer_mesh.services.directory.signatures import is_signed
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.offline.traces import CONFIG_FILE
-from composer_mesh.tasks.loading import BUILT_IN
 
 ON = 1.0
 """Weight for a channel that was off in the run; no offline figure depends on it."""
@@ -159,7 +159,7 @@ def _refuse_code(data: Table) -> None:
     tables = [data, *(mixed if isinstance(mixed, list) else [])]
     named = [table.get("task") for table in tables if isinstance(table, dict)]
     for task in named:
-        if isinstance(task, str) and task not in BUILT_IN:
+        if isinstance(task, str) and task not in plugins.own("tasks"):
             raise ReplayRefused(
                 f"the run of another account names the task {task[:80]!r}, whose code would be "
                 "run: copy its config, read that code, and name the copy with --teachers"

@@ -24,4 +24,20 @@ TABLE = {
         "query": f"{_COMMANDS}.inspection:query",
         "tui": f"{_COMMANDS}.inspection:tui",
     },
+    "tasks": {
+        "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
+        "tool_chains": "composer_mesh.tasks.tool_chains:ToolChains",
+        "home_devices": "composer_mesh.tasks.home_devices:HomeDevices",
+        "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
+    },
+    "engines": {
+        "embedded": "composer_mesh.actors.engines.choice:embedded_engine",
+        "vllm": "composer_mesh.actors.engines.vllm_start:start",
+    },
+    "launchers": {
+        "local": "composer_mesh.services.launch.local:LocalLauncher",
+        "hosts": "composer_mesh.services.launch.by_ssh:HostsLauncher",
+        "slurm": "composer_mesh.services.launch.slurm.launcher:SlurmLauncher",
+        "kubernetes": "composer_mesh.services.launch.kubernetes.launcher:KubernetesLauncher",
+    },
 }
