@@ -11,7 +11,8 @@
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input, `make gpu-check` measures a
 # GPU, `make benchmarks-quick` runs the smallest form of every benchmark, `make bench-skyrl` measures SkyRL alongside,
 # `make audit` looks the locked packages up among known vulnerabilities,
-# `make mutations` puts faults into copies of the tree and says which of them the tests catch.
+# `make mutations` puts faults into copies of the tree and says which of them the tests catch,
+# `make size` prints files, lines, statements, docstring and comment lines by package, of the core, plugins, tests and benchmarks.
 #
 #   PYTHON      the interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
@@ -64,7 +65,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-all benchmarks-quick test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: mutations imports lock sbom audit clean s3 test-islands bench-skyrl
+.PHONY: mutations imports size lock sbom audit clean s3 test-islands bench-skyrl
 
 help:
 	@sed '/^$$/q' Makefile
@@ -320,6 +321,10 @@ types: $(STAMPS)/dev
 
 imports: $(STAMPS)/dev
 	$(BIN)/lint-imports
+
+# Only Python and git are needed.
+size:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/helpers/tree_size.py
 
 # The packages that tasks of packages come from (docs/task-packages.md). Neither torch nor numpy changes:
 # pip refuses with the constraints, and the two packages that ask for others come without theirs.
