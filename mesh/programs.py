@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import composer_mesh
 from composer_mesh.mesh.environment import python_code
 from composer_mesh.mesh.open_folder import OpenFolder
 
 RUN_S = 60.0
 MOST_ANSWER_BYTES = 1 << 25
-PACKAGES = Path(composer_mesh.__file__).parents[1]
+PACKAGES = Path(__file__).parents[2]
 GUARD = (
     "import os, sys; env = dict(os.environ); sys.path.insert(0, sys.argv[1]); "
     "from composer_mesh.mesh.hosts.guard import main; main(int(sys.argv[2]), sys.argv[3:], env)"

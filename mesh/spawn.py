@@ -18,7 +18,6 @@ from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor, monarch_name
 from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.connection_guard import guard_connections
-from composer_mesh.mesh.deadlines import Deadlines
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.garbage_collection import collect_rarely, leave_out_loaded
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
@@ -26,7 +25,7 @@ from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
 from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.process_readiness import until_ready
-from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.spawned import Deadlines, SpawnedActor
 from composer_mesh.mesh.supervision import (
     STOPPED,
     ActorDied,

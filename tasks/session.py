@@ -7,16 +7,27 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.external_tools import ExternalTool
+from composer_mesh.tasks.external_tools import ExternalTool, ToolServers
 from composer_mesh.tasks.tool import MARK, ToolSpec
 
-if TYPE_CHECKING:
-    from composer_mesh.tasks.task import Task
+
+class SessionTask(Protocol):
+    """What every session uses of its task: its tools, and the first messages."""
+
+    tool_servers: ToolServers | None
+
+    @property
+    def own_tools(self) -> Mapping[str, ToolSpec]: ...
+
+    @property
+    def tool_specs(self) -> Mapping[str, ToolSpec | ExternalTool]: ...
+
+    def prompt(self, row: Mapping[str, Any]) -> str | list[Message]: ...
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,9 @@ class Session:
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
 
-    task: Task
-    """The session's task; it is set before `start` is called."""
+    task: SessionTask
+    """The session's task, set before `start` is called. A subclass that uses more of it annotates
+    it with the class of its task."""
 
     episode: Episode
     """The episode with its row; it is set before `start` is called."""

@@ -14,9 +14,8 @@ from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Division
 from composer_mesh.actors.models.rendezvous import Meeting
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.deadlines import working_together
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor, working_together
 from composer_mesh.mesh.supervision import ActorDied, HostLost
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.planning.host_checks import check_together

@@ -11,8 +11,7 @@ from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.deadlines import working_together
-from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor, working_together
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.batches import StepBatch

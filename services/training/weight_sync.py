@@ -6,8 +6,7 @@ Only orders the calls; `mesh.weights` moves the bytes.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer_mesh.mesh.deadlines import working_together
-from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor, working_together
 from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.service import Service

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.deadlines import Deadlines
 from composer_mesh.mesh.hosts.local import LocalHost
 from composer_mesh.mesh.progress import Report
-from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.spawned import Deadlines, SpawnedActor
 
 NOW_S = 1e-9
 """A deadline that has passed as soon as anybody looks."""

@@ -8,9 +8,9 @@ import pickle
 import pytest
 from scripted_work import NOW_S, Broken, Silent, Worker, actor, moves, stands_still
 
-from composer_mesh.mesh.deadlines import Deadlines, working_together
 from composer_mesh.mesh.failures import is_deterministic
 from composer_mesh.mesh.progress import Report
+from composer_mesh.mesh.spawned import Deadlines, working_together
 from composer_mesh.mesh.supervision import DeadlineExceeded
 
 Events = list[tuple[str, str, str]]
