@@ -321,6 +321,7 @@ types: $(STAMPS)/dev
 
 imports: $(STAMPS)/dev
 	$(BIN)/lint-imports
+	$(BIN)/python tests/helpers/import_cycles.py
 
 # Only Python and git are needed.
 size:
