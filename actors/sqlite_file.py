@@ -14,9 +14,9 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,8 +59,7 @@ class FileKind:
     """The purpose of a file, its identification, and the repair if it cannot be used.
 
     FULL syncs each transaction to disk; NORMAL may lose the last ones, but never the file, on a
-    power failure. `migrations` maps a version to the statements that upgrade a file to the next
-    one.
+    power failure.
     """
 
     purpose: str
@@ -69,7 +68,6 @@ class FileKind:
     version: int
     tables: tuple[str, ...]
     synchronous: Literal["FULL", "NORMAL"] = "NORMAL"
-    migrations: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 class WorkLimit:
@@ -202,9 +200,6 @@ class SqliteFile:
         with self.transaction() as rows:
             if _value(rows, "SELECT COUNT(*) FROM sqlite_master") == 0:
                 self._make(rows)
-        if self._version() < self._kind.version:
-            self._refuse_other_objects(("view", "trigger"))
-            self._migrate()
         self._recognise()
         self.check()
         if not in_memory:  # only now: a file of another kind stays unmodified
@@ -217,15 +212,6 @@ class SqliteFile:
         for table in self._kind.tables:
             rows.execute(table)
 
-    def _migrate(self) -> None:
-        """Upgrade an older file to this version, step by step, in one transaction."""
-        with self.transaction() as rows:
-            for version in range(self._version(), self._kind.version):
-                for statement in self._kind.migrations.get(version, ()):
-                    rows.execute(statement)
-                if version in self._kind.migrations:
-                    rows.execute(f"PRAGMA user_version = {version + 1}")
-
     def _version(self) -> int:
         """Return the version of the file; raises StoreError for a file of another kind."""
         if _value(self._rows, "PRAGMA application_id") != self._kind.application_id:
@@ -235,15 +221,9 @@ class SqliteFile:
     def _recognise(self) -> None:
         if (version := self._version()) != self._kind.version:
             raise self.error(f"its version is {version}, not {self._kind.version}")
-        changed = ("view", "trigger") if self._kind.migrations else OBJECTS
-        self._refuse_other_objects(changed)
-
-    def _refuse_other_objects(self, types: tuple[str, ...]) -> None:
-        """Raise StoreError if objects of these types are not those that this program creates."""
         select = "SELECT type, sql FROM sqlite_master WHERE sql IS NOT NULL"
-        found = Counter(sql for kind, sql in self._rows.execute(select) if kind in types)
-        own = Counter(self._kind.tables)
-        if found - own or (types == OBJECTS and own - found):
+        found = Counter(sql for kind, sql in self._rows.execute(select) if kind in OBJECTS)
+        if found != Counter(self._kind.tables):
             raise StoreError(self._name, self._kind.purpose, OTHER_SCHEMA, TAKE_A_COPY)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from composer_mesh.configs.retired_keys import RETIRED_KEYS, new_name
 from composer_mesh.configs.validation import MANY_ERRORS, errors_of
 
 # error type -> (bound, repair), filled from the error's own context
@@ -58,16 +57,8 @@ def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
     return worded + [dotted(problem["loc"]) for problem in problems[MOST_WORDED:]]
 
 
-def unknown_key(
-    root: type[BaseModel],
-    path: Sequence[str | int],
-    value: object,
-    retired: Mapping[str, str] = RETIRED_KEYS,
-) -> str:
-    """Return the error line of an unknown key: its new name, or the most similar known key."""
-    if renamed := new_name(path, retired):
-        old, new = renamed
-        return f"{dotted(path)} = {shown(value)}: {old} was renamed: write {new} instead"
+def unknown_key(root: type[BaseModel], path: Sequence[str | int], value: object) -> str:
+    """Return the error line of an unknown key, with the most similar known key."""
     return (
         f"{dotted(path)} = {shown(value)}: unknown key, must be one the schema has: "
         f"{_nearest(root, path)}"
@@ -120,8 +111,7 @@ def _describe(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
     context = dict(problem.get("ctx", {}))
     kind = problem["type"]
     if kind == "extra_forbidden":
-        owners = [] if new_name(path) else _owners(root, path)
-        if owners:
+        if owners := _owners(root, path):
             return _key_of_another_type(path, value, problem["loc"], owners)
         return unknown_key(root, path, value)
     if kind == "missing":

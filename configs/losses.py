@@ -65,23 +65,6 @@ class CispoLoss(RatioLoss):
     clip_high: Positive = 4.0
     """Upper bound of the ratio, as a distance from 1."""
 
-    @property
-    def bounds_warning(self) -> str:
-        """Why the bounds look like bounds of the ratio itself, as they once were; "" if not."""
-        low, high = self.clip_low, self.clip_high
-        given = self.model_fields_set
-        once_the_default = "clip_high" in given and high == 5
-        near_1 = 0.5 < low < 1 < high < 2  # such as 0.8 and 1.28
-        lopsided = low < 0.5 and high >= 4  # such as 0.1 and 10
-        if not (once_the_default or near_1 or lopsided):
-            return ""
-        was_low = f"clip_low = {1 - low:g} and " if "clip_low" in given and low < 1 else ""
-        return (
-            f"cispo lets ratios from {1 - low:g} to {1 + high:g} through, since clip_low and "
-            "clip_high are distances from 1; if they were written as bounds of the ratio itself, "
-            f"as they were before, write {was_low}clip_high = {high - 1:g}"
-        )
-
 
 class SapoLoss(RatioLoss):
     """SAPO: a soft gate on the ratio instead of a clip."""

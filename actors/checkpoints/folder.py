@@ -21,7 +21,6 @@ from composer_mesh.actors.checkpoints.manifest import (
     MANIFEST_FILE,
     Written,
     damage,
-    is_earlier,
     to_disk,
     write_manifest,
 )
@@ -29,8 +28,6 @@ from composer_mesh.actors.checkpoints.quarantine import quarantine
 from composer_mesh.mesh.open_folder import OpenFolder
 
 FOLDER = "checkpoints"
-EARLIER_STATE_FILE = "training_state.pt"
-"""File that checkpoints of the earliest versions have instead of shards and a manifest."""
 _NAME = re.compile(r"step-(\d+)")
 _FORMER = re.compile(r"\.step-(\d+)\.former")
 _count = itertools.count()
@@ -46,20 +43,6 @@ class UnreadableCheckpoint(RuntimeError):
         return (
             f"the checkpoint {self.args[0]} cannot be read ({self.args[1]}): move it away, and the "
             "run begins again from the one before it"
-        )
-
-
-class EarlierCheckpoint(RuntimeError):
-    """A checkpoint of an earlier program version with another format."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-
-    def __str__(self) -> str:
-        return (
-            f"the checkpoint {self.args[0]} was written by an earlier version, in a format that "
-            "this one does not open, because opening it can run code: if it has a config.json it "
-            f"is a model folder, so begin a new run with policy.path = {self.args[0]!r}"
         )
 
 
@@ -111,23 +94,14 @@ def checkpoints_of(root: Path) -> list[Checkpoint]:
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """Return a run's newest checkpoint, None if there is none, without checking its contents.
-
-    Raises `EarlierCheckpoint` if it was written by an earlier version.
-    """
-    found = max(checkpoints_of(root), default=None)
-    if found is not None and is_earlier(found.folder):
-        raise EarlierCheckpoint(str(found.folder))
-    if found is None:
-        for state in sorted((root / FOLDER).glob(f"step-*/{EARLIER_STATE_FILE}")):
-            raise EarlierCheckpoint(str(state.parent))
-    return found
+    """Return a run's newest checkpoint, None if there is none, without checking its contents."""
+    return max(checkpoints_of(root), default=None)
 
 
 def newest_whole(root: Path) -> tuple[Checkpoint | None, list[QuarantinedCheckpoint]]:
     """Return a run's newest intact checkpoint, and the quarantined ones.
 
-    Damaged checkpoints that are newer are moved to the run's quarantine. Raises as `newest` does.
+    Damaged checkpoints that are newer are moved to the run's quarantine.
     """
     aside: list[QuarantinedCheckpoint] = []
     while (found := newest(root)) is not None:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from composer_mesh.configs.regular_files import open_regular, read_regular
 from composer_mesh.mesh.progress import made_progress
@@ -55,14 +55,6 @@ def write_manifest(folder: Path, step: int, files: Iterable[Written]) -> None:
     to_disk(path)
 
 
-def is_earlier(folder: Path) -> bool:
-    """Whether an earlier version of the program wrote a checkpoint, in a format of its own."""
-    try:
-        return bool(_content(folder)["format"] == 1)
-    except (*_UNREADABLE, RecursionError):
-        return False
-
-
 def damage(folder: Path) -> list[str]:
     """Return the damage of a checkpoint's files, a line each; reads every byte.
 
@@ -76,17 +68,13 @@ def damage(folder: Path) -> list[str]:
 
 
 def _read(folder: Path) -> list[Written]:
-    content = _content(folder)
+    content = json.loads(read_regular(folder / MANIFEST_FILE, _MOST_BYTES))
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']!r} is not {FORMAT}")
     return [
         Written(_inside(name), int(noted["bytes"]), int(noted["crc32"], 16))
         for name, noted in content["files"].items()
     ]
-
-
-def _content(folder: Path) -> Any:
-    return json.loads(read_regular(folder / MANIFEST_FILE, _MOST_BYTES))
 
 
 def _inside(name: str) -> str:

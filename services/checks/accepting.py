@@ -4,13 +4,11 @@ Loads neither torch nor Monarch, so that a refusal is immediate.
 """
 
 import argparse
-import sys
 from importlib.util import find_spec
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.losses import CispoLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.integrations.trackers.port import TrackerRefused
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
@@ -45,12 +43,7 @@ def listed(config: Config) -> Config:
 
 
 def accept(config: Config) -> ProcessPlacements:
-    """Check a run's config, keys, model folder and custom functions; return its placement.
-
-    Warns on stderr of numbers that look as if they were written for an earlier version.
-    """
-    if isinstance(config.loss, CispoLoss) and config.loss.bounds_warning:
-        sys.stderr.write(f"composer-mesh: warning: {config.loss.bounds_warning}\n")
+    """Check a run's config, keys, model folder and custom functions; return its placement."""
     if config.run.import_paths:
         add_import_paths(config.run.import_paths)
     task = make_task(config)

@@ -90,7 +90,7 @@ class FileChecksums:
 
 
 def read_checksums(root: Path) -> dict[str, FileSum]:
-    """Return the checksums of a run, none for an older run; raises OSError or ValueError."""
+    """Return the checksums of a run, none if it has noted none; raises OSError or ValueError."""
     try:
         found = read_json(root / CHECKSUMS_FILE, MIB)
     except FileNotFoundError:

@@ -23,8 +23,6 @@ from composer_mesh.services.directory.report import (
 )
 
 CONFIG_FILE = "config.toml"
-FILES_WITHOUT_STORE = ("traces/traces.jsonl", "pairs/pairs.jsonl", "late.sqlite")
-"""What version 0.1 wrote in place of a store."""
 MOST_CHANGES = 8
 """Maximum number of changes that an error message lists."""
 
@@ -95,13 +93,12 @@ def dated(config: Config, before: Config) -> Config:
 
 
 def _refuse_without_store(output: Path, done: int) -> None:
-    """Raises where steps or rollouts were written without a store, as version 0.1 did."""
-    written = done or any((output / name).exists() for name in FILES_WITHOUT_STORE)
-    if written and not (output / STORE_FILE).is_file():
+    """Raises where steps were written, but the store is gone."""
+    if done and not (output / STORE_FILE).is_file():
         raise RunDirectoryError(
             f"--resume {output} holds {done} steps but no {STORE_FILE}, without which no run goes "
-            "on: runs of version 0.1 have none. Put it back where it was taken away, or begin a "
-            f"new run from what this one has learned: set policy.path to {_checkpoint(output)}"
+            "on. Put it back where it was taken away, or begin a new run from what this one has "
+            f"learned: set policy.path to {_checkpoint(output)}"
         )
 
 

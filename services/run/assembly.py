@@ -18,7 +18,6 @@ from rich.text import Text
 
 from composer_mesh.actors.checkpoints.folder import (
     CheckpointFailed,
-    EarlierCheckpoint,
     UnreadableCheckpoint,
 )
 from composer_mesh.actors.learning.not_finite import GradientNotFinite
@@ -75,7 +74,7 @@ UNGUARDED = (
     "task {} states no verified answer, so hints are not checked for it: define verified_answer()"
 )
 ONE_LINE = (
-    *(DamagedRecord, EarlierCheckpoint, RunDirectoryError, StoreError, TransportUnavailable),
+    *(DamagedRecord, RunDirectoryError, StoreError, TransportUnavailable),
     *(ChatTemplateError, CheckpointFailed, ConfigError, JudgesSpent, NoCapacity),
     *(GradientNotFinite, StoreUnavailable, StoreUnfit, UnreadableCheckpoint, UnreadableManifest),
 )

@@ -52,8 +52,7 @@ class RunReader:
         self._root = root
         if not (root / STORE_FILE).is_file():
             raise StoreMissing(
-                f"{root} has no {STORE_FILE}: name the directory of a run that has begun; one of "
-                "an older version gets it when it is resumed"
+                f"{root} has no {STORE_FILE}: name the directory of a run that has begun"
             )
         self.file = SqliteFile(root / STORE_FILE, KIND, read_only=True)
 

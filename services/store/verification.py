@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
-from composer_mesh.actors.checkpoints.manifest import damage, is_earlier
+from composer_mesh.actors.checkpoints.manifest import damage
 from composer_mesh.actors.sqlite_file import StoreError, damage_of
 from composer_mesh.mesh.open_folder import refuse_links
 from composer_mesh.mesh.untrusted_json import short_reason
@@ -45,7 +45,6 @@ from composer_mesh.services.store.writing import CONFIG_FILE, EVENTS_FILE, POISO
 GO_ON = "train --resume moves it to quarantine/ and goes on without it"
 AGAIN = "train --resume moves it to quarantine/ and samples the group again"
 TRAINED = "train --resume goes on, from the step before where it must be trained again"
-EARLIER = "an earlier version wrote it, in a format that no resume opens"
 WAITS = "train --resume keeps the reward until the rollout is sampled again, or lets it expire"
 COPIES = "train --resume makes it again from run.sqlite"
 FROM_A_COPY = "take it from a copy of the run, or leave it: no part of a run reads it"
@@ -202,7 +201,7 @@ def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
 
 
 def _files(root: Path, live: bool) -> Iterator[Finding]:
-    """Compare files with the checksums that were written with them; an older run has none."""
+    """Compare files with the checksums that were written with them."""
     try:
         noted = read_checksums(root)
     except (OSError, ValueError) as error:
@@ -234,11 +233,6 @@ def _divergences(root: Path) -> Iterator[Finding]:
 def _checkpoints(root: Path) -> Iterator[Finding]:
     for checkpoint in checkpoints_of(root):
         where = str(checkpoint.folder.relative_to(root))
-        if is_earlier(checkpoint.folder):
-            yield Finding(
-                "differs", where, EARLIER, f"begin a new run with policy.path = {where!r}"
-            )
-            continue
         repair = "train --resume moves it to quarantine/ and begins at the one before"
         for line in damage(checkpoint.folder):
             yield Finding("damaged", where, line, repair)

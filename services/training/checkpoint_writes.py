@@ -161,7 +161,7 @@ class CheckpointWrites:
 async def newest_undamaged(root: Path, record: Recorder) -> Checkpoint | None:
     """Return the newest intact checkpoint; quarantine and `record` the damaged newer ones.
 
-    Reads every byte, in a thread. Raises `EarlierCheckpoint`.
+    Reads every byte, in a thread.
     """
     found, aside = await in_thread(newest_whole, root)
     for one in aside:

@@ -13,7 +13,6 @@ from broken_files import Breaker, watched
 
 from composer_mesh.actors.checkpoints.folder import (
     Draft,
-    EarlierCheckpoint,
     UnreadableCheckpoint,
     newest_whole,
 )
@@ -35,7 +34,7 @@ from composer_mesh.actors.checkpoints.writer import CheckpointWriter
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights, check_weights
 from composer_mesh.actors.models.ranks import CPU, Ranks
 
-REFUSED = (UnreadableCheckpoint, EarlierCheckpoint, StateOfOtherWeights)
+REFUSED = (UnreadableCheckpoint, StateOfOtherWeights)
 WEIGHT = {"a": torch.arange(12.0).view(4, 3), "b": torch.ones(5), "none": torch.zeros(0, 2)}
 
 

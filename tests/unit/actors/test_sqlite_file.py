@@ -1,4 +1,4 @@
-"""A SQLite file of ours: brought from version to version, read without a change, recognised."""
+"""A SQLite file of ours: recognised, and read without a change."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ from composer_mesh.actors.sqlite_file import (
 )
 
 FIRST = FileKind("be a test", "mend it", 77, 1, ("CREATE TABLE things (name TEXT)",))
-THIRD = replace(
-    FIRST,
-    version=3,
-    tables=("CREATE TABLE things (name TEXT, size INTEGER, colour TEXT)",),
-    migrations={
-        1: ("ALTER TABLE things ADD COLUMN size INTEGER", "UPDATE things SET size = 5"),
-        2: ("ALTER TABLE things ADD COLUMN colour TEXT",),
-    },
-)
 
 
 @pytest.fixture
@@ -42,22 +33,10 @@ def things(path: Path, kind: FileKind, read_only: bool = False) -> list[tuple[ob
         return list(rows.execute("SELECT * FROM things").fetchall())
 
 
-def test_an_older_file_goes_through_all_versions_and_keeps_its_rows(path: Path) -> None:
-    assert things(path, THIRD) == [("a", 5, None)]
-    assert things(path, THIRD) == [("a", 5, None)]
-
-
-def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path) -> None:
-    broken = replace(THIRD, migrations={**THIRD.migrations, 2: ("ALTER TABLE nothing RENAME",)})
-    with pytest.raises(StoreError, match="cannot be a test"):
-        SqliteFile(path, broken)
-    assert things(path, FIRST) == [("a",)]
-
-
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (replace(THIRD, migrations={}), "its version is 1, not 3"),
+        (replace(FIRST, version=3), "its version is 1, not 3"),
         (replace(FIRST, version=0), "its version is 1, not 0"),
         (replace(FIRST, application_id=5), "a database of another kind"),
     ],
@@ -70,11 +49,6 @@ def test_a_file_of_another_version_or_kind_is_left_as_it_is(
     with pytest.raises(StoreError, match=why):
         SqliteFile(path, kind, read_only)
     assert path.read_bytes() == before
-
-
-def test_a_reader_does_not_migrate(path: Path) -> None:
-    with pytest.raises(StoreError, match="its version is 1, not 3"):
-        SqliteFile(path, THIRD, read_only=True)
 
 
 def test_a_reader_sees_what_a_writer_adds_and_changes_nothing(path: Path) -> None:

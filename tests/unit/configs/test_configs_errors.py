@@ -42,10 +42,6 @@ BROKEN = {
         ["replay.mpo_types={}"],
         ["mpo_types is empty", "as dpo = 1.0"],
     ),
-    "renamed key": (
-        ["grpo.clip_low=0.1"],
-        ["grpo.clip_low = 0.1", "grpo.clip_low was renamed", "write loss.clip_low instead"],
-    ),
     "unknown section": (
         ["generatr.replicas=2"],
         ["generatr.replicas = 2", "unknown key", "did you mean generator?"],

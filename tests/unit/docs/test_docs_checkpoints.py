@@ -6,7 +6,7 @@ import re
 
 from guides import ROOT, Guide, names_in_code
 
-from composer_mesh.actors.checkpoints.folder import EARLIER_STATE_FILE, FOLDER
+from composer_mesh.actors.checkpoints.folder import FOLDER
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE
 from composer_mesh.actors.checkpoints.state import SHARDS, TRAINING_FILE
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
@@ -17,7 +17,7 @@ ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE.text, re.MULTILINE))
 
 
 def test_every_name_on_the_page_exists() -> None:
-    assert PAGE.names() - names_in_code() - {EARLIER_STATE_FILE.partition(".")[0]} == set()
+    assert PAGE.names() - names_in_code() == set()
 
 
 def test_every_link_on_the_page_exists() -> None:

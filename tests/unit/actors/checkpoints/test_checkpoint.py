@@ -18,11 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_mesh.actors.checkpoints.folder import (
-    EARLIER_STATE_FILE,
     Checkpoint,
     CheckpointFailed,
     Draft,
-    EarlierCheckpoint,
     UnreadableCheckpoint,
     checkpoints_of,
     folder_of,
@@ -382,23 +380,10 @@ def test_a_run_without_a_whole_checkpoint_has_none_and_loses_no_damaged_one(tmp_
     ]
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_way_on(tmp_path: Path) -> None:
-    earlier = folder_of(tmp_path, 5)
-    earlier.mkdir(parents=True)
-    (earlier / EARLIER_STATE_FILE).touch()
-    with pytest.raises(
-        EarlierCheckpoint, match=rf"begin a new run with policy\.path = '{earlier}'"
-    ):
-        newest(tmp_path)
-    put(tmp_path, 7)
-    assert newest(tmp_path) == Checkpoint(7, folder_of(tmp_path, 7))
-
-
 @pytest.mark.parametrize(
     "error",
     [
         UnreadableCheckpoint("step-1", "torn"),
-        EarlierCheckpoint("step-1"),
         CheckpointFailed("step-1", "No space left on device"),
     ],
 )

@@ -22,9 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from composer_mesh.actors.checkpoints.folder import (
     Checkpoint,
     Draft,
-    EarlierCheckpoint,
     UnreadableCheckpoint,
-    newest,
     newest_whole,
 )
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, damage
@@ -188,17 +186,13 @@ def test_the_load_planner_refuses_values_that_torch_would_unpickle(tmp_path: Pat
     assert not marker.exists()
 
 
-def test_a_checkpoint_of_the_version_before_is_refused_with_the_way_on(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_format_is_set_aside(checkpoint: Path, tmp_path: Path) -> None:
     manifest = checkpoint / MANIFEST_FILE
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "format": 1}))
-    with pytest.raises(EarlierCheckpoint, match=r"begin a new run with policy\.path = "):
-        newest(tmp_path)
-    with pytest.raises(EarlierCheckpoint):
-        newest_whole(tmp_path)
-    assert checkpoint.is_dir()
+    found, (aside,) = newest_whole(tmp_path)
+    assert found is None
+    assert "format 1 is not" in aside.damage[0]
 
 
 def resaved(checkpoint: Path, offsets: dict[str, Any]) -> None:

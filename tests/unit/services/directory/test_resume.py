@@ -92,18 +92,16 @@ def test_a_run_cannot_get_fewer_steps_than_it_has_trained(run: Path, build_confi
         refuse_unfit(run, shorter)
 
 
-@pytest.mark.parametrize("name", ["traces/traces.jsonl", "late.sqlite", "metrics.jsonl"])
-def test_a_run_of_version_0_1_is_refused_with_the_repair_and_left_as_it_is(
-    run: Path, config: Config, name: str
+def test_a_run_without_its_store_is_refused_with_the_repair_and_left_as_it_is(
+    run: Path, config: Config
 ) -> None:
     (run / "run.sqlite").unlink()
-    (run / name).parent.mkdir(exist_ok=True)
-    (run / name).write_text('{"step": 1}\n')
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(
         RunDirectoryError, match=r"no run\.sqlite.* set policy\.path to a checkpoint"
     ):
         refuse_unfit(run, config)
-    assert (run / name).read_text() == '{"step": 1}\n'
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_a_run_that_was_stopped_before_it_wrote_anything_goes_on(run: Path, config: Config) -> None:
