@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.hints.cache import HintCache
-from composer_mesh.actors.hints.hint_service import HintService, open_meter
+from composer_mesh.actors.hints.hint_service import HintCache, HintService, open_meter
 from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,

@@ -37,7 +37,7 @@ from composer_mesh.actors.rollouts import RolloutActor  # noqa: E402
 from composer_mesh.configs.schema import Config  # noqa: E402
 from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
-from composer_mesh.planning.rollout_workers import rollout_workers  # noqa: E402
+from composer_mesh.planning.mesh_layout import rollout_workers  # noqa: E402
 from composer_mesh.rollouts.episode import Sampling  # noqa: E402
 from composer_mesh.rollouts.tasks import Episode  # noqa: E402
 from composer_mesh.services import service  # noqa: E402

@@ -27,9 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from fault_proxy import FaultProxy, Model  # noqa: E402
 from report import Report, arguments  # noqa: E402
 
-from composer_mesh.actors.panel.settings import PanelSettings  # noqa: E402
-from composer_mesh.actors.provider.breaker import BreakerRules  # noqa: E402
+from composer_mesh.actors.panel.configured import PanelSettings  # noqa: E402
 from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeouts  # noqa: E402
+from composer_mesh.actors.provider.request_limiter import BreakerRules  # noqa: E402
 from composer_mesh.actors.teacher_replay import TeacherReplayActor  # noqa: E402
 from composer_mesh.rollouts.budget import BudgetRules  # noqa: E402
 from composer_mesh.rollouts.money import Prices, dollars  # noqa: E402

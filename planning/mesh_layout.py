@@ -2,6 +2,8 @@
 
 A plan that `composer-mesh check` prints and the assembly spawns. It does not depend on Monarch or
 on the machine's network hardware.
+
+How many rollout workers a run has: more of them, the more episodes it has in flight.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,20 @@ from typing import Literal
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.configs.weights import WeightsConfig, WeightTransport
-from composer_mesh.planning.rollout_workers import rollout_workers
+
+EPISODES_PER_WORKER = 256
+MOST_WORKERS = 16
+
+
+def rollout_workers(config: Config) -> int:
+    """Return the configured number, or one for every `EPISODES_PER_WORKER` episodes in flight."""
+    if config.rollouts.workers is not None:
+        return config.rollouts.workers
+    schedule = config.schedule
+    training = schedule.prompts_per_step * schedule.samples_per_group * (schedule.max_lag + 1)
+    in_flight = max(training, config.eval.episodes)
+    return min(MOST_WORKERS, -(-in_flight // EPISODES_PER_WORKER))
+
 
 ActorKind = Literal[
     "trainer",

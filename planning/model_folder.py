@@ -13,10 +13,8 @@ from typing import Any
 from composer_mesh.configs.errors import ConfigError, one_line
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.planning.decoder_weights import decoder_weights
-from composer_mesh.planning.finite_weights import not_finite
-from composer_mesh.planning.model_sizes import UnknownSizes, read_sizes
-from composer_mesh.planning.safetensors_header import Shapes, UnfitHeader, read_shapes
+from composer_mesh.planning.model_sizes import UnknownSizes, decoder_weights, read_sizes
+from composer_mesh.planning.safetensors_header import Shapes, UnfitHeader, not_finite, read_shapes
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.trainer import OptimizerName
-from composer_mesh.planning.decoder_weights import Weight, decoder_weights
+from composer_mesh.planning.model_sizes import Weight, decoder_weights
 
 FLOAT = 4
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64

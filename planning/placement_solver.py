@@ -6,23 +6,100 @@
 First-fit decreasing: the largest process first, each on the first host that it fits, so placement
 is deterministic. Not every combination is tried; if a possible one is not found, naming hosts in
 the config helps.
+
+Errors of placement: why a process fits on no host, the sums, and a repair.
+
+Checks of the hosts that a config describes, against the config and the hosts found.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
+from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.placement import KINDS, PlacementConfig
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.host_capacity import HostCapacity, HostResources, Placed
-from composer_mesh.planning.memory import GB, total
-from composer_mesh.planning.placement_errors import (
-    CannotPlace,
-    NoCapacity,
-    cannot_place,
-    no_capacity,
-)
-from composer_mesh.planning.process_specs import Process, processes_of
+from composer_mesh.planning.memory import GB, SHARED_CODE, in_gb, in_words, total
+from composer_mesh.planning.process_specs import WHOLE, Process, processes_of
+
+
+class CannotPlace(ConfigError):
+    """A run does not fit on its hosts."""
+
+
+class NoCapacity(Exception):
+    """A process fits on none of the run's current hosts; the reason in one line."""
+
+    failure_class = "infrastructure"
+
+
+def cannot_place(
+    process: Process, processes: Sequence[Process], capacities: Sequence[HostCapacity]
+) -> str:
+    """Return every host's reason, the sums and a repair."""
+    lines = [f"{process.name} fits on no host:"]
+    lines += [f"  {capacity.host.name} {capacity.why_not(process)}" for capacity in capacities]
+    lines += _sums(process, processes, [capacity.host for capacity in capacities])
+    return "\n  ".join([*lines, f"repair: {_repair(process, capacities)}"])
+
+
+def no_capacity(process: Process, capacities: Sequence[HostCapacity]) -> str:
+    """Return every host's reason in one line."""
+    have = "; ".join(f"{capacity.host.name} {capacity.why_not(process)}" for capacity in capacities)
+    wanted = [f"{process.gpus / WHOLE:g} GPU"] if process.gpus else []
+    wanted += [f"{process.cores} cores"] if process.cores else []
+    wanted += [f"{in_gb(process.host_bytes)} GB of memory"]
+    return (
+        f"no host has room for {process.name}, which needs {' and '.join(wanted)}: "
+        f"{have or 'no host is left'}; let another host join, or run fewer processes"
+    )
+
+
+def _sums(
+    process: Process, processes: Sequence[Process], hosts: Sequence[HostResources]
+) -> Iterator[str]:
+    """Yield the total resources of all processes, and the needs of this one."""
+    yield f"{process.name} needs of its host: {in_words(process.memory.host)}"
+    if process.gpus:
+        yield f"{process.name} needs of each GPU: {in_words(process.memory.gpu)}"
+        yield _sum("GPUs", processes, lambda one: one.gpus / WHOLE, sum(h.gpus for h in hosts))
+    if any(one.cores for one in processes):
+        yield _sum("own cores", processes, lambda one: one.cores, sum(h.cores for h in hosts))
+    memory = sum(host.memory - SHARED_CODE for host in hosts) / GB
+    sum_of_memory = _sum("GB of memory", processes, lambda one: one.host_bytes / GB, memory)
+    yield f"{sum_of_memory}, after {in_gb(SHARED_CODE)} of each host for shared libraries"
+
+
+def _sum(
+    what: str, processes: Sequence[Process], ask: Callable[[Process], float], have: float
+) -> str:
+    terms = []
+    for (kind, asked), group in groupby(processes, key=lambda one: (one.kind, ask(one))):
+        count = len(list(group))
+        if asked:
+            times = f"{count} x " if count > 1 else ""
+            terms.append(f"{kind} {times}{_figure(asked)}")
+    return (
+        f"all {what}: {' + '.join(terms)} = {_figure(sum(map(ask, processes)))}, of {_figure(have)}"
+    )
+
+
+def _repair(process: Process, capacities: Sequence[HostCapacity]) -> str:
+    key = f"placement.{process.kind}"
+    if process.gpus and any("GB needed" in capacity.why_not(process) for capacity in capacities):
+        more = f", or raise {key}.gpus" if process.gpus < WHOLE else ""
+        return process.relief + more
+    if process.gpus:
+        return f"lower {key}.gpus, run fewer processes with GPUs, or describe more hosts"
+    if any("cores" in capacity.why_not(process) for capacity in capacities):
+        return f"lower {key}.cores, or set it to 0 to share what is left"
+    return "run fewer processes, a smaller model, or describe hosts with more memory"
+
+
+def _figure(value: float) -> str:
+    return f"{value:g}" if value == int(value) else f"{value:.2f}"
 
 
 @dataclass(frozen=True)
@@ -175,3 +252,114 @@ def _preferred(process: Process, capacities: Sequence[HostCapacity]) -> list[Hos
     if process.together or process.kind == "controller":
         return list(capacities)
     return sorted(capacities, key=lambda capacity: capacity.load)
+
+
+SLACK = 0.98
+"""A kernel reports slightly less memory than a machine nominally has."""
+
+
+class WrongHost(ConfigError):
+    """The hosts that a config describes do not match those of the run."""
+
+
+def check_described(config: Config) -> None:
+    """Refuse a remote run whose config lacks needed host descriptions; raises `WrongHost`."""
+    cluster, described = config.cluster, described_hosts(config.placement)
+    if not cluster.remote:
+        return
+    if cluster.kind != "hosts" and not described:
+        raise WrongHost(
+            f"placement.hosts describes no host but cluster.kind is {cluster.kind!r}, which is "
+            "asked for hosts of these sizes: write [[placement.hosts]] with count, cores and "
+            "memory_gb"
+        )
+    if described and cluster.workers and len(described) != len(cluster.workers):
+        raise WrongHost(
+            f"placement.hosts describes {len(described)} hosts but cluster.workers has "
+            f"{len(cluster.workers)} addresses, and each host has one worker: describe each of "
+            "them, or none"
+        )
+    _check_staying(config)
+
+
+def _check_staying(config: Config) -> None:
+    """Refuse hosts or cores for processes that stay on the controller's machine."""
+    for kind in stay_with_controller(config):
+        place, key = config.placement.of(kind), f"placement.{kind}"
+        if place.hosts:
+            raise WrongHost(
+                f"{key}.hosts names {place.hosts[0]!r} but this process stays on the controller's "
+                f"machine: remove {key}.hosts"
+            )
+        if place.cores and config.cluster.kind != "slurm":
+            raise WrongHost(
+                f"{key}.cores is {place.cores} but this process stays on the controller's "
+                f"machine, which placement.hosts does not describe: remove {key}.cores"
+            )
+
+
+def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, HostResources]:
+    """Match found hosts to the config's names for them; raises `WrongHost`.
+
+    The described resources are what the run may use, even if a host has more. Hosts are matched by
+    name, and the others by their resources, the largest first. The result does not depend on the
+    order of `found`.
+    """
+    described = described_hosts(config.placement)
+    if not described:
+        ordered = sorted(found, key=lambda host: (len(host.name), host.name))  # 2 before 10
+        return {host.name: host for host in ordered}
+    if len(found) != len(described):
+        raise WrongHost(
+            f"placement.hosts describes {len(described)} hosts, but there are {len(found)} "
+            f"({', '.join(host.name for host in found) or 'none'}): have one worker for each"
+        )
+    left = {host.name: host for host in found}
+    pairs = {one.name: (one, left.pop(one.name)) for one in described if one.name in left}
+    for one in sorted(described, key=_resource_size, reverse=True):
+        if one.name not in pairs:
+            fitting = (host for host in left.values() if _has(host, one))
+            host = next(fitting, next(iter(left.values())))
+            pairs[one.name] = one, left.pop(host.name)
+    for one, host in pairs.values():
+        check_has(one, host, "what is there", "have its worker on such a host")
+    return {one.name: replace(one, name=pairs[one.name][1].name) for one in described}
+
+
+def check_has(described: HostResources, here: HostResources, who: str, repair: str) -> None:
+    """Refuse a host with fewer resources than described; raises `WrongHost`."""
+    if not _has(here, described):
+        raise WrongHost(
+            f"placement.hosts describes {about(described)}, but {who} is {about(here)}: "
+            f"{repair}, or correct placement.hosts"
+        )
+
+
+def check_together(config: Config, hosts: Collection[str | None]) -> None:
+    """Refuse trainer ranks on several hosts that are connected only through ssh tunnels."""
+    ssh = config.cluster.ssh
+    if ssh is not None and ssh.tunnel and len(set(hosts)) > 1:
+        raise WrongHost(
+            f"the trainer's ranks are on {len(set(hosts))} hosts but cluster.ssh.tunnel is true, "
+            "and what they send each other goes through no tunnel: set placement.trainer.hosts to "
+            "one host, or cluster.ssh.tunnel to false"
+        )
+
+
+def about(host: HostResources) -> str:
+    """Describe a host: `localhost: 2 cores, 23.5 GB, no GPU`."""
+    gpus = f"{host.gpus} GPUs of {in_gb(host.gpu_memory)} GB" if host.gpus else "no GPU"
+    return f"{host.name}: {host.cores} cores, {in_gb(host.memory)} GB, {gpus}"
+
+
+def _resource_size(host: HostResources) -> tuple[int, ...]:
+    return (host.gpus, host.gpu_memory, host.memory, host.cores)
+
+
+def _has(host: HostResources, described: HostResources) -> bool:
+    return (
+        host.cores >= described.cores
+        and host.gpus >= described.gpus
+        and host.memory >= described.memory * SLACK
+        and host.gpu_memory >= described.gpu_memory * SLACK
+    )

@@ -2,6 +2,8 @@
 
 Every request gets a reply; a failure is a reply without text, because templates are the fallback.
 Equal requests in flight are coalesced.
+
+The content cache of a hint writer's answers.
 """
 
 import asyncio
@@ -9,10 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
-from composer_mesh.actors.hints.cache import HintCache
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.metering import LedgerMeter
+from composer_mesh.actors.panel.response_cache import ContentCache
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider.coalescing import RequestCoalescer
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
@@ -21,6 +24,28 @@ from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, one_line_hint
 from composer_mesh.rollouts.money import dollars, nano
+
+
+class HintCache:
+    """Thread-safe cache of texts; opened by its constructor, closed by `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._kept = ContentCache(path, what="hints", setting="sdpo.hints.llm.cache")
+
+    def get(self, key: str) -> str | None:
+        """Return the cached answer; raises StoreError if the file cannot be read."""
+        text = self._kept.get(key)
+        if text is not None and not isinstance(text, str):
+            raise self._kept.damaged(key)
+        return text
+
+    def put(self, key: str, text: str) -> None:
+        """Store an answer unless the key exists; raises StoreError if it cannot."""
+        self._kept.put(key, text)
+
+    def close(self) -> None:
+        self._kept.close()
+
 
 NO_TEXT = "its answer holds no plain text"
 REPAIR = "raise sdpo.hints.llm.budget_requests or sdpo.hints.llm.budget_usd"

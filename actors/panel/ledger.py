@@ -3,6 +3,11 @@
 `rollouts.budget` decides whether a request fits, in the transaction that writes its reservation.
 Each transaction is synced to disk before a request is sent, so a power cut loses no money that may
 have been spent. Synchronous; `metering` is the asyncio interface.
+
+Whether the process that owns open ledger reservations is still alive.
+
+A process is identified by its id and start time, because ids are reused. Only processes of this
+machine are found.
 """
 
 import os
@@ -12,8 +17,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from composer_mesh.actors.panel.ledger_owners import owner_lives, started_at
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
+from composer_mesh.mesh.processes import is_alive, start_ticks
 from composer_mesh.rollouts.budget import (
     Account,
     BudgetReport,
@@ -24,6 +29,22 @@ from composer_mesh.rollouts.budget import (
     Taken,
 )
 from composer_mesh.rollouts.money import LARGEST_CHARGE
+
+
+def started_at(pid: int) -> str:
+    """Return a process's boot id and start time; "" if the system does not report it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    ticks = start_ticks(pid)
+    return f"{boot} {ticks}" if ticks else ""
+
+
+def owner_lives(pid: int, started: str) -> bool:
+    """Return whether exactly this process is still running."""
+    return is_alive(pid) and started_at(pid) == started
+
 
 LEDGER = FileKind(
     purpose="keep the ledger of what teachers cost",

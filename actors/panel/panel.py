@@ -1,30 +1,38 @@
 """Queries several teachers about a frozen state: cached answers first, then the providers.
 
 Combines the provider client, the budget ledger and the response cache.
+
+Counts and costs of a panel's requests by teacher, since it was opened in this process.
+
+The ledger has the costs of the complete run.
+
+Prices of each teacher's requests, resolved before the first request is sent.
+
+A price missing from the config is read from the provider's price list, if it has one.
+`provider.money` turns prices into bounds.
 """
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
 import httpx
 
+from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.metering import LedgerMeter
-from composer_mesh.actors.panel.prices import with_prices
 from composer_mesh.actors.panel.response_cache import ResponseCache, asked_of, question_key
-from composer_mesh.actors.panel.settings import PanelSettings
-from composer_mesh.actors.panel.tally import Tally, replies_by_kind
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider.coalescing import ClientClosed, RequestCoalescer
-from composer_mesh.actors.provider.errors import ProviderError
+from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.rollouts.budget import BudgetReport
-from composer_mesh.rollouts.money import dollars
+from composer_mesh.rollouts.budget import BudgetReport, BudgetRules, UnknownPrice
+from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import (
     FailureKind,
     FrozenState,
@@ -33,6 +41,72 @@ from composer_mesh.rollouts.pairs import (
     TeacherReply,
 )
 from composer_mesh.rollouts.traces import Message
+
+
+@dataclass
+class Tally:
+    """Counts and dollars of one teacher."""
+
+    answered: int = 0
+    cached: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    usd: float = 0.0
+
+    def count(self, reply: TeacherReply) -> None:
+        self.usd += reply.usd
+        if isinstance(reply, TeacherFailure):
+            self.failed[reply.kind.value] += 1
+        elif reply.cached:
+            self.cached += 1
+        else:
+            self.answered += 1
+
+    def details(self) -> dict[str, Any]:
+        """Return the tally as JSON values."""
+        return {
+            "answered": self.answered,
+            "cached": self.cached,
+            "failed": dict(self.failed),
+            "usd": self.usd,
+        }
+
+
+def replies_by_kind(tallies: Iterable[Tally]) -> dict[str, int]:
+    """Return the number of replies that were `answered`, `cached`, or failed, by failure kind."""
+    replies: Counter[str] = Counter()
+    for tally in tallies:
+        replies.update(tally.failed)
+        replies.update(answered=tally.answered, cached=tally.cached)
+    return {kind: count for kind, count in replies.items() if count}
+
+
+async def with_prices(
+    client: ProviderClient, teacher: TeacherEndpoint, rules: BudgetRules
+) -> TeacherEndpoint:
+    """Return the teacher with its prices, as far as they are known.
+
+    Raises ProviderBudgetError if they are unknown and such teachers are refused, and the provider's
+    error if its list cannot be read.
+    """
+    if teacher.prices is not None:
+        return teacher
+    listed = None if teacher.routing is None else await _listed(client, teacher, rules)
+    if listed is None and rules.unknown_prices == "refuse":
+        raise ProviderBudgetError(teacher.name, str(UnknownPrice()))
+    return replace(teacher, prices=listed)
+
+
+async def _listed(
+    client: ProviderClient, teacher: TeacherEndpoint, rules: BudgetRules
+) -> Prices | None:
+    """Return the listed price; an unreadable list counts as empty if unknown prices are allowed."""
+    try:
+        return await client.prices(teacher)
+    except ProviderError:
+        if rules.unknown_prices == "refuse":
+            raise
+        return None
+
 
 T = TypeVar("T")
 

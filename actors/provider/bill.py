@@ -2,15 +2,33 @@
 
 A query may be cancelled at any time, also while it reserves or settles: none of its reservations
 stays open, and none is settled twice.
+
+Port of the provider client to a budget.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from composer_mesh.actors.provider.errors import ProviderBudgetError
-from composer_mesh.actors.provider.meter import Meter
+
+
+class Meter(Protocol):
+    """Reserves the maximum cost of each request before it is sent, and settles its actual cost."""
+
+    async def reserve(self, teacher: str, bound: int | None) -> int:
+        """Reserve nano-dollars; raises ProviderBudgetError if the request must not be sent.
+
+        The bound None stands for an unknown price. Returns the reservation's number.
+        """
+
+    async def settle(self, reservation: int, charge: int | None) -> int:
+        """Settle a reservation once; None charges all of it.
+
+        Returns what counts: a charge above the reservation only as far as the ceilings allow.
+        """
+
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from composer_mesh.actors.provider.bill import BackgroundWrites, Bill
+from composer_mesh.actors.provider.bill import BackgroundWrites, Bill, Meter
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
@@ -34,7 +34,6 @@ from composer_mesh.actors.provider.errors import (
 )
 from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
 from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
-from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.actors.provider.money import bound, listed_prices, routing_of
 from composer_mesh.actors.provider.reply import NoResponse, read_completion, read_reply
 from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter

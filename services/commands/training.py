@@ -47,8 +47,7 @@ from composer_mesh.services.directory.resume import (
     refuse_unfit,
     with_chat_date,
 )
-from composer_mesh.services.inspection.placement_table import print_placement
-from composer_mesh.services.inspection.plan_table import print_plan
+from composer_mesh.services.inspection.placement_table import print_placement, print_plan
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.tasks.heldout import fewer_episodes
 from composer_mesh.tasks.loading import make_task

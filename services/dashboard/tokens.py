@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.inspection.page import plain_text
-from composer_mesh.services.traces.hints import TOKENIZER_FILE
+from composer_mesh.services.traces.whole import TOKENIZER_FILE
 
 Colouring = Literal["none", "logprob", "version", "advantage", "divergence"]
 COLOURINGS: tuple[Colouring, ...] = ("none", "logprob", "version", "advantage", "divergence")

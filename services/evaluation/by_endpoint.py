@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composer_mesh.actors.provider.bill import Meter
 from composer_mesh.actors.provider.client import ProviderClient
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import (
@@ -10,7 +11,6 @@ from composer_mesh.actors.provider.errors import (
     ProviderError,
     ProviderPaymentError,
 )
-from composer_mesh.actors.provider.meter import Meter
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.episode import seed_of
 from composer_mesh.rollouts.tasks import Episode

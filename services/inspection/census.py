@@ -2,16 +2,58 @@
 
 Actors that answer report their status; pools know replicas that are dead, starting or leaving.
 Pure.
+
+Parses actor names into mesh, rank and generation, and formats failures on one line.
+
+generator-1.3   the third process of rank 1 of the mesh "generator"
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, MeshError, RemoteError
 from composer_mesh.services.directory.status import ActorStatus
-from composer_mesh.services.inspection.actor_names import parse_name
+
+
+@dataclass(frozen=True)
+class ActorName:
+    """A mesh, a rank in it, and how many processes that rank has had."""
+
+    mesh: str
+    rank: int = 0
+    generation: int = 1
+
+
+def parse_name(name: str) -> ActorName:
+    """Split a name into its parts; an actor alone in its mesh has its name as mesh and rank 0."""
+    place, dot, generation = name.rpartition(".")
+    if not dot or not generation.isdecimal():
+        place, generation = name, "1"
+    mesh, dash, rank = place.rpartition("-")
+    if not dash or not rank.isdecimal():
+        return ActorName(place, 0, int(generation))
+    return ActorName(mesh, int(rank), int(generation))
+
+
+def placed(actor: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event's fields, adding the actor's mesh and rank where the host is known."""
+    if not actor or "host" not in fields:
+        return dict(fields)
+    name = parse_name(actor)
+    return {"host": fields["host"], "mesh": name.mesh, "rank": name.rank, **fields}
+
+
+def failure_line(error: MeshError, host: str) -> str:
+    """Return a failure with its actor's host, mesh and rank; other errors as their text."""
+    if not isinstance(error, ActorDied | DeadlineExceeded | RemoteError):
+        return str(error)
+    name = parse_name(error.actor)
+    where = f"host {host}, mesh {name.mesh}, rank {name.rank}"
+    first, newline, rest = str(error).partition("\n")
+    return f"{first} ({where}){newline}{rest}"
 
 
 class Pool(Protocol):

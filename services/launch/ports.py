@@ -29,7 +29,7 @@ class LaunchFailed(RuntimeError):
 class Order:
     """A launch order: the resolved config, its hosts and the paths.
 
-    The config has been checked, so a scheduler has hosts to request (`planning.host_checks`).
+    The config has been checked, so a scheduler has hosts to request (`planning.host_capacity`).
     `output` and `folder` are absolute; `folder` is the user's working directory, to which the
     config's paths are relative. `python` is the interpreter on the hosts.
     """

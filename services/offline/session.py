@@ -16,9 +16,8 @@ import httpx
 
 from composer_mesh.actors.experts.http import TOKEN_ENV, ExpertServer, new_token
 from composer_mesh.actors.experts.panel import Expert, ExpertPanel
-from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.panel.prices import with_prices
-from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.panel.configured import PanelSettings
+from composer_mesh.actors.panel.panel import TeacherPanel, with_prices
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.actors.sqlite_file import StoreError

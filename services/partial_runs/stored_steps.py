@@ -25,7 +25,7 @@ from composer_mesh.services.steps.step_manifest import StepManifest, manifest_fr
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState, Where
-from composer_mesh.services.traces.turns import acted
+from composer_mesh.services.traces.rollout import acted
 
 READABLE = (GroupState.FINISHED, GroupState.TRAINED)
 

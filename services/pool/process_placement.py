@@ -13,18 +13,16 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.process_resources import share_env
 from composer_mesh.planning.host_capacity import HostResources, Placed
-from composer_mesh.planning.host_checks import (
+from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of, teacher_sizes_of
+from composer_mesh.planning.placement_solver import (
+    Placement,
     WrongHost,
     about,
+    aliases_of,
     check_described,
     check_found,
     check_has,
     check_together,
-)
-from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of, teacher_sizes_of
-from composer_mesh.planning.placement_solver import (
-    Placement,
-    aliases_of,
     described_hosts,
     place,
     place_again,

@@ -8,7 +8,7 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy
-from composer_mesh.planning.placement_errors import NoCapacity
+from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 
 T = TypeVar("T")

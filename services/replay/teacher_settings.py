@@ -11,11 +11,11 @@ from typing import Any
 from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.panel.configured import (
     CACHE_FILE,
+    PanelSettings,
     budget_rules,
     endpoint_of,
     ledger_name,
 )
-from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeouts
 from composer_mesh.configs.schema import Config

@@ -36,14 +36,14 @@ from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import TransportUnavailable
-from composer_mesh.planning.placement_errors import NoCapacity
+from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
-from composer_mesh.services.inspection.actor_names import failure_line, placed
+from composer_mesh.services.inspection.census import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.run.final_report import final_report

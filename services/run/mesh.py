@@ -24,7 +24,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.services.checks.keys import keys_of
 from composer_mesh.services.directory.status import ActorStatus
-from composer_mesh.services.inspection.usage import CpuMeter
+from composer_mesh.services.inspection.tree import CpuMeter
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.replay.teacher_settings import panel_settings
 from composer_mesh.services.run.hint_mesh import MeshHintWriter

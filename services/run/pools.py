@@ -19,7 +19,7 @@ from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.mesh.waiting import together
-from composer_mesh.planning.rollout_workers import rollout_workers
+from composer_mesh.planning.mesh_layout import rollout_workers
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements

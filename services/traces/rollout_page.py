@@ -14,8 +14,8 @@ from rich.text import Text
 from composer_mesh.rollouts.pairs import TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.services.inspection.page import plain_text
-from composer_mesh.services.traces.columns import MARKS, trained, versions
-from composer_mesh.services.traces.rollout import Paired, Rollout
+from composer_mesh.services.traces.list_page import MARKS, trained, versions
+from composer_mesh.services.traces.rollout import Acted, Paired, Rollout, acted
 from composer_mesh.services.traces.text import (
     GUTTER,
     QuotedText,
@@ -25,7 +25,6 @@ from composer_mesh.services.traces.text import (
     content_of,
     plain_lines,
 )
-from composer_mesh.services.traces.turns import Acted, acted
 
 MOST_LINES = 40
 """Maximum lines of a text without --full."""

@@ -18,7 +18,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, working_together
 from composer_mesh.mesh.supervision import ActorDied, HostLost
 from composer_mesh.mesh.waiting import cancel_and_wait, together
-from composer_mesh.planning.host_checks import check_together
+from composer_mesh.planning.placement_solver import check_together
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.wait_for_capacity import LOOK_S, spawn_on, wait_for_capacity
 

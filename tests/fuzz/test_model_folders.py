@@ -15,9 +15,8 @@ from safetensors.numpy import save_file
 
 from composer_mesh.actors.engines.attention_shape import AttentionShape
 from composer_mesh.configs.policy import ModelSizes, PolicyConfig
-from composer_mesh.planning.decoder_weights import decoder_weights
 from composer_mesh.planning.model_folder import UnfitModelFolder, check_model_folder
-from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of
+from composer_mesh.planning.model_sizes import UnknownSizes, decoder_weights, sizes_of
 
 SIZES = ModelSizes(
     model_type="qwen3",

@@ -29,7 +29,7 @@ from composer_mesh.actors.provider.client import (
     Timeouts,
 )
 from composer_mesh.actors.provider.errors import ProviderError, ProviderMalformed
-from composer_mesh.actors.provider.http_body import RefusedReply, bounded_body
+from composer_mesh.actors.provider.http_transport import RefusedReply, bounded_body
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import routing_of
 from composer_mesh.actors.provider.reply import NoResponse, Reply, read_reply

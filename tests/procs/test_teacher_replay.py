@@ -16,8 +16,8 @@ from gated_provider import GatedProvider
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
 from composer_mesh.actors.experts.panel import Expert
+from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError
 from composer_mesh.actors.provider.keys import Keys

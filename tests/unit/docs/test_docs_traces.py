@@ -12,7 +12,7 @@ import pytest
 from guides import ROOT, Guide, names_in_code
 
 from composer_mesh.services.commands.parser import make_parser
-from composer_mesh.services.traces.columns import WIDE
+from composer_mesh.services.traces.list_page import WIDE
 from composer_mesh.services.traces.options import SHOWN, SORT_KEYS, read_options
 
 PAGE = Guide.read("traces.md")

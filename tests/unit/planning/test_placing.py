@@ -13,8 +13,7 @@ from composer_mesh.planning.host_capacity import HostResources, Placed
 from composer_mesh.planning.memory import GB, SHARED_CODE, Part, total
 from composer_mesh.planning.memory_estimate import Memory
 from composer_mesh.planning.model_sizes import sizes_of
-from composer_mesh.planning.placement_errors import CannotPlace
-from composer_mesh.planning.placement_solver import Placement, place, place_processes
+from composer_mesh.planning.placement_solver import CannotPlace, Placement, place, place_processes
 from composer_mesh.planning.process_specs import WHOLE, Process
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.planning.rollout_workers import rollout_workers
+from composer_mesh.planning.mesh_layout import rollout_workers
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from composer_mesh.actors.hint_writer import ONCE, PATIENCE
-from composer_mesh.actors.hints.cache import HintCache
-from composer_mesh.actors.hints.hint_service import REPAIR, HintService, open_meter
+from composer_mesh.actors.hints.hint_service import REPAIR, HintCache, HintService, open_meter
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.coalescing import ClientClosed
 from composer_mesh.actors.sqlite_file import StoreError

@@ -15,9 +15,9 @@ import pytest
 from repetition import repeated
 from scripted_provider import ENVIRON, KEY, ScriptedProvider, answer, state, teacher
 
+from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.client import Retries
 from composer_mesh.actors.provider.coalescing import ClientClosed
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderBudgetError

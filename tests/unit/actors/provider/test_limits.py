@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
-from composer_mesh.actors.provider.limits import MINUTE_S, StartLimiter
+from composer_mesh.actors.provider.request_limiter import MINUTE_S, StartLimiter
 
 GAPS = st.lists(st.floats(0, 90), max_size=40)
 

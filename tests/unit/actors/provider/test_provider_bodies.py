@@ -16,8 +16,8 @@ from composer_mesh.actors.provider.errors import (
     ProviderRateError,
     ProviderRequestError,
 )
-from composer_mesh.actors.provider.http_body import LARGEST_BODY, LARGEST_HEADERS
-from composer_mesh.actors.provider.json_body import DEEPEST, MOST_VALUES, json_object
+from composer_mesh.actors.provider.http_transport import LARGEST_BODY, LARGEST_HEADERS
+from composer_mesh.actors.provider.reply import DEEPEST, MOST_VALUES, json_object
 
 GZIP = [("content-encoding", "gzip")]
 ANSWER = json.dumps(completion({"content": "Answer: 5"})).encode()

@@ -37,8 +37,8 @@ from composer_mesh.actors.provider.errors import (
     ProviderServerError,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.http_body import LARGEST_BODY
-from composer_mesh.actors.provider.refusal import retry_after_s
+from composer_mesh.actors.provider.http_transport import LARGEST_BODY
+from composer_mesh.actors.provider.reply import retry_after_s
 from composer_mesh.rollouts.actions import canonical_action
 
 

@@ -32,7 +32,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderSuspended,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.limits import StartLimiter
+from composer_mesh.actors.provider.request_limiter import StartLimiter
 from composer_mesh.rollouts.pairs import TeacherAnswer
 
 

@@ -8,14 +8,14 @@ import pytest
 
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, MeshError, RemoteError
 from composer_mesh.services.directory.status import ActorStatus
-from composer_mesh.services.inspection.actor_names import (
+from composer_mesh.services.inspection.census import (
     ActorName,
+    census,
     failure_line,
     parse_name,
     placed,
 )
-from composer_mesh.services.inspection.census import census
-from composer_mesh.services.inspection.usage import CpuMeter
+from composer_mesh.services.inspection.tree import CpuMeter
 
 
 class FakePool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from composer_mesh.mesh.pyspy import StackDump
-from composer_mesh.services.inspection.stacks import read_pyspy, stack_lines
+from composer_mesh.services.inspection.inspect_commands import read_pyspy, stack_lines
 
 
 def frame(name: str, module: str | None = None) -> dict[str, Any]:

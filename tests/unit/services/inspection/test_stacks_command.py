@@ -17,8 +17,7 @@ from composer_mesh.mesh.pyspy import PYSPY
 from composer_mesh.services.directory.control import Control
 from composer_mesh.services.directory.status import ActorStatus, RunStatus
 from composer_mesh.services.inspection import inspect_commands
-from composer_mesh.services.inspection.inspect_commands import all_stacks
-from composer_mesh.services.inspection.stacks import Stacks
+from composer_mesh.services.inspection.inspect_commands import Stacks, all_stacks
 
 CALL = {"name": "work", "module": None, "filename": "/x/a.py", "short_filename": "a.py", "line": 7}
 THREADS = [

@@ -23,8 +23,7 @@ from composer_mesh.services.directory.status import (
     read_status,
     write_status,
 )
-from composer_mesh.services.inspection.mesh_view import Usage, merge, pids_of
-from composer_mesh.services.inspection.tree import Viewer, tree_command
+from composer_mesh.services.inspection.tree import Usage, Viewer, merge, pids_of, tree_command
 from composer_mesh.services.inspection.tree_page import MeshPage
 
 GUIDE = ROOT / "docs" / "tree.md"

@@ -21,8 +21,7 @@ from composer_mesh.services.directory.status import (
     read_status,
     write_status,
 )
-from composer_mesh.services.inspection.mesh_view import Usage, merge, pids_of
-from composer_mesh.services.inspection.tree import Viewer
+from composer_mesh.services.inspection.tree import Usage, Viewer, merge, pids_of
 from composer_mesh.services.inspection.tree_page import MeshPage
 
 STATUS = RunStatus(

@@ -12,7 +12,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.process_resources import CORES, GPU_SHARE, GPUS
 from composer_mesh.planning.host_capacity import HostResources
-from composer_mesh.planning.host_checks import WrongHost
+from composer_mesh.planning.placement_solver import WrongHost
 from composer_mesh.services.inspection.placement_table import print_placement, ranges
 from composer_mesh.services.pool.process_placement import (
     NoPlacement,

@@ -15,9 +15,13 @@ from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.process_resources import CORES, GPUS
 from composer_mesh.planning.host_capacity import HostResources
-from composer_mesh.planning.host_checks import WrongHost, check_found, check_together
-from composer_mesh.planning.placement_errors import NoCapacity
-from composer_mesh.planning.placement_solver import ITS_MACHINE
+from composer_mesh.planning.placement_solver import (
+    ITS_MACHINE,
+    NoCapacity,
+    WrongHost,
+    check_found,
+    check_together,
+)
 from composer_mesh.services.inspection.placement_table import print_placement
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 

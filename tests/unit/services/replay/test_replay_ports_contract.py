@@ -14,8 +14,8 @@ from monarch.actor import concurrent_endpoint
 from scripted_provider import ENVIRON, ScriptedProvider, answer, teacher
 
 from composer_mesh import SyncSession
+from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.panel.settings import PanelSettings
 from composer_mesh.actors.provider.client import Retries
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor

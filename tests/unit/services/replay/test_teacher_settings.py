@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
-from composer_mesh.actors.panel.settings import PanelSettings
+from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.provider.coalescing import ClientClosed
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.money import Prices

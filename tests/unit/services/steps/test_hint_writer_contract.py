@@ -12,8 +12,7 @@ from in_process_host import InProcessHost
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.hint_writer import ONCE, PATIENCE, HintWriterActor
-from composer_mesh.actors.hints.cache import HintCache
-from composer_mesh.actors.hints.hint_service import HintService, open_meter
+from composer_mesh.actors.hints.hint_service import HintCache, HintService, open_meter
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.hints import HintWriterConfig

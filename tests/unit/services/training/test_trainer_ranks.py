@@ -11,7 +11,7 @@ from fake_ranks import MEETING, FakeHost
 
 from composer_mesh.actors.models.ranks import Division
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.planning.placement_errors import NoCapacity
+from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.ranks import TrainerRanks
 
