@@ -15,7 +15,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor, nn
 
-from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
+from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.sdpo_teacher import FIRST_CAPACITY, SLOTS, SDPOTeacherActor
 from composer_mesh.actors.teacher_outputs.messages import (
     Head,

@@ -17,7 +17,8 @@ import torch
 from report import Report, arguments
 from torch import Tensor
 
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
+from composer_mesh.actors.learning.student_rows import StudentRows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.tokenizer import load_tokenizer
@@ -76,9 +77,9 @@ class Sample:
             model.hidden([trace.token_ids() for trace in self.traces]),
             [places[view.trace_id] for view in self.views],
             self.views,
-            channel.temperature,
+            config.sdpo.temperature,
         )
-        choice = rows.top_k(channel.top_k) if asks_the_student(config.sdpo) else None
+        choice = rows.top_k(config.sdpo.top_k) if asks_the_student(config.sdpo) else None
         teacher = TeacherModel(self.model, config.sdpo, self._budget, follows=True)
         tensors = teacher.teacher_output(self.views, choice)
         loss = channel.loss(rows, TeacherOutput(tensors), self.tokens)

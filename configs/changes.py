@@ -145,8 +145,8 @@ def _judged(key: str, before: Config, after: Config) -> tuple[bool, str]:
 
 def _steps(before: Config, _: Config) -> tuple[bool, str]:
     moves = before.trainer.lr_schedule != "constant" or before.sdpo.objective == "taid"
-    for schedule in (before.sdpo.alpha_schedule, before.replay.beta_schedule):
-        moves = moves or (schedule.decay != "constant" and schedule.by == "steps")
+    for one in before.weighted_channels.values():
+        moves = moves or (one.schedule.decay != "constant" and one.schedule.by == "steps")
     return (False, SCHEDULED) if moves else (True, "the run is longer or shorter")
 
 

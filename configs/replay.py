@@ -1,6 +1,6 @@
 """The replay channel: teacher queries and the rules for preference pairs."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,18 +14,20 @@ from composer_mesh.configs.base import (
 from composer_mesh.configs.breaker import BreakerConfig
 from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.channel_schedule import ChannelSchedule
+from composer_mesh.configs.channels import ChannelSection
 from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.teachers import TeacherConfig, check_costs, check_names
-from composer_mesh.configs.update_share import UpdateShare
 
 MOST_TEACHERS = 100
 PairWeight = Literal["none", "margin"]
 
 
-class ReplayConfig(WeightedPreferenceConfig, UpdateShare):
+class ReplayConfig(WeightedPreferenceConfig, ChannelSection):
     """Preference pairs from teachers that agree with each other and disagree with the student."""
+
+    weight_key: ClassVar[str] = "beta"
 
     beta_schedule: ChannelSchedule = Field(default_factory=ChannelSchedule)
     """How beta changes over the run; beta is its peak."""

@@ -18,6 +18,7 @@ from composer_mesh.configs.base import (
     Share,
     Temperature,
 )
+from composer_mesh.configs.channels import ChannelSection
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.generator import GeneratorConfig
@@ -217,6 +218,11 @@ class Config(Section):
     """Experiment trackers that get the run's figures: tables [[tracking]]."""
 
     @property
+    def weighted_channels(self) -> dict[str, ChannelSection]:
+        """The channels that are added to the policy's, by name, in the order of their losses."""
+        return {"sdpo": self.sdpo, "replay": self.replay}
+
+    @property
     def pairs_wait(self) -> bool:
         """Whether a step waits for the preference pairs of its own rollouts."""
         if self.replay.delivery is None:
@@ -262,32 +268,29 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _agreement_is_known(self) -> Self:
-        followers = {
-            "sdpo.alpha_schedule": self.sdpo.on and self.sdpo.alpha_schedule.by,
-            "replay.beta_schedule": self.replay.on and self.replay.beta_schedule.by,
-        }
-        for name, by in followers.items():
-            if by == "agreement" and not self.replay.on:
+        for name, one in self.weighted_channels.items():
+            if one.on and one.schedule.by == "agreement" and not self.replay.on:
                 raise ValueError(
-                    f"{name}.by is 'agreement' but replay.beta is 0, so no teacher is asked: set "
-                    "replay.beta above 0, or by to 'success' or 'steps'"
+                    f"{name}.{one.weight_key}_schedule.by is 'agreement' but replay.beta is 0, so "
+                    "no teacher is queried: set replay.beta above 0, or by to 'success' or 'steps'"
                 )
         return self
 
     @model_validator(mode="after")
     def _update_shares_are_possible(self) -> Self:
-        least = (self.sdpo.min_update_share or 0) + (self.replay.min_update_share or 0)
-        if least >= 1:
+        shares = {n: one.min_update_share or 0.0 for n, one in self.weighted_channels.items()}
+        if (least := sum(shares.values())) >= 1:
+            names = " and ".join(f"{name}.min_update_share" for name in shares if shares[name])
             raise ValueError(
-                f"sdpo.min_update_share and replay.min_update_share add up to {least:g}, which "
-                "leaves the policy nothing: lower them to less than 1 together"
+                f"{names} add up to {least:g}, which leaves the policy nothing: lower them to less "
+                "than 1 together"
             )
         return self
 
     @model_validator(mode="after")
     def _divided_updates_are_not_measured(self) -> Self:
         """Shares of an update and compared actions are of whole gradients and whole positions."""
-        trainer, sdpo, replay = self.trainer, self.sdpo, self.replay
+        trainer, sdpo = self.trainer, self.sdpo
         divided = {
             name: size
             for name in ("context_parallel", "expert_parallel")
@@ -295,8 +298,10 @@ class Config(Section):
         }
         measured = {
             "trainer.update_share_every": trainer.update_share_every > 0,
-            "sdpo.min_update_share or max_update_share": sdpo.is_bounded,
-            "replay.min_update_share or max_update_share": replay.is_bounded,
+            **{
+                f"{name}.min_update_share or max_update_share": one.is_bounded
+                for name, one in self.weighted_channels.items()
+            },
             "sdpo.advantage_sites": "context_parallel" in divided and sdpo.advantage_sites > 0,
         }
         for what in (name for name, on in measured.items() if on and divided):

@@ -3,7 +3,7 @@
 The teacher is the trained model itself, or another model with the same tokenizer.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,9 +21,9 @@ from composer_mesh.configs.base import (
     TemperatureAboveZero,
 )
 from composer_mesh.configs.channel_schedule import ChannelSchedule
+from composer_mesh.configs.channels import ChannelSection
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.configs.policy import ModelSizes
-from composer_mesh.configs.update_share import UpdateShare
 
 Sites = Literal["all", "first", "surprise"]
 RightAction = Literal["success", "no_error"]
@@ -60,8 +60,10 @@ class SitesConfig(Section):
     error in a rollout that succeeded; "no_error": any one without error."""
 
 
-class SdpoConfig(SitesConfig, UpdateShare):
+class SdpoConfig(SitesConfig, ChannelSection):
     """Distillation at error sites from a teacher that sees a hint."""
+
+    weight_key: ClassVar[str] = "alpha"
 
     alpha: NotNegative = 0.0
     """Weight of the SDPO loss in the total; 0 turns the channel off."""
@@ -185,11 +187,6 @@ class SdpoConfig(SitesConfig, UpdateShare):
                 "teacher_model"
             )
         return self
-
-    @property
-    def on(self) -> bool:
-        """Whether the channel is active in the run."""
-        return self.alpha > 0
 
     @property
     def is_gated(self) -> bool:

@@ -300,7 +300,7 @@ _MODELS: dict[str, Callable[[Config, ModelSizes], _Model]] = {
 
 def _gradient_sets(config: Config) -> int:
     """Return how many sets of gradients an update holds: one a channel where it is measured."""
-    sections = (config.sdpo, config.replay)
+    sections = config.weighted_channels.values()
     bounded = any(one.on and one.is_bounded for one in sections)
     measured = bounded or config.trainer.update_share_every > 0
     return 1 + sum(one.on for one in sections) if measured else 1

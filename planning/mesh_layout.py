@@ -87,7 +87,7 @@ class TransportRow:
 class ChannelRow:
     """One term of the loss; weight 0 turns it off."""
 
-    name: Literal["policy", "sdpo", "replay"]
+    name: str
     weight: float
 
     @property
@@ -253,6 +253,5 @@ def _addresses(models: Sequence[TeacherConfig]) -> tuple[str, ...]:
 def _channels(config: Config) -> tuple[ChannelRow, ...]:
     return (
         ChannelRow("policy", 1.0),
-        ChannelRow("sdpo", config.sdpo.alpha),
-        ChannelRow("replay", config.replay.beta),
+        *(ChannelRow(name, one.peak) for name, one in config.weighted_channels.items()),
     )

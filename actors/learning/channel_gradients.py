@@ -9,7 +9,6 @@ of one backward by float32 rounding.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,46 +17,11 @@ from torch import Tensor
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import is_dtensor
 from composer_mesh.actors.models.sharding import is_sharded, keep_head
+from composer_mesh.channels.step import POLICY, StepLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.update_shares import FREE, bounded_factors, update_shares
 
-POLICY = "policy"
-"""The channel that everything else is counted with, such as the balance of a mixture's experts."""
-
 Gradients = list[Tensor | None]
-
-
-@dataclass
-class ChannelLosses:
-    """Losses of one microbatch, weighted as they are in the total; `others` are of no channel.
-
-    `states` are those of the forward that the losses have in common.
-    """
-
-    states: Tensor | None = None
-    others: list[Tensor] = field(default_factory=list)
-    policy: Tensor | None = None
-    sdpo: Tensor | None = None
-    replay: Tensor | None = None
-
-    def total(self) -> Tensor:
-        """Return the sum of all."""
-        traces = self.policy
-        if traces is not None and self.sdpo is not None:
-            traces = traces + self.sdpo
-        return _sum([*self.others, *(one for one in (traces, self.replay) if one is not None)])
-
-    def by_channel(self) -> dict[str, Tensor]:
-        """Return the loss of each channel that has data."""
-        with_policy = [*self.others, *([] if self.policy is None else [self.policy])]
-        found = {POLICY: _sum(with_policy)} if with_policy else {}
-        rest = {"sdpo": self.sdpo, "replay": self.replay}
-        return found | {name: loss for name, loss in rest.items() if loss is not None}
-
-    def zero(self) -> Tensor:
-        """Return a zero whose backward passes through every forward of the microbatch."""
-        states = [] if self.states is None else [self.states.sum()]
-        return 0 * _sum([*states, *self.others])
 
 
 class ChannelGradients:
@@ -74,9 +38,9 @@ class ChannelGradients:
         self._weights: Sequence[Any] = list(weights.values())
         self._every = config.trainer.update_share_every
         self._bounds = update_bounds(config)
-        self._peaks = {"sdpo": config.sdpo.alpha, "replay": config.replay.beta}
+        self._peaks = {name: one.peak for name, one in config.weighted_channels.items()}
         self._current_bounds: dict[str, tuple[float, float]] = {}
-        self._channels = [POLICY, *(name for name in ("sdpo", "replay") if on(config, name))]
+        self._channels = [POLICY, *(n for n, one in config.weighted_channels.items() if one.on)]
         self._apart: dict[str, Gradients] | None = None
         self.norms: dict[str, float] = {}
         """Norms of the channels' gradients in the last update that was measured."""
@@ -104,14 +68,17 @@ class ChannelGradients:
         if self.measures(step):
             self._apart = {name: [None] * len(self._weights) for name in self._channels}
 
-    def backward(self, losses: ChannelLosses) -> None:
-        """Add the gradients of a microbatch: with one backward, or with one for each channel."""
+    def backward(self, losses: StepLoss, states: Tensor | None = None) -> None:
+        """Add the gradients of a microbatch: with one backward, or with one for each channel.
+
+        `states` are those of the forward that the losses have in common.
+        """
         if self._apart is None:
             losses.total().backward()
             return
         parts = losses.by_channel()
         if self._sharded:
-            zero = losses.zero()
+            zero = _zero(losses, states)
             parts = {n: zero + parts[n] if n in parts else zero for n in self._channels}
         left = len(parts)
         for name, loss in parts.items():
@@ -176,15 +143,10 @@ class ChannelGradients:
             weights.grad = gradient
 
 
-def on(config: Config, channel: str) -> bool:
-    """Whether one of the two weighted channels is active in a run."""
-    return config.sdpo.on if channel == "sdpo" else config.replay.on
-
-
 def update_bounds(config: Config) -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest share of each channel that has one."""
     found = {}
-    for name, section in (("sdpo", config.sdpo), ("replay", config.replay)):
+    for name, section in config.weighted_channels.items():
         low, high = section.min_update_share, section.max_update_share
         if section.on and section.is_bounded:
             found[name] = (FREE[0] if low is None else low, FREE[1] if high is None else high)
@@ -209,5 +171,7 @@ def _combined(place: int, parts: Sequence[tuple[float, Gradients]]) -> Tensor | 
     return total
 
 
-def _sum(losses: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(losses)).sum()
+def _zero(losses: StepLoss, states: Tensor | None) -> Tensor:
+    """Return a zero whose backward passes through every forward of the microbatch."""
+    of_states = [] if states is None else [states.sum()]
+    return 0 * torch.stack([*of_states, *losses.others]).sum()

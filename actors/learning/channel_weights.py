@@ -1,4 +1,4 @@
-"""The weights of the two channels in each step's total: schedules, and the gate of the teacher."""
+"""The weights of the channels in each step's total: schedules, and the gate of the teacher."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from composer_mesh.actors.learning.running_means import RunningMeans
 from composer_mesh.actors.learning.schedules import channel_weight
 from composer_mesh.actors.learning.teacher_advantage import ADVANTAGE, WINS
+from composer_mesh.channels.step import POLICY
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 
@@ -13,19 +14,20 @@ FOLLOWED = ("success", "agreement")
 
 
 class ChannelWeights:
-    """Computes alpha and beta; a step's own measurements count from the next step on."""
+    """Computes the weights; a step's own measurements count from the next step on."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._means = RunningMeans()
 
-    def of(self, step: int) -> tuple[float, float]:
-        """Return alpha and beta in a step (0-based)."""
-        sdpo, replay, steps = self._config.sdpo, self._config.replay, self._config.run.steps
+    def of(self, step: int) -> dict[str, float]:
+        """Return the weight of each channel in a step (0-based), in the order of their losses."""
         followed = {name: self._means[name] for name in FOLLOWED}
-        alpha = channel_weight(sdpo.alpha, sdpo.alpha_schedule, step, steps, followed)
-        beta = channel_weight(replay.beta, replay.beta_schedule, step, steps, followed)
-        return (alpha if self._teaches() else 0.0), beta
+        found = {POLICY: 1.0} | {
+            name: channel_weight(one.peak, one.schedule, step, self._config.run.steps, followed)
+            for name, one in self._config.weighted_channels.items()
+        }
+        return found if self._teaches() else found | {"sdpo": 0.0}
 
     def finish_step(self, batch: StepBatch, figures: Mapping[str, float]) -> dict[str, float]:
         """Take a step's measurements; return the metrics of what its weights followed."""
@@ -63,11 +65,10 @@ class ChannelWeights:
         return {name: least for name, least in found.items() if least is not None}
 
     def _metrics(self) -> dict[str, float]:
-        sdpo, replay = self._config.sdpo, self._config.replay
+        sdpo = self._config.sdpo
         gated = sdpo.on and sdpo.is_gated
         used = list(self._bounds()) if sdpo.on else []
-        used += [sdpo.alpha_schedule.by] if sdpo.on else []
-        used += [replay.beta_schedule.by] if replay.on else []
+        used += [one.schedule.by for one in self._config.weighted_channels.values() if one.on]
         known = {name: self._means[name] for name in dict.fromkeys(used) if name != "steps"}
         found = {f"running/{name}": value for name, value in known.items() if value is not None}
         return found | ({"sdpo/gate": float(self._teaches())} if gated else {})

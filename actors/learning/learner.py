@@ -24,8 +24,8 @@ from composer_mesh.actors.checkpoints.state import (
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
 from composer_mesh.actors.learning.islands import LearnerIsland
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.sdpo_channel import TeacherOutputSource
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.models.adapter_files import AdapterFolder
 from composer_mesh.actors.models.lora import restore_adapters
 from composer_mesh.actors.models.model_folder import ModelFolder

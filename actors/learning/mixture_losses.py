@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from composer_mesh.actors.learning.sums import Figures
 from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.channels.step import Figures
 from composer_mesh.configs.moe import MoeConfig
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 

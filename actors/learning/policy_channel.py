@@ -23,11 +23,12 @@ from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums
 from composer_mesh.actors.learning.requested_fields import requested_fields
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.step_start import StepStart
-from composer_mesh.actors.learning.sums import Figures
+from composer_mesh.actors.learning.update_pass import MicrobatchStates, UpdatePass
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
+from composer_mesh.channels.step import POLICY, Figures
 from composer_mesh.configs import losses as configs
 from composer_mesh.configs.loss_options import TokenLoss
 from composer_mesh.configs.schema import Config
@@ -54,6 +55,8 @@ class PolicyChannel:
     `custom` observes the calls of a custom loss.
     """
 
+    name = POLICY
+
     def __init__(
         self,
         config: Config,
@@ -77,6 +80,19 @@ class PolicyChannel:
             check_needs(function, config.loss.import_path, config.loss.needs)
             custom = custom or RunningCall(config.supervision.custom_function_s)
             self._function = custom.watched(function, config.loss.import_path)
+
+    def term(self, states: MicrobatchStates, /) -> Tensor | None:
+        """Return the loss of a microbatch's samples; None without any."""
+        one, loss = states.one, None
+        if states.of_samples is not None:
+            loss = self.loss(
+                one.model, states.samples, states.of_samples, one.counts, one.sums.figures
+            )
+        self.run_with_others(one.reference[states.index] if one.reference else 0)
+        return loss
+
+    def train_rest(self, one: UpdatePass, /) -> None:
+        """Do nothing: every sample is in a microbatch."""
 
     def loss(
         self,
@@ -183,7 +199,7 @@ class PolicyChannel:
         """Take the metrics back to what they were: what was measured since is measured again."""
         self._custom_metrics, self._logprob_mismatch = measured
 
-    def finish_step(self, ranks: Ranks) -> Figures:
+    def finish_step(self, _loss: float | None, _step: int, ranks: Ranks, /) -> Figures:
         """Return this step's metrics over all ranks: `logprob_mismatch/…`, `policy/custom/…`."""
         measured = Sums.joined(ranks.of_shares(self._logprob_mismatch.sums.on_cpu()))
         return figures(measured) | self._custom_means(ranks)

@@ -7,14 +7,19 @@ Axes: B pairs of a microbatch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from composer_mesh.actors.learning.not_finite import Part
+from composer_mesh.actors.learning.update_pass import MicrobatchStates, UpdatePass
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.channels.step import Figures, step_loss
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.losses.preference import (
     PreferenceLoss,
@@ -26,7 +31,7 @@ from composer_mesh.losses.preference import (
     wpo_weights,
 )
 from composer_mesh.rollouts.batches import PairSample
-from composer_mesh.rollouts.step_plan import pair_sides
+from composer_mesh.rollouts.step_plan import pair_groups, pair_sides
 
 SIDES = ("chosen", "rejected")
 Sides = tuple[Tensor, Tensor]
@@ -36,12 +41,62 @@ FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
 class ReplayChannel:
-    """Computes the configured preference loss; only SimPO needs no reference."""
+    """Computes the configured preference loss; only SimPO needs no reference.
 
-    def __init__(self, config: WeightedPreferenceConfig) -> None:
-        self._config = config
-        self.beta = config.beta
-        """Weight of the loss in the total of the current step."""
+    Pairs that are in no microbatch are computed in groups of at most `budget` tokens.
+    """
+
+    name = "replay"
+
+    def __init__(self, config: WeightedPreferenceConfig, budget: int = 0) -> None:
+        self._config, self._budget = config, budget
+
+    def term(self, states: MicrobatchStates, /) -> Tensor | None:
+        """Return the loss of a microbatch's pairs; None without any."""
+        if not states.pairs:
+            return None
+        return self._pairs(states.pairs, states.of_pairs, states.one)
+
+    def train_rest(self, one: UpdatePass, /) -> None:
+        """Add the gradients of the pairs that are in no microbatch with samples."""
+        if not self._config.on:
+            return
+        pairs, plan = one.batch.pairs, one.plan
+        groups = pair_groups(pairs, plan.pairs, self._budget)
+        with one.gradients.of(self.name):
+            for number, group in enumerate(groups, start=1):
+                own = [pairs[place] for place in group]
+                one.losses({self.name: partial(self._pairs, own, None, one)}).total().backward()
+                one.end_part(Part.of(f"group {number} of {len(groups)} of pairs", pairs=own))
+            for _ in range(one.rounds.pairs - len(groups)):
+                one.model.dummy_forward().backward()
+            self._train_large([pairs[place] for place in plan.large_pairs], one)
+
+    def finish_step(self, _loss: float | None, _step: int, _ranks: Ranks, /) -> Figures:
+        """Return nothing: the figures of pairs are sums over the step."""
+        return {}
+
+    def _pairs(
+        self, pairs: Sequence[PairSample], hidden: HiddenStates | None, one: UpdatePass
+    ) -> Tensor:
+        result = self.loss(one.model, pairs, len(one.batch.pairs), hidden)
+        _add_figures(result, one)
+        return result.loss
+
+    def _train_large(self, pairs: Sequence[PairSample], one: UpdatePass) -> None:
+        """Add the gradients of pairs whose sides are computed one after the other."""
+        for pair in pairs:
+            weight = one.weights[self.name]
+            result = self.backward_by_sides(one.model, pair, len(one.batch.pairs), weight)
+            one.sums.add({self.name: result.loss})
+            _add_figures(result, one)
+            one.end_part(Part.of("a long pair", pairs=[pair]))
+        for _ in range(one.rounds.large_pairs - len(pairs) if one.sharded else 0):
+            with torch.no_grad():
+                for _ in SIDES:
+                    one.model.dummy_forward()
+            for _ in SIDES:
+                one.model.dummy_forward().backward()
 
     def loss(
         self,
@@ -58,9 +113,9 @@ class ReplayChannel:
         return self._loss(answers, pairs, normalizer)
 
     def backward_by_sides(
-        self, model: LanguageModel, pair: PairSample, normalizer: int
+        self, model: LanguageModel, pair: PairSample, normalizer: int, weight: float
     ) -> PreferenceLoss:
-        """Add the gradients of one pair, `beta` times its loss; return the loss without a graph.
+        """Add the gradients of one pair, `weight` times its loss; return the loss without a graph.
 
         Its sides are never in memory together: both are computed without gradients, of which
         follows the gradient by each log-prob, and then again, each with its own backward.
@@ -69,7 +124,8 @@ class ReplayChannel:
             answers = _Answers.by_sides(model, pair, self._config.use_weighting)
         leaf = answers.logprobs.requires_grad_()
         result = self._loss(replace(answers, logprobs=leaf), [pair], normalizer)
-        (pulls,) = torch.autograd.grad(self.beta * result.loss, leaf)
+        total = step_loss({self.name: lambda: result.loss}, {self.name: weight}).total()
+        (pulls,) = torch.autograd.grad(total, leaf)
         for ids, pull in zip(pair_sides(pair), pulls, strict=True):
             hidden, mask = _of_side(model, pair, ids)
             logprobs = model.logprobs(hidden, padded([ids], model.device), mask)
@@ -115,6 +171,11 @@ class ReplayChannel:
         counts = lengths if config.loss == "sigmoid_norm" else (None, None)
         kind = loss_type(config.loss)
         return dpo_loss(*policy, *reference, *counts, **shared, loss_type=kind)
+
+
+def _add_figures(result: PreferenceLoss, one: UpdatePass) -> None:
+    for name, value in figures_of(result).items():
+        one.sums.figures[f"replay/{name}"] += value
 
 
 def figures_of(result: PreferenceLoss) -> dict[str, float]:

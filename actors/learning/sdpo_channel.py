@@ -7,19 +7,21 @@ Axes: N hinted response tokens, H hidden size, K entries of the top k.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.sums import Figures
-from composer_mesh.actors.models.hidden_states import HiddenStates, Rows
-from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.learning.student_rows import StudentRows
+from composer_mesh.actors.learning.teacher_advantage import note_advantages, selected
+from composer_mesh.actors.learning.update_pass import MicrobatchStates, UpdatePass
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
+from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
+from composer_mesh.channels.step import Figures
 from composer_mesh.configs.sdpo import SdpoConfig
-from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.distillation import (
     TaidSchedule,
     distillation_figures,
@@ -39,95 +41,62 @@ from composer_mesh.losses.reductions import normalized_sum
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.divergences import TurnDivergences
 
-Choose = Callable[[], Tensor]
-
 ENTROPIES = ("sdpo/student_entropy", "sdpo/teacher_entropy")
-
-
-class TeacherOutputSource(Protocol):
-    """Port that returns the teacher output for the views of one microbatch; `take` may block.
-
-    `choose` computes the student's top k ids [N, K], for configurations in which the student
-    chooses.
-    """
-
-    def take(
-        self, microbatch: int, views: Sequence[HintedView], choose: Choose, /
-    ) -> TeacherOutput: ...
-
-    def skip(self, microbatch: int, /) -> None:
-        """Take part in collectives for a microbatch without views on this rank.
-
-        Only a source that communicates with other ranks, such as a sharded teacher, does anything
-        here.
-        """
-
-
-@dataclass
-class StudentRows:
-    """The student's hidden states for the `targets` [N] of some views, in their order.
-
-    Of a context each rank has the states `hidden` [n, H] of some of these `rows`.
-    """
-
-    model: LanguageModel
-    rows: Rows
-    targets: Tensor
-    temperature: float
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.rows.states
-
-    @classmethod
-    def of(
-        cls,
-        model: LanguageModel,
-        hidden: HiddenStates,
-        rows: Sequence[int],
-        views: Sequence[HintedView],
-        temperature: float,
-    ) -> "StudentRows":
-        """Select the rows of `views[i]` from sequence `rows[i]` of `hidden`, its trace."""
-        places = [
-            hidden.places_of(row, view.student_rows) for row, view in zip(rows, views, strict=True)
-        ]
-        targets = torch.tensor(
-            [target for view in views for target in view.targets], device=hidden.computed.device
-        )
-        return cls(model, hidden.rows(torch.cat(places)), targets, temperature)
-
-    @torch.no_grad()
-    def top_k(self, top_k: int) -> Tensor:
-        """Return the student's most likely ids [N, K]."""
-        model = self.model
-        head = LinearHead(model.weight, model.bias, 1.0, torch.float32, model.softcap)
-        kept = min(top_k, len(model.weight))
-        blocks = head.scores(self.hidden, default_block(self.hidden))
-        own = [scores.topk(kept, dim=-1).indices.int() for _, scores in blocks]
-        empty = self.targets.new_empty((0, kept), dtype=torch.int32)
-        return self.rows.whole(torch.cat([empty, *own]))
 
 
 class SdpoChannel:
     """Computes the configured distillation loss; holds TAID's interpolation schedule."""
 
+    name = "sdpo"
+
     def __init__(self, config: SdpoConfig, steps: int) -> None:
         """`steps`: those of the whole run, over which TAID's target moves."""
         self._config, self._steps = config, steps
         self.taid = TaidSchedule()
-        self.alpha = config.alpha
-        """Weight of the loss in the total of the current step."""
 
-    @property
-    def temperature(self) -> float:
-        return self._config.temperature
+    def term(self, states: MicrobatchStates, /) -> Tensor | None:
+        """Return the loss of a microbatch's views; None without any, or if the output is lost.
 
-    @property
-    def top_k(self) -> int:
-        return self._config.top_k
+        Adds their divergences to those of the pass.
+        """
+        one, place = states.one, states.one.first + states.index
+        if one.source is None:
+            return None
+        if not states.microbatch.views:
+            one.source.skip(place)
+            return None
+        views = [one.batch.views[view] for view in states.microbatch.views]
+        places = {sample.trace_id: row for row, sample in enumerate(states.samples)}
+        assert states.of_samples is not None
+        rows = StudentRows.of(
+            one.model,
+            states.of_samples,
+            [places[view.trace_id] for view in views],
+            views,
+            self._config.temperature,
+        )
+        output: TeacherOutput | None = None
+        with suppress(TeacherOutputsLost):
+            output = one.source.take(place, views, lambda: rows.top_k(self._config.top_k))
+        if one.ranks.any_of_share(output is None) or output is None:
+            one.source, one.lost = None, True
+            return None
+        if any(view.compared for view in views):
+            compared = sum(view.compared for view in one.batch.views)
+            note_advantages(rows, output, views, compared, one.sums.figures)
+            rows, output = selected(rows, output, views, compared=False)
+            views = [view for view in views if not view.compared]
+            if not views:
+                return None
+        divergences = rows.hidden.new_empty(rows.rows.count, dtype=torch.float32)
+        loss = self.loss(rows, output, one.counts.sdpo_tokens, one.sums.figures, divergences)
+        one.divergences += by_turn(views, divergences)
+        return loss
 
-    def finish_step(self, loss: float | None, step: int) -> dict[str, float]:
+    def train_rest(self, one: UpdatePass, /) -> None:
+        """Do nothing: every view is in a microbatch."""
+
+    def finish_step(self, loss: float | None, step: int, _ranks: Ranks, /) -> Figures:
         """Advance TAID's schedule after a step (0-based) with this loss; return its metrics."""
         if self._config.objective != "taid" or loss is None:
             return {}

@@ -17,11 +17,11 @@ from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel, answer_sequences
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, TeacherOutputSource
-from composer_mesh.actors.learning.sums import StepSums
-from composer_mesh.actors.learning.update_gradients import (
-    Channels,
-    UpdateGradients,
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
+from composer_mesh.actors.learning.update_gradients import UpdateGradients
+from composer_mesh.actors.learning.update_pass import (
+    TeacherOutputSource,
+    TrainedChannel,
     UpdatePass,
     content_of,
 )
@@ -32,6 +32,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
+from composer_mesh.channels.step import StepSums
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
@@ -79,24 +80,13 @@ class ThreeChannelStep:
             frozen = LanguageModel(reference, self._packed, self._sharing)
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
-        self._replay = ReplayChannel(config.replay)
+        replay = ReplayChannel(config.replay, self._budget)
+        self._channels: list[TrainedChannel] = [self._policy, self._sdpo, replay]
         self._weights = ChannelWeights(config)
         self._experts = MixtureLosses(config.trainer.moe)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
         self._gradients = ChannelGradients(model, self._update.weights, config, self._ranks)
-        self._microbatches = UpdateGradients(
-            Channels(
-                self._model,
-                self._policy,
-                self._sdpo,
-                self._replay,
-                self._experts,
-                self._gradients,
-            ),
-            config,
-            self._ranks,
-            self._sharded,
-        )
+        self._microbatches = UpdateGradients(self._channels, self._experts, self._sharing)
         self.divergences: list[TurnDivergences] = []
         """Those of the hinted turns that the last step trained on this rank, at their first use."""
 
@@ -172,7 +162,7 @@ class ThreeChannelStep:
         norms, rate, lost = list[float](), 0.0, False
         divergences: dict[tuple[str, int], TurnDivergences] = {}
         self._policy.begin_step()
-        self._sdpo.alpha, self._replay.beta = self._weights.of(batch.step)
+        weights = self._weights.of(batch.step)
         once = parts[: len(parts) // self._config.trainer.epochs]
         if self._policy.needs_start(len(parts)):
             self._before_updates(once, self._policy.remember, replayed=True)
@@ -181,11 +171,11 @@ class ThreeChannelStep:
             self._before_updates(once, self._policy.note_without_replay, replayed=False)
         for part in parts:
             plans, measured = self._plans(part), self._policy.measured()
-            done = self._accumulate(part, plans, None if lost else source, first)
+            done = self._accumulate(part, plans, None if lost else source, first, weights)
             if self._ranks.any(done.lost):
                 lost = True
                 self._policy.forget_since(measured)
-                done = self._accumulate(part, plans, None, first)
+                done = self._accumulate(part, plans, None, first, weights)
             divergences = {(one.trace_id, one.turn): one for one in done.divergences} | divergences
             sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums)))
             shares = self._gradients.finish()
@@ -206,7 +196,13 @@ class ThreeChannelStep:
             total.figures["sdpo/lost_steps"] = 1
         if len(sums) > 1:
             total.figures["policy/updates"] = len(sums)
-        return self._metrics(batch, total, sum(norms) / len(norms), rate)
+        return {
+            **self._metrics(batch, total, weights),
+            "policy/grad_norm": sum(norms) / len(norms),
+            "policy/lr": rate,
+            "tokens/trained": batch.action_tokens,
+            "tokens/skipped": batch.skipped.tokens,
+        }
 
     def _not_finite(self, step: int, done: UpdatePass, why: NormNotFinite) -> GradientNotFinite:
         """Return the error of an update with the evidence of all ranks, which all have it."""
@@ -243,42 +239,45 @@ class ThreeChannelStep:
         plans: Sequence[RankPlan],
         source: TeacherOutputSource | None,
         first: int,
+        weights: Mapping[str, float],
     ) -> UpdatePass:
         """Accumulate the gradients of this rank's share of an update, starting from zero."""
         plan, rounds = plans[self._ranks.share], self._rounds(batch, plans)
-        one = UpdatePass(batch, source, plan, rounds, batch.counts(), first)
+        one = UpdatePass(
+            batch,
+            source,
+            plan,
+            rounds,
+            batch.counts(),
+            first,
+            weights,
+            self._model,
+            self._gradients,
+            self._ranks,
+            self._sharded,
+        )
         if self._sharded and self._policy.has_reference:
             one.reference = reference_rounds(batch, plans, self._sharing)
         self._update.begin()
-        self._gradients.begin(batch.step, {"sdpo": self._sdpo.alpha, "replay": self._replay.beta})
+        self._gradients.begin(batch.step, weights)
         self._microbatches.accumulate(one)
         return one
 
     def _metrics(
-        self, batch: StepBatch, sums: StepSums, norm: float, rate: float
+        self, batch: StepBatch, sums: StepSums, weights: Mapping[str, float]
     ) -> dict[str, float | None]:
-        sums.figures.update(self._policy.finish_step(self._ranks))
-        sums.figures.update(self._sdpo.finish_step(sums.losses.get("sdpo"), batch.step))
+        for channel in self._channels:
+            loss = sums.losses.get(channel.name)
+            sums.figures.update(channel.finish_step(loss, batch.step, self._ranks))
         sums.figures.update(self._weights.finish_step(batch, sums.figures))
         if unique := sums.figures.get("tokens/unique"):
             sums.figures["tokens/computed_over_unique"] = sums.figures["tokens/computed"] / unique
-        return {
-            **sums.metrics(self._sdpo.alpha, self._replay.beta),
-            **self._channel_weights(),
-            "policy/grad_norm": norm,
-            "policy/lr": rate,
-            "tokens/trained": batch.action_tokens,
-            "tokens/skipped": batch.skipped.tokens,
+        of_channels = {
+            f"{name}/{one.weight_key}": weights[name]
+            for name, one in self._config.weighted_channels.items()
+            if one.on
         }
-
-    def _channel_weights(self) -> dict[str, float | None]:
-        """Return the weights of the channels that the run has, in this step."""
-        found: dict[str, float | None] = {}
-        if self._config.sdpo.on:
-            found["sdpo/alpha"] = self._sdpo.alpha
-        if self._config.replay.on:
-            found["replay/beta"] = self._replay.beta
-        return found
+        return {**sums.metrics(weights), **of_channels}
 
 
 def nothing() -> None:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.sdpo_channel import StudentRows
-from composer_mesh.actors.learning.sums import Figures
+from composer_mesh.actors.learning.student_rows import StudentRows
 from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
+from composer_mesh.channels.step import Figures
 from composer_mesh.losses.fused import linear_logprobs
 from composer_mesh.rollouts.alignment import HintedView
 

@@ -25,7 +25,8 @@ from composer_mesh.actors.learning.replay_channel import (
     answer_sequences,
     figures_of,
 )
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
+from composer_mesh.actors.learning.student_rows import StudentRows
 from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.models.language_model import (
     STATES,

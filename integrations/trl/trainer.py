@@ -26,6 +26,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.actors.models.policy import learning_every_id
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.callbacks import ClosesPairs
 from composer_mesh.integrations.trl.channels import (
@@ -281,7 +282,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
         total = found["loss/policy"]
         total += self._sdpo.alpha * found.get("loss/sdpo", 0.0)
         total += self._replay.beta * found.get("loss/replay", 0.0)
-        taught = self._sdpo_channel.finish_step(found.get("loss/sdpo"), self.state.global_step)
+        taught = self._sdpo_channel.finish_step(
+            found.get("loss/sdpo"), self.state.global_step, Ranks()
+        )
         for name, value in {**found, **taught, "loss/total": total}.items():
             self._metrics["train"][name].append(value)
 

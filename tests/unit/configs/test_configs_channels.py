@@ -34,7 +34,7 @@ FALLING = {"decay": "linear", "by": "agreement"}
             {"sdpo": {"alpha": 1.0, "advantage_sites": 4, "teacher_output": "topk"}},
             "lacks the log-probs of right actions",
         ),
-        ({"sdpo": {"alpha": 1.0, "alpha_schedule": FALLING}}, "no teacher is asked"),
+        ({"sdpo": {"alpha": 1.0, "alpha_schedule": FALLING}}, "no teacher is queried"),
         ({"trainer": {"update_share_every": -1}}, "greater than or equal to 0"),
     ],
 )

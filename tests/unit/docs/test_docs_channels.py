@@ -7,16 +7,19 @@ import re
 import pytest
 from guides import ROOT, Guide, as_a_run, names_in_code
 
+from composer_mesh.configs.channels import UpdateShare
 from composer_mesh.configs.sdpo import SitesConfig
-from composer_mesh.configs.update_share import UpdateShare
-from composer_mesh.losses.channels import CHANNELS as CHANNEL_NAMES
 from composer_mesh.services.commands.parser import make_parser
 
 PAGES = {
     name: Guide.read(name)
     for name in ("channels.md", "ablation.md", "decisions/0025-a-backward-for-each-channel.md")
 }
-METRICS = {f"{kind}_{channel}" for kind in ("norm", "share", "scale") for channel in CHANNEL_NAMES}
+METRICS = {
+    f"{kind}_{channel}"
+    for kind in ("norm", "share", "scale")
+    for channel in ("policy", "sdpo", "replay")
+}
 """Names of metrics that are made of their parts."""
 CHANNELS, ABLATION = PAGES["channels.md"], PAGES["ablation.md"]
 

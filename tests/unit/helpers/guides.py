@@ -19,6 +19,7 @@ FOLDERS = (
     "planning",
     "losses",
     "rollouts",
+    "channels",
     "tasks",
     "mesh",
     "actors",

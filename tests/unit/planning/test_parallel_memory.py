@@ -75,7 +75,7 @@ def of_pairs(model: LanguageModel, context: int, answer: int, by_sides: bool) ->
     pair = PairSample("p", ids(context), ids(answer), ids(answer), (-1.0, -2.0))
     channel = ReplayChannel(WeightedPreferenceConfig(beta=1.0, use_weighting=True))
     if by_sides:
-        channel.backward_by_sides(model, pair, 1)
+        channel.backward_by_sides(model, pair, 1, 1.0)
     else:
         channel.loss(model, [pair], 1).loss.backward()
 

@@ -119,13 +119,13 @@ def test_a_gate_is_open_without_a_measurement_and_follows_the_running_mean(
 ) -> None:
     weights = weights_for(build_config, sdpo={**MEASURED, "min_advantage": 0.1})
     empty = StepBatch(0, [], [], [])
-    assert weights.of(0)[0] == 0.5
+    assert weights.of(0)["sdpo"] == 0.5
     weights.finish_step(empty, {})
-    assert weights.of(1)[0] == 0.5
+    assert weights.of(1)["sdpo"] == 0.5
     weights.finish_step(empty, {ADVANTAGE: -1.0})
-    assert weights.of(2)[0] == 0
+    assert weights.of(2)["sdpo"] == 0
     steps = 2
-    while weights.of(steps)[0] == 0:
+    while weights.of(steps)["sdpo"] == 0:
         weights.finish_step(empty, {ADVANTAGE: 1.0})
         steps += 1
     assert steps == 4, "-1 and two times 1, weighted 0.081, 0.09 and 0.1"
@@ -134,14 +134,14 @@ def test_a_gate_is_open_without_a_measurement_and_follows_the_running_mean(
 def test_a_weight_falls_with_what_it_follows(build_config: Any) -> None:
     schedule = {"decay": "linear", "by": "success", "start": 0.2, "end": 0.6, "min_ratio": 0.5}
     weights = weights_for(build_config, sdpo={"alpha": 1.0, "alpha_schedule": schedule})
-    assert weights.of(3)[0] == 1.0
+    assert weights.of(3)["sdpo"] == 1.0
     batch = StepBatch(0, [], [], [], success=0.4)
     assert weights.finish_step(batch, {}) == {}
-    assert weights.of(3)[0] == pytest.approx(0.75)
+    assert weights.of(3)["sdpo"] == pytest.approx(0.75)
     for _ in range(200):
         found = weights.finish_step(replace(batch, success=0.9), {})
     assert found == {"running/success": pytest.approx(0.9)}
-    assert weights.of(3)[0] == 0.5
+    assert weights.of(3)["sdpo"] == 0.5
 
 
 def test_running_means_are_corrected_for_their_beginning_and_survive_a_checkpoint() -> None:
@@ -161,9 +161,9 @@ def test_a_gate_on_wins_counts_how_often_and_not_how_much(build_config: Any) -> 
     weights = weights_for(build_config, sdpo={**MEASURED, "min_advantage_wins": 0.5})
     empty = StepBatch(0, [], [], [])
     weights.finish_step(empty, {ADVANTAGE: -50.0, WINS: 0.8})
-    assert weights.of(1)[0] == 0.5
+    assert weights.of(1)["sdpo"] == 0.5
     assert weights.finish_step(empty, {ADVANTAGE: 3.0, WINS: 0.1}) == {
         "running/advantage_wins": pytest.approx(0.8),
         "sdpo/gate": 1.0,
     }
-    assert weights.of(2)[0] == 0
+    assert weights.of(2)["sdpo"] == 0

@@ -1,10 +1,11 @@
-"""Bounds of a channel's share of an update."""
+"""What every channel but the policy's has: a weight over the run, and bounds of its share."""
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import Section
+from composer_mesh.configs.channel_schedule import ChannelSchedule
 
 UpperShare = Annotated[float, Field(gt=0, le=1)]
 LowerShare = Annotated[float, Field(ge=0, lt=1)]
@@ -38,3 +39,30 @@ class UpdateShare(Section):
                 "both: lower the first or raise the second"
             )
         return self
+
+
+class ChannelSection(UpdateShare):
+    """The section of a channel that is added to the policy's.
+
+    `weight_key` is the key of its weight in the total, at its peak; the schedule is the same with
+    `_schedule`.
+    """
+
+    weight_key: ClassVar[str]
+
+    @property
+    def peak(self) -> float:
+        """Weight of the loss in the total, at its peak."""
+        weight: float = getattr(self, self.weight_key)
+        return weight
+
+    @property
+    def schedule(self) -> ChannelSchedule:
+        """How the weight changes over the run."""
+        found: ChannelSchedule = getattr(self, f"{self.weight_key}_schedule")
+        return found
+
+    @property
+    def on(self) -> bool:
+        """Whether the channel is active in the run."""
+        return self.peak > 0
