@@ -75,12 +75,17 @@ def checked_weight(name: str, weight: Number) -> float:
     return float(weight)
 
 
+def step_total(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the weighted sum of a step's losses, over the channels that have a weight."""
+    return sum((weights[name] * losses.get(name, 0.0) for name in weights), start=0.0)
+
+
 def step_metrics(
     losses: Mapping[str, float], weights: Mapping[str, float]
 ) -> dict[str, float | None]:
     """Return `loss/total`, and `loss/…` of each channel that has a weight; None if it is off."""
     on = {n: losses[n] for n, weight in weights.items() if weight > 0 and n in losses}
-    total = sum((weights[name] * loss for name, loss in on.items()), start=0.0)
+    total = step_total(on, weights)
     return {"loss/total": total, **{f"loss/{name}": on.get(name) for name in weights}}
 
 

@@ -95,7 +95,7 @@ def _divergence(step: ThreeChannelStep) -> Loss:
     def loss(_: Sequence[Any], logprobs: Sequence[Any]) -> tuple[Any, dict[str, float]]:
         import torch
 
-        from composer_mesh.losses.client_channels import divergence
+        from composer_mesh.channels.client_channels import divergence
 
         parts = [
             divergence(
@@ -106,10 +106,17 @@ def _divergence(step: ThreeChannelStep) -> Loss:
             )
             for own, inputs in zip(logprobs, known, strict=True)
         ]
-        total = sum(parts[1:], start=parts[0])
-        return step.alpha * total, {"loss/sdpo:sum": float(total.detach())}
+        return _weighted("sdpo", sum(parts[1:], start=parts[0]), step.alpha)
 
     return loss
+
+
+def _weighted(name: str, loss: Any, weight: float) -> tuple[Any, dict[str, float]]:
+    """Return the part of the step's loss that one channel is, and its metric."""
+    from composer_mesh.channels.step import step_loss
+
+    found = step_loss({name: lambda: loss}, {name: weight})
+    return found.total(), {f"loss/{name}:sum": float(found.losses[name])}
 
 
 def _side(ids: Sequence[int]) -> Arrays:
@@ -131,7 +138,7 @@ def _preference(step: ThreeChannelStep) -> Loss:
         reference = torch.tensor(known, dtype=sums.dtype)
         sides = sums[::2], sums[1::2], reference[::2], reference[1::2]
         total = dpo_loss(*sides, beta=step.dpo_beta, normalizer=len(pairs)).loss
-        return step.beta * total, {"loss/replay:sum": float(total.detach())}
+        return _weighted("replay", total, step.beta)
 
     return loss
 

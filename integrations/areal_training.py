@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composer_mesh.channels.step import POLICY, Term, step_loss, step_total
 from composer_mesh.integrations.areal import ppo_actor_loss
 from composer_mesh.integrations.pair_gradients import check_references, pair_gradients
 from composer_mesh.losses.distillation import generalized_jsd
@@ -40,6 +41,11 @@ class Channels:
     dpo_beta: float = 0.1
     temperature: float = 1.0
     ppo: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each channel in the total."""
+        return {POLICY: 1.0, "sdpo": self.alpha, "replay": self.beta}
 
 
 @dataclass(frozen=True)
@@ -84,13 +90,13 @@ def three_channel_step(
         if piece.row >= len(rows):
             side = piece.row - len(rows)
             return pulls[side] * _answer(piece, sides[side]).sum()
-        own = _policy(piece, channels) / counts["tokens"]
-        losses["policy"] += float(own.detach())
-        for view, logits in by_row.get(piece.row, ()):
-            found = _distilled(piece, view, logits, channels) / counts["hinted"]
-            losses["sdpo"] += float(found.detach())
-            own = own + channels.alpha * found
-        return own
+        terms: dict[str, Term] = {POLICY: lambda: _policy(piece, channels) / counts["tokens"]}
+        if piece.row in by_row:
+            terms["sdpo"] = lambda: _hinted(piece, by_row[piece.row], channels) / counts["hinted"]
+        found = step_loss(terms, channels.weights)
+        for name, one in found.losses.items():
+            losses[name] += float(one)
+        return found.total()
 
     engine.optimizer_zero_grad()
     ranks = dist.get_world_size(engine.data_parallel_group)
@@ -98,7 +104,7 @@ def three_channel_step(
     _run(engine, every, lambda piece: ranks * loss(piece))
     stats = engine.optimizer_step()
     found = _summed(engine, losses)
-    total = found["policy"] + channels.alpha * found["sdpo"] + channels.beta * found["replay"]
+    total = step_total(found, channels.weights)
     figures = {f"loss/{name}": value for name, value in found.items()}
     return {**figures, "loss/total": total, **{k: float(v) for k, v in stats.items()}}
 
@@ -190,6 +196,11 @@ def _policy(piece: Piece, channels: Channels) -> Tensor:
         **channels.ppo,
     )
     return mean * max(1, int(mask.sum()))
+
+
+def _hinted(piece: Piece, views: Sequence[tuple[HintedView, Tensor]], channels: Channels) -> Tensor:
+    """Return the divergence of a row's hinted turns, a sum over their tokens."""
+    return torch.stack([_distilled(piece, *one, channels) for one in views]).sum()
 
 
 def _distilled(piece: Piece, view: HintedView, teacher: Tensor, channels: Channels) -> Tensor:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from composer_mesh.channels import harness
 from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
-from composer_mesh.losses import composition
 from composer_mesh.losses.distillation import TaidSchedule
 from composer_mesh.losses.distillation import taid_loss as summed_taid_loss
 from composer_mesh.rollouts.consensus import decide
@@ -80,13 +80,13 @@ def compose_loss(
 ) -> ComposeLossResult:
     """Cross-entropy + alpha_sdpo * JSD at hinted tokens + beta_replay * preference loss.
 
-    The batch has the framework's keys, as `losses.harness.compose_loss` describes them; a channel
+    The batch has the framework's keys, as `channels.harness.compose_loss` describes them; a channel
     whose weight is 0, or whose keys are missing, None or empty, is off. `simpo_gamma` is the
     framework's 1.0, where the paper has 0.5.
     """
     kept = {key: _mask(key, one) for key, one in batch.items() if one is not None and one.numel()}
     named: dict[str, Any] = {"sdpo_wrapper": sdpo_wrapper, "dpo_variant": dpo_variant}
-    found = composition.compose_loss(
+    found = harness.compose_loss(
         model,
         kept,
         **named,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from composer_mesh.channels.step import step_loss
 from composer_mesh.losses.preference import dpo_loss
 from composer_mesh.rollouts.batches import PairSample
 
@@ -44,5 +45,6 @@ def pair_gradients(
         beta=dpo_beta,
         normalizer=normalizer,
     )
-    (gradient,) = torch.autograd.grad(weight * result.loss, values)
-    return float(result.loss.detach()), gradient
+    found = step_loss({"replay": lambda: result.loss}, {"replay": weight})
+    (gradient,) = torch.autograd.grad(found.total(), values)
+    return float(found.losses["replay"]), gradient

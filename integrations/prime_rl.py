@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from composer_mesh.channels.step import POLICY, step_loss
 from composer_mesh.losses.custom_types import LossOutputs
 from composer_mesh.losses.distillation import sampled_reverse_kl
 from composer_mesh.losses.policy import (
@@ -90,7 +91,8 @@ def sdpo_loss(
         inputs.trainer_logprobs, inputs.ref_logprobs, inputs.loss_mask, normalizer=1
     )
     metrics["sdpo"] = distilled.detach() / _count(inputs.loss_mask)
-    return LossOutputs(found.loss + alpha * distilled, metrics)
+    terms = {POLICY: lambda: found.loss, "sdpo": lambda: distilled}
+    return LossOutputs(step_loss(terms, {"sdpo": alpha}).total(), metrics)
 
 
 def loss_fn(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from composer_mesh.actors.served_models.batch_partition import Shares
 from composer_mesh.actors.served_models.messages import Datum, Shape, TrainCall
-from composer_mesh.losses.client_channels import side_of
-from composer_mesh.losses.client_losses import CLIENT_LOSSES
+from composer_mesh.channels.client_channels import side_of
+from composer_mesh.channels.client_losses import CLIENT_LOSSES
 
 WASTE = 2.0
 """A batch of several models has at most so many times the tokens that its calls have alone."""

@@ -39,7 +39,7 @@ from composer_mesh.actors.served_models.messages import Datum, ModelSpec, Shape,
 from composer_mesh.actors.served_models.results import metrics_of
 from composer_mesh.actors.served_models.target_logprobs import target_logprobs
 from composer_mesh.actors.served_models.trained_weights import FunctionalModel, Weights
-from composer_mesh.losses.client_losses import CLIENT_LOSSES
+from composer_mesh.channels.client_losses import CLIENT_LOSSES
 from composer_mesh.mesh.progress import made_progress
 
 

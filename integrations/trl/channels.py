@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -42,6 +43,7 @@ from composer_mesh.actors.teacher_outputs.messages import (
     make_teacher_output,
 )
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
+from composer_mesh.channels.step import POLICY, Term, step_loss
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.parts import Part
@@ -142,13 +144,19 @@ class FurtherChannels:
         `hidden` [B, T, H] are the states of TRL's forward of `inputs`. Adds `loss/sdpo` and
         `loss/replay`, unweighted, and the channels' other figures.
         """
-        total = hidden.new_zeros((), dtype=torch.float32)
+        terms: dict[str, Term] = {}
         if self.sdpo.on and self._takes_part(any(part.rows), part.any_rank_has_views):
-            found = self._distil(model, hidden, inputs, part, channel, figures)
-            total = total + self.sdpo.alpha * found
+            terms["sdpo"] = partial(self._distil, model, hidden, inputs, part, channel, figures)
         if self.replay.on and self._takes_part(bool(part.pairs), part.any_rank_has_pairs):
-            total = total + self.replay.beta * self._prefer(model, part, figures)
-        return total
+            terms["replay"] = partial(self._prefer, model, part, figures)
+        found = step_loss(terms, self.weights)
+        _add(figures, {f"loss/{name}": float(loss) for name, loss in found.losses.items()})
+        return found.total()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each channel in the total."""
+        return {POLICY: 1.0, "sdpo": self.sdpo.alpha, "replay": self.replay.beta}
 
     def _takes_part(self, has_some: bool, any_rank_has_some: bool) -> bool:
         return any_rank_has_some if self._sharded else has_some
@@ -184,7 +192,6 @@ class FurtherChannels:
         with torch.autocast(hidden.device.type, enabled=False):
             # The channel divides by whole numbers alone; a part of a step is no whole one.
             loss = channel.loss(rows, output, 1, own_figures) / part.sdpo_tokens
-        _add(figures, {"loss/sdpo": float(loss.detach())})
         _add(figures, {name: value / part.sdpo_tokens for name, value in own_figures.items()})
         return loss
 
@@ -217,7 +224,6 @@ class FurtherChannels:
             states = replace(states, computed=states.computed.to(student.weight.dtype))
             result = self._pairs.loss(student, pairs, 1, states)
         share = 1 / part.pair_count
-        _add(figures, {"loss/replay": float(result.loss.detach()) * share})
         found = figures_of(result)
         _add(figures, {f"replay/{name}": value * share for name, value in found.items()})
         return result.loss * share

@@ -27,6 +27,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.actors.models.policy import learning_every_id
 from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.channels.step import step_total
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.callbacks import ClosesPairs
 from composer_mesh.integrations.trl.channels import (
@@ -279,9 +280,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
         assert self._sdpo_channel is not None
         found = Gathered(self.accelerator).summed(self._figures)
         self._figures = {}
-        total = found["loss/policy"]
-        total += self._sdpo.alpha * found.get("loss/sdpo", 0.0)
-        total += self._replay.beta * found.get("loss/replay", 0.0)
+        assert self._channels is not None
+        losses = {name.removeprefix("loss/"): one for name, one in found.items()}
+        total = step_total(losses, self._channels.weights)
         taught = self._sdpo_channel.finish_step(
             found.get("loss/sdpo"), self.state.global_step, Ranks()
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.channels.step import POLICY, Term, step_loss
 from composer_mesh.losses.distillation import generalized_jsd, topk_distillation
 
 HINT_ROWS = "composer_hint_rows"
@@ -42,6 +43,11 @@ class Channels:
     top_k: int | None = None
     dpo_beta: float = 0.1
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each channel in the total."""
+        return {POLICY: 1.0, "sdpo": self.alpha, "replay": self.beta}
+
 
 @dataclass
 class PolicyAndSdpoLoss:
@@ -66,13 +72,13 @@ class PolicyAndSdpoLoss:
         from verl.workers.utils.losses import ppo_loss
 
         loss, metrics = ppo_loss(self.actor, model_output, data, dp_group)
-        metrics["loss/policy"] = float(loss.detach())
+        terms: dict[str, Term] = {POLICY: lambda: loss}
         if "sdpo" in model_output:
             share = data["dp_size"] / data[HINT_TOKENS]
-            sdpo = model_output["sdpo"].values().sum() * share
-            metrics["loss/sdpo"] = float(sdpo.detach())
-            loss = loss + self.channels.alpha * sdpo
-        return loss, metrics
+            terms["sdpo"] = lambda: model_output["sdpo"].values().sum() * share
+        found = step_loss(terms, self.channels.weights)
+        own = {f"loss/{name}": float(one) for name, one in found.losses.items()}
+        return found.total(), metrics | own
 
     def divergences(self, student_logits: Tensor, data: Any) -> Tensor:
         """Return the JSD [1, N] of each hinted token to the teacher, in nats; 0 at all others."""

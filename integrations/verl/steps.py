@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composer_mesh.channels.step import step_total
 from composer_mesh.integrations.pair_gradients import check_references, pair_gradients
 from composer_mesh.integrations.verl.agent_loop import view_of
 from composer_mesh.integrations.verl.losses import (
@@ -97,7 +98,7 @@ def three_channel_step(
     found = {"policy": 0.0, "sdpo": 0.0, **_rollouts(engine, rows, channels, actor, temperature)}
     found["replay"] = _pairs(engine, pairs, channels) if channels.beta else 0.0
     figures = {f"loss/{name}": value for name, value in found.items()}
-    total = found["policy"] + channels.alpha * found["sdpo"] + channels.beta * found["replay"]
+    total = step_total(found, channels.weights)
     return {**figures, "loss/total": total, "grad_norm": float(engine.optimizer_step())}
 
 
@@ -189,13 +190,14 @@ def _pairs(engine: Any, pairs: Sequence[PairSample], channels: Channels) -> floa
     columns["loss_mask"] = columns["response_mask"]
     batch = _batch(engine, columns, {"temperature": 1.0})
     output = engine.infer_batch(batch)["model_output"]
-    loss, columns[PULL] = pair_gradients(
+    loss, pulls = pair_gradients(
         answer_logprobs(output, columns),
         pairs,
-        weight=channels.beta * engine.get_data_parallel_size(),
+        weight=channels.beta,
         dpo_beta=channels.dpo_beta,
         normalizer=count,
     )
+    columns[PULL] = pulls * engine.get_data_parallel_size()
     engine.forward_backward_batch(_batch(engine, columns, {"temperature": 1.0}), pull_loss)
     return _sum(engine, loss)
 

@@ -18,8 +18,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from composer_mesh.actors.served_models.messages import Datum
-from composer_mesh.losses.client_channels import side_of
-from composer_mesh.losses.client_losses import CLIENT_LOSSES, ClientLoss
+from composer_mesh.channels.client_channels import side_of
+from composer_mesh.channels.client_losses import CLIENT_LOSSES, ClientLoss
 from composer_mesh.services.serve.protobuf_messages import (
     DTYPE_FLOAT32,
     DTYPE_INT32,

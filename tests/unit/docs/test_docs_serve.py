@@ -9,7 +9,7 @@ from guides import Guide
 from repository import ROOT
 
 from composer_mesh import client
-from composer_mesh.losses.client_losses import CLIENT_LOSSES
+from composer_mesh.channels.client_losses import CLIENT_LOSSES
 from composer_mesh.services.commands.parser import make_parser
 
 PAGE = Guide.read("serve.md")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from offline_runs import ENVIRON, knowing, paid
 
+from composer_mesh.channels.harness import compose_loss
 from composer_mesh.integrations import composer_replication as theirs
-from composer_mesh.losses.harness import compose_loss
 from composer_mesh.losses.taid import TaidSchedule
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.tasks.sync_session import SyncSession

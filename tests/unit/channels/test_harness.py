@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from composer_mesh.losses.composition import ComposedLoss, compose_loss
+from composer_mesh.channels.harness import ComposedLoss, compose_loss
 
 VOCABULARY = 50
 HINT = 3
@@ -260,7 +260,7 @@ def test_empty_masks_give_0_with_a_graph(model: Any) -> None:
         ({"sdpo_wrapper": "opd"}, "sdpo_wrapper is 'opd'"),
         ({"sdpo_wrapper": "taid"}, "taid_t is None"),
         ({"dpo_variant": "kto"}, "dpo_variant is 'kto'"),
-        ({"alpha_sdpo": -1}, "alpha is -1"),
+        ({"alpha_sdpo": -1}, "weight of sdpo is -1"),
     ],
 )
 def test_bad_options_are_refused(model: Any, options: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses import client_channels
+from composer_mesh.channels import client_channels
 from composer_mesh.losses.logprobs import importance_ratio, masked_log_ratio, selected
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2

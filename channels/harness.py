@@ -1,4 +1,4 @@
-"""A verification harness: all three channels on one causal LM and one batch of tensors.
+"""A verification harness: the three channels on one causal LM and one batch of tensors.
 
 For CPU smoke tests, comparisons and debugging. It computes whole logits, runs the teacher in the
 same process and puts LM cross-entropy in the place of the policy channel; the trainer does none
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from composer_mesh.losses.channels import compose
+from composer_mesh.channels.step import POLICY, Term, checked_weight, step_loss
 from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.distillation import entropy_gated_kl, generalized_jsd, taid_loss
 from composer_mesh.losses.logprobs import token_logprobs
@@ -27,6 +27,8 @@ Batch = Mapping[str, Tensor]
 Objective = Literal["none", "taid", "entropy_opd"]
 Variant = Literal["dpo", "ipo", "simpo"]
 SIDES = ("chosen", "rejected")
+NAMES = {POLICY: "lm_ce", "sdpo": "sdpo_jsd", "replay": "replay"}
+"""Field of each channel's loss, in their order."""
 
 
 @dataclass(frozen=True)
@@ -120,22 +122,19 @@ def compose_loss(
         simpo_beta,
         simpo_gamma,
     )
-    off = _off(batch, alpha_sdpo, beta_replay, dpo_variant)
-    counts = normalizers or {}
-    lm_ce = sdpo = replay = None
+    weights = {"sdpo": alpha_sdpo, "replay": beta_replay}
+    for name, weight in weights.items():
+        checked_weight(name, weight)
+    off, counts, terms = _off(batch, alpha_sdpo, beta_replay, dpo_variant), normalizers or {}, {}
     if not {"lm_ce", "sdpo_jsd"} <= off.keys():
         logits = _logits(model, batch["input_ids"])
-        if "lm_ce" not in off:
-            lm_ce = _lm_ce(logits, batch, counts.get("lm_ce"))
-        if "sdpo_jsd" not in off:
-            student, teacher = _aligned(model, logits, batch)
-            count = counts.get("sdpo_jsd", len(student))
-            sdpo = _distil(student, teacher, options, count)
-    if "replay" not in off:
-        count = counts.get("replay", len(batch["dpo_chosen_input_ids"]))
-        replay = _prefer(model, batch, options, count)
-    found = compose(lm_ce, sdpo, replay, alpha=alpha_sdpo, beta=beta_replay)
-    return ComposedLoss(found.total, found.policy, found.sdpo, found.replay, off)
+        terms[POLICY] = lambda: _lm_ce(logits, batch, counts.get("lm_ce"))
+        terms["sdpo"] = lambda: _distil(*_aligned(model, logits, batch), options, counts)
+    terms["replay"] = lambda: _prefer(model, batch, options, counts)
+    on: dict[str, Term] = {name: one for name, one in terms.items() if NAMES[name] not in off}
+    found = step_loss(on, weights)
+    lm_ce, sdpo, replay = (found.losses.get(name) for name in NAMES)
+    return ComposedLoss(found.total(), lm_ce, sdpo, replay, off)
 
 
 def _off(batch: Batch, alpha: Number, beta: Number, variant: Variant) -> dict[str, str]:
@@ -237,8 +236,9 @@ def _distil(
     student: Float[Tensor, "N V"],
     teacher: Float[Tensor, "N V"],
     options: _Options,
-    normalizer: Number,
+    counts: Mapping[str, Number],
 ) -> Float[Tensor, ""]:
+    normalizer = counts.get("sdpo_jsd", len(student))
     sides = (student, teacher, torch.ones_like(student[:, 0], dtype=torch.bool))
     temperature = options.temperature
     if options.objective == "taid" and options.taid_t is not None:
@@ -252,7 +252,10 @@ def _distil(
     )
 
 
-def _prefer(model: Any, batch: Batch, options: _Options, normalizer: Number) -> Float[Tensor, ""]:
+def _prefer(
+    model: Any, batch: Batch, options: _Options, counts: Mapping[str, Number]
+) -> Float[Tensor, ""]:
+    normalizer = counts.get("replay", len(batch["dpo_chosen_input_ids"]))
     masks = [_mask(batch, f"dpo_{side}_response_mask", f"dpo_{side}_input_ids") for side in SIDES]
     chosen, rejected = (
         _answers(model, batch, side, mask) for side, mask in zip(SIDES, masks, strict=True)

@@ -18,13 +18,14 @@ callers divide by the counts of their whole step, as no request knows the others
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.channels import compose
+from composer_mesh.channels.step import POLICY, Term, step_loss
 from composer_mesh.losses.distillation import topk_distillation
 from composer_mesh.losses.policy import grpo_loss
 from composer_mesh.losses.preference import dpo_loss
@@ -47,18 +48,18 @@ def three_channel(
     options: Mapping[str, float],
     mask: Bool[Tensor, "B T ..."],
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-    """Return the total and each channel's own loss, for those that have data."""
+    """Return the total and each channel's own loss, for those that are on and have data."""
     if logprobs.ndim == 2:
         logprobs, mask = logprobs[..., None], mask[..., None]
         inputs = {name: values[..., None] for name, values in inputs.items()}
-    found = {
-        "policy": _policy(logprobs, inputs, options, mask),
-        "sdpo": _sdpo(logprobs, inputs, options, mask),
-        "replay": _replay(logprobs, inputs, options, mask),
+    weights = {"sdpo": options.get("alpha", 1.0), "replay": options.get("beta", 1.0)}
+    terms: dict[str, Term] = {
+        name: partial(term, logprobs, inputs, options, mask)
+        for name, term in ((POLICY, _policy), ("sdpo", _sdpo), ("replay", _replay))
+        if weights.get(name, 1.0)
     }
-    weights = {name: options.get(name, 1.0) for name in ("alpha", "beta")}
-    total = compose(found["policy"], found["sdpo"], found["replay"], **weights).total
-    return total, {name: loss.detach() for name, loss in found.items() if loss is not None}
+    found = step_loss(terms, weights)
+    return found.total(), found.losses
 
 
 def _policy(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_mesh.losses.client_losses import CLIENT_LOSSES
+from composer_mesh.channels.client_losses import CLIENT_LOSSES
 from composer_mesh.losses.grpo import grpo_loss
 
 MASK = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])

@@ -1,0 +1,144 @@
+"""The sum of the channels, what a channel that is off costs, and who computes it."""
+
+import ast
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from repository import ROOT
+from torch import Tensor
+
+from composer_mesh.channels.step import StepLoss, StepSums, step_loss, step_metrics
+
+FOLDERS = ("actors", "channels", "client", "integrations", "services")
+CALLERS = (
+    "actors/learning/update_pass.py",
+    "channels/harness.py",
+    "channels/client_channels.py",
+    "client/step.py",
+    "integrations/areal_training.py",
+    "integrations/pair_gradients.py",
+    "integrations/prime_rl.py",
+    "integrations/trl/channels.py",
+    "integrations/verl/losses.py",
+)
+WEIGHTS = {"sdpo": 0.5, "replay": 0.25}
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, requires_grad=True)
+
+
+def summed(weights: dict[str, float] | None = None, **losses: Tensor | None) -> StepLoss:
+    terms = {name: (lambda loss=loss: loss) for name, loss in losses.items()}
+    return step_loss(terms, WEIGHTS if weights is None else weights)
+
+
+def test_the_total_is_the_weighted_sum_and_so_is_its_gradient() -> None:
+    losses = {"policy": scalar(1.0), "sdpo": scalar(10.0), "replay": scalar(100.0)}
+    found = summed(**losses)
+    found.total().backward()
+    assert found.total().item() == 1 + 5 + 25
+    assert [loss.grad.item() for loss in losses.values() if loss.grad is not None] == [1, 0.5, 0.25]
+    assert {name: loss.item() for name, loss in found.losses.items()} == {
+        "policy": 1,
+        "sdpo": 10,
+        "replay": 100,
+    }
+
+
+def test_any_channel_is_summed_with_its_weight() -> None:
+    found = summed({"observations": 0.125}, policy=scalar(1.0), observations=scalar(8.0))
+    assert found.total().item() == 2
+    assert list(found.by_channel()) == ["policy", "observations"]
+
+
+def test_losses_of_no_channel_are_counted_with_the_policy() -> None:
+    terms = {"sdpo": lambda: scalar(2.0)}
+    found = step_loss(terms, WEIGHTS, others=[scalar(3.0), scalar(4.0)])
+    assert {name: loss.item() for name, loss in found.by_channel().items()} == {
+        "policy": 7,
+        "sdpo": 1,
+    }
+    assert found.total().item() == 8
+    assert list(found.losses) == ["sdpo"]
+
+
+def test_a_channel_without_data_is_no_part_of_the_graph_and_is_off() -> None:
+    found = summed(policy=scalar(1.0), sdpo=None)
+    assert found.losses.keys() == found.weighted.keys() == {"policy"}
+    metrics = step_metrics({"policy": 1.0}, {"policy": 1.0, "sdpo": 0.5})
+    assert metrics == {"loss/total": 1.0, "loss/policy": 1.0, "loss/sdpo": None}
+
+
+def test_the_metrics_hold_unweighted_losses_and_null_for_what_is_off() -> None:
+    sums = StepSums()
+    sums.add({"policy": torch.tensor(1.0), "sdpo": torch.tensor(7.0), "replay": torch.tensor(1.0)})
+    sums.add({"replay": torch.tensor(2.0)})
+    assert sums.metrics({"policy": 1.0, "sdpo": 0.0, "replay": 2.0, "other": 1.0}) == {
+        "loss/total": 7.0,
+        "loss/policy": 1.0,
+        "loss/sdpo": None,
+        "loss/replay": 3.0,
+        "loss/other": None,
+    }
+
+
+def test_the_reported_losses_are_detached() -> None:
+    found = summed(policy=scalar(1.0), sdpo=scalar(1.0), replay=scalar(1.0))
+    assert not any(loss.requires_grad for loss in found.losses.values())
+
+
+def test_a_step_without_any_channel_has_a_zero_that_can_be_differentiated() -> None:
+    found = summed(policy=None)
+    found.total().backward()
+    assert found.total().item() == 0
+    assert step_metrics({}, {"policy": 1.0})["loss/total"] == 0
+
+
+def test_the_totals_of_microbatches_add_up_with_channels_off_in_some() -> None:
+    parts = [
+        summed(policy=scalar(1.0), sdpo=scalar(2.0)),
+        summed(policy=None, sdpo=scalar(4.0), replay=scalar(8.0)),
+    ]
+    whole = summed(policy=scalar(1.0), sdpo=scalar(6.0), replay=scalar(8.0))
+    assert sum(part.total().item() for part in parts) == whole.total().item()
+
+
+@pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
+def test_an_impossible_weight_is_named_with_its_bound(weight: float) -> None:
+    with pytest.raises(ValueError, match=r"weight of sdpo is .* finite and >= 0: set it to 0"):
+        summed({"sdpo": weight}, sdpo=scalar(1.0))
+
+
+def calls(path: Path) -> set[str]:
+    """The names of the functions that a file calls."""
+    called = (node.func for node in ast.walk(ast.parse(path.read_text())) if type(node) is ast.Call)
+    return {node.id for node in called if isinstance(node, ast.Name)}
+
+
+def test_every_kind_of_step_calls_the_one_function() -> None:
+    """The trainer, the harness, TRL, verl, AReaL, clients and the server's loss for them."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in files if "step_loss" in calls(path)}
+    assert found == {*CALLERS, "actors/learning/replay_channel.py"}
+
+
+def is_weight(node: ast.expr) -> bool:
+    """Whether an expression is the weight of a channel: alpha or beta of a config or step."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in ("alpha", "beta", "alpha_sdpo", "beta_replay")
+
+
+def test_no_other_code_weights_the_loss_of_a_channel() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mult)
+        and (is_weight(node.left) or is_weight(node.right))
+    }
+    assert not found
