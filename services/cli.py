@@ -17,7 +17,6 @@ from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.checks.keys import MissingKey
 from composer_mesh.services.checks.open_files import allow_open_files
 from composer_mesh.services.commands.parser import Command, make_parser
-from composer_mesh.services.commands.retired import refuse_retired
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.directory.live import RunUnavailable
@@ -60,7 +59,6 @@ def _run(words: Sequence[str], signals: CommandSignals, for_good: bool) -> int:
                 f"{os.fsencode(word)[:200]!r} is not UTF-8, in which a run stores every name: "
                 "rename what it names, or correct it"
             )
-    refuse_retired(words)
     arguments = make_parser(*words[:1]).parse_args(words)
     command: Command = plugins.load("commands", arguments.command)
     if command.many_files:
