@@ -32,8 +32,8 @@ from safetensors.numpy import load_file
 from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.services.directory.report import read_metrics
 from composer_mesh.services.directory.status import read_status
-from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.handle import read_handle
+from composer_mesh.services.launch.local import lives, pid_of
 
 PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 HANG_S = 600.0
@@ -106,8 +106,8 @@ class Pair:
         """End every process of an island at once."""
         handle = read_handle(self.run(rank))
         assert handle is not None, f"island {rank} was not launched"
-        os.killpg(detached.pid_of(handle.job), signal.SIGKILL)
-        while detached.lives(handle.job):
+        os.killpg(pid_of(handle.job), signal.SIGKILL)
+        while lives(handle.job):
             time.sleep(0.01)
 
     def replace(self, rank: int) -> None:
@@ -128,7 +128,7 @@ class Pair:
 
     def lives(self, rank: int) -> bool:
         handle = read_handle(self.run(rank))
-        return handle is not None and detached.lives(handle.job)
+        return handle is not None and lives(handle.job)
 
     def _command(self, *words: str) -> None:
         command = [sys.executable, "-m", "composer_mesh", *words]

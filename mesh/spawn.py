@@ -21,8 +21,7 @@ from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.garbage_collection import collect_rarely, leave_out_loaded
 from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
-from composer_mesh.mesh.hosts.host import Host, is_lost, unless_lost
-from composer_mesh.mesh.hosts.local import LocalHost
+from composer_mesh.mesh.hosts.host import Host, LocalHost, is_lost, unless_lost
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.process_readiness import until_ready
 from composer_mesh.mesh.spawned import Deadlines, SpawnedActor

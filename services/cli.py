@@ -13,13 +13,12 @@ from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs import plugins
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.services.checks.accepting import UsageError
+from composer_mesh.services.checks.accepting import UsageError, allow_open_files
 from composer_mesh.services.checks.keys import MissingKey
-from composer_mesh.services.checks.open_files import allow_open_files
 from composer_mesh.services.commands.parser import Command, make_parser
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.control import ControlRefused
-from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused
 from composer_mesh.services.launch.reach import reached
 from composer_mesh.services.offline.options import ReplayRefused

@@ -1,16 +1,81 @@
-"""The port to a host: starting, watching and ending processes there."""
+"""The port to a host: starting, watching and ending processes there.
+
+The controller's machine as a host: its processes are children of this one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch.actor import HostMesh
+from monarch.actor import HostMesh, this_host
 
+from composer_mesh.mesh import processes
+from composer_mesh.mesh.environment import python_module, without_noise
+from composer_mesh.mesh.fork_server.owner import ForkServers
+from composer_mesh.mesh.hosts.exit_status import how_it_ended
+from composer_mesh.mesh.machine import NAME
+from composer_mesh.mesh.monarch_exit import end_client_at_exit
+from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.supervision import HostLost
 from composer_mesh.mesh.waiting import cancel_and_wait
+
+
+class LocalHost:
+    """The controller's own machine."""
+
+    def __init__(self, name: str = NAME) -> None:
+        self.name = name
+        self._fork_servers = ForkServers()
+        self.lost: asyncio.Future[str] | None = None
+        self._mesh: HostMesh | None = None
+
+    @property
+    def mesh(self) -> HostMesh:
+        """Monarch's host mesh; the first use starts Monarch in this process."""
+        if self._mesh is None:
+            open_log("controller")  # where no command has done it
+            with without_noise():
+                self._mesh = this_host()
+            end_client_at_exit()
+        return self._mesh
+
+    async def command(
+        self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
+    ) -> BootstrapCommand:
+        python, *arguments = python_module(processes.BOOTSTRAP, name, token, str(os.getpid()))
+        forked = await self._fork_servers.environment(env, preload)
+        return BootstrapCommand(python, None, arguments, {**env, **forked})
+
+    async def ended(self, pid: int) -> str:
+        """Wait for the exit with the kernel, which reports it before Monarch unless that reaped it.
+
+        Monarch reports it only at its next poll, which may take half a minute.
+        """
+        reason = await processes.end_of_child(pid)
+        if reason is None:  # the child of a fork server, or collected by Monarch
+            await processes.wait_gone(pid, math.inf)
+            reason = await how_it_ended(pid, self._fork_servers.statuses)
+        return reason or f"its process {pid} has ended"
+
+    async def wait_gone(self, pid: int, deadline_s: float) -> bool:
+        return await processes.wait_gone(pid, deadline_s)
+
+    async def kill(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            processes.kill_group(pid)
+
+    def close(self) -> None:
+        """End the fork servers."""
+        self._fork_servers.close()
+
+    async def started_processes(self, *marks: str) -> list[int]:
+        return processes.children_of(os.getpid(), marks)
+
 
 T = TypeVar("T")
 

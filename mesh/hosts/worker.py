@@ -30,9 +30,8 @@ from composer_mesh.mesh import programs
 from composer_mesh.mesh.environment import PRIVATE_UMASK, python_module, set_umask
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
-from composer_mesh.mesh.hosts.lease import Lease
 from composer_mesh.mesh.hosts.process_lifetime import adopt_orphans, collect, end_descendants
-from composer_mesh.mesh.hosts.roster import Record, announce, read_record, withdraw
+from composer_mesh.mesh.hosts.roster import Lease, Record, announce, read_record, withdraw
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.private_folder import own_private_folder

@@ -1,18 +1,221 @@
 """What a forked keeper does to become a box: gives up its rights, and executes its launcher.
 
 Imports only the standard library and `cgroups`.
+
+Control groups of boxes: bounds for the memory and the processes of all of a box together.
+
+Speaks version 1 (own controllers `memory` and `pids`) and version 2. A group's name says whose it
+is: the namespace, the process id and the start time of its keeper. A keeper removes a box's group
+with the box; the next one removes those of keepers that are dead, and no others. Imports only the
+standard library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
+import signal
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from resource import RLIMIT_CORE, setrlimit
 from signal import SIGKILL
 
-from composer_mesh.mesh.sandboxes.cgroups import BoxGroup
+PREFIX = "composer-mesh-box"
+OURS = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-\d+")
+UNITS = {"memory", "pids"}
+REMOVAL_TRIES = 250
+REMOVAL_WAIT_S = 0.02
+MORE_PROCESSES = 8
+"""Of the box itself: bubblewrap twice, the runner, and what is about to be reaped."""
+
+
+@dataclass
+class BoxGroup:
+    """The groups of one box, one for each hierarchy."""
+
+    folders: Sequence[Path]
+    unified: bool
+
+    def bound(self, memory_bytes: int, processes: int) -> None:
+        """Bound all processes of the box together."""
+        limits = {"pids.max": processes + MORE_PROCESSES, "memory.swap.max": 0}
+        names = V2_LIMITS if self.unified else V1_LIMITS
+        limits |= dict.fromkeys(names, memory_bytes)
+        for name, number in limits.items():
+            for folder in self.folders:
+                if (folder / name).exists():
+                    (folder / name).write_text(str(number))
+
+    def join(self) -> None:
+        """Put this process into the groups."""
+        for folder in self.folders:
+            (folder / "cgroup.procs").write_text("0")
+
+    def kills_for_memory(self) -> int:
+        """Return how many processes the kernel killed because the memory was used up."""
+        return sum(_count(folder / name) for folder in self.folders for name in COUNTERS)
+
+    def remove(self) -> bool:
+        """Kill what is left, remove the groups; return whether they are gone."""
+        gone = [_remove(folder) for folder in self.folders]
+        return all(gone)
+
+
+COUNTERS = ("memory.oom_control", "memory.events")
+
+
+@dataclass
+class Groups:
+    """Where the groups of boxes are made: version 2, or one folder for each controller of 1."""
+
+    parents: Sequence[Path]
+    unified: bool
+    owner: str = field(default_factory=lambda: owner_of(os.getpid()))
+    _made: int = 0
+
+    def make(self) -> BoxGroup:
+        """Make the groups of a box; raises OSError."""
+        self._made += 1
+        name = f"{PREFIX}-{self.owner}-{self._made}"
+        group = BoxGroup([parent / name for parent in self.parents], self.unified)
+        try:
+            for folder in group.folders:
+                folder.mkdir()
+        except OSError:
+            group.remove()
+            raise
+        return group
+
+    def remove_abandoned(self) -> list[Path]:
+        """Remove the groups of keepers that are dead; return which."""
+        found = [one for parent in self.parents for one in parent.glob(f"{PREFIX}-*")]
+        return [one for one in found if is_abandoned(one.name) and _remove(one)]
+
+
+V2_LIMITS = ("memory.max",)
+V1_LIMITS = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+
+
+def writable_groups(own: str | None = None, mounts: str | None = None) -> tuple[Groups | None, str]:
+    """Return where groups can be made, or None and why not.
+
+    `own` and `mounts` are the texts of /proc/self/cgroup and /proc/self/mounts.
+    """
+    own = Path("/proc/self/cgroup").read_text() if own is None else own
+    mounts = Path("/proc/self/mounts").read_text() if mounts is None else mounts
+    paths = dict(_own_groups(own))
+    reasons = []
+    for unified, parents in _candidates(paths, list(_mounted(mounts))):
+        groups = Groups(parents, unified)
+        try:
+            group = groups.make()
+        except OSError as error:
+            reasons.append(f"{error.filename or parents[0]}: {error.strerror}")
+            continue
+        whole = _bounds_both(group)
+        group.remove()
+        if whole:
+            groups.remove_abandoned()
+            return groups, "version 2" if unified else "version 1"
+        reasons.append(f"{parents[0]}: the controllers memory and pids are not enabled there")
+    return None, "; ".join(reasons) or "no cgroup controllers are mounted"
+
+
+def owner_of(process: int) -> str:
+    """Return the mark of a living process: its namespace, id and start time."""
+    state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    if state in "XZ":
+        raise ProcessLookupError(f"process {process} has ended")
+    return f"{_namespace()}-{process}-{rest[18]}"
+
+
+def is_abandoned(name: str) -> bool:
+    """Whether a group is of a dead keeper in this process's own namespace."""
+    found = OURS.fullmatch(name)
+    if found is None or int(found[1]) != _namespace():
+        return False
+    try:
+        return owner_of(int(found[2])) != "-".join(found.groups())
+    except OSError:
+        return True
+
+
+def _namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _own_groups(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each controller ("" for version 2) with this process's path in it."""
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for one in controllers.split(","):
+            yield one, path
+
+
+def _mounted(text: str) -> Iterator[tuple[str, Path, set[str]]]:
+    for line in text.splitlines():
+        _, place, kind, options, *_ = line.split(" ")
+        if kind in ("cgroup", "cgroup2"):
+            yield kind, Path(place), set(options.split(","))
+
+
+def _candidates(
+    own: Mapping[str, str], mounted: Sequence[tuple[str, Path, set[str]]]
+) -> Iterator[tuple[bool, list[Path]]]:
+    first = {
+        unit: place / own.get(unit, "/").lstrip("/")
+        for unit in sorted(UNITS)
+        for kind, place, options in mounted
+        if kind == "cgroup" and unit in options
+    }
+    if first.keys() == UNITS:
+        yield False, list(dict.fromkeys(first.values()))
+    for kind, place, _ in mounted:
+        if kind == "cgroup2":
+            here = place / own.get("", "/").lstrip("/")
+            yield True, [here]
+            if here != place:  # a group with processes has no bounded groups in it
+                yield True, [here.parent]
+
+
+def _bounds_both(group: BoxGroup) -> bool:
+    files = {one.name for folder in group.folders for one in folder.iterdir()}
+    return "pids.max" in files and bool(files & {"memory.max", "memory.limit_in_bytes"})
+
+
+def _count(file: Path) -> int:
+    try:
+        lines = file.read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def _remove(folder: Path) -> bool:
+    for _ in range(REMOVAL_TRIES):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            _kill_members(folder)
+            time.sleep(REMOVAL_WAIT_S)
+        else:
+            return True
+    return False
+
+
+def _kill_members(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for line in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line), signal.SIGKILL)
+
 
 UIDS_A_KEEPER = 64
 UID_BLOCKS = 900

@@ -22,13 +22,11 @@ from typing import Any
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.environment import python_code
 from composer_mesh.mesh.private_folder import entered_folder
-from composer_mesh.mesh.sandboxes.box_process import UIDS_A_KEEPER
+from composer_mesh.mesh.sandboxes.box_process import UIDS_A_KEEPER, Groups, writable_groups
 from composer_mesh.mesh.sandboxes.box_stream import Reported, job_bytes, read_reported
-from composer_mesh.mesh.sandboxes.cgroups import Groups, writable_groups
 from composer_mesh.mesh.sandboxes.keeper import REPORTED
-from composer_mesh.mesh.sandboxes.launchers import find_launcher
+from composer_mesh.mesh.sandboxes.launchers import filter_file, find_launcher
 from composer_mesh.mesh.sandboxes.root import build_root
-from composer_mesh.mesh.sandboxes.seccomp import filter_file
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.sandbox import (
     MIB,

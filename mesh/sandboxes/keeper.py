@@ -25,11 +25,12 @@ from composer_mesh.mesh.hosts.process_lifetime import adopt_orphans
 from composer_mesh.mesh.sandboxes.box_process import (
     COMMANDS,
     UIDS_A_KEEPER,
+    BoxGroup,
+    Groups,
     Sizes,
     become_box,
     claimed_uids,
 )
-from composer_mesh.mesh.sandboxes.cgroups import BoxGroup, Groups
 
 LONGEST_REQUEST = 1 << 16
 MOST_ERRORS = 2000

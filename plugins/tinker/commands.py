@@ -14,9 +14,8 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.environment import add_import_paths, prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
-from composer_mesh.services.checks.accepting import UsageError, use_umask
+from composer_mesh.services.checks.accepting import UsageError, check_policy_files, use_umask
 from composer_mesh.services.checks.keys import held_keys
-from composer_mesh.services.checks.policy_folder import check_policy_files
 from composer_mesh.services.commands.arguments import add_address, add_config, first_refused_option
 from composer_mesh.services.commands.parser import command
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path

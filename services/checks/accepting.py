@@ -1,26 +1,160 @@
 """Checks a command's config before anything is started, and parses option values.
 
 Loads neither torch nor Monarch, so that a refusal is immediate.
+
+Checks the user's custom loss, advantage and backend, and makes them importable in every process.
+
+`losses.custom` documents their arguments and how results are validated.
+
+Checks the trackers of a config before anything is started.
+
+Whether this process may open as many files as a command needs, before anything is started.
+
+Checks the model folders that a config names, before anything is started.
+
+The built-in policy is made by the run itself and needs no check. A folder that is not here yet is
+checked where the run starts.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
+import resource
+from contextlib import closing
+from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.mcp_servers.servers import with_tools
+from composer_mesh.actors.models.template_process import TemplateProcess
+from composer_mesh.configs import plugins
+from composer_mesh.configs.custom_function import CustomFunction
 from composer_mesh.configs.load import load_config
+from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking
+from composer_mesh.integrations.trackers.checks import check_trackers
+from composer_mesh.integrations.trackers.making import custom_class
 from composer_mesh.integrations.trackers.port import TrackerRefused
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
 from composer_mesh.mesh.islands.lighthouse import check_torchft
+from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_teaches
+from composer_mesh.planning.model_folder import (
+    TEACHER_KEY,
+    UnfitModelFolder,
+    check_model_folder,
+)
 from composer_mesh.planning.model_refusals import LoraMissing, LowbitMissing
-from composer_mesh.services.checks.custom_functions import check_custom_functions
 from composer_mesh.services.checks.keys import check_keys
-from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
 from composer_mesh.services.checks.task import check_task
-from composer_mesh.services.checks.trackers import check_run_trackers
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 from composer_mesh.tasks.loading import make_task, make_workflow
+
+
+def check_custom_functions(config: Config) -> None:
+    """Import the configured functions and check their signatures; raises CustomFunctionError.
+
+    They are also searched in `run.import_paths`, here and in processes started later. Without a
+    custom function nothing is imported.
+    """
+    sections = [
+        section
+        for section in (config.loss, config.advantage)
+        if isinstance(section, CustomFunction)
+    ]
+    backend = config.trainer.backend
+    if not sections and backend is None:
+        return
+    add_import_paths(config.run.import_paths)
+    from composer_mesh.losses.custom import check_needs
+    from composer_mesh.losses.custom_function import check_signature, load_function
+
+    for section in sections:
+        function = load_function(section.import_path)
+        check_signature(function, section.import_path, section.kwargs)
+        if isinstance(section, CustomLoss):
+            check_needs(function, section.import_path, section.needs)
+    if backend is not None:
+        from composer_mesh.actors.models.users_backend import check_backend
+
+        check_backend(backend)
+
+
+def check_run_trackers(config: Config) -> None:
+    """Raise TrackerRefused for a tracker that lacks a package, a variable or its class."""
+    for section in config.tracking:
+        if isinstance(section, CustomTracking | RegisteredTracking):
+            add_import_paths(config.run.import_paths)
+            custom_class(section.import_path)
+        else:
+            plugins.require("trackers", section.type)
+    check_trackers(config.tracking)
+
+
+def check_policy_files(config: Config) -> None:
+    """Raise `UnfitModelFolder` where files are missing or broken, or hold weights like NaN."""
+    if (folder := _folder(config)) is not None:
+        check_model_folder(folder)
+    if (other := _teacher_folder(config)) is not None:
+        try:
+            check_model_folder(other)
+        except UnfitModelFolder as error:
+            raise error.at(TEACHER_KEY) from None
+
+
+def check_policy_template(config: Config, tools: list[dict[str, Any]]) -> None:
+    """Raise `UnfitModelFolder` where a tokenizer or the policy's chat template cannot be used.
+
+    Raises `UnfitModel` where a model cannot do what the config asks of it. Tokenizers and templates
+    run in a process of their own, whose CPU time and memory are limited.
+    """
+    if (facts := _facts(config, tools)) is not None:
+        check_model_fits(facts, config)
+    folder = _folder(config)
+    if (other := _teacher_folder(config)) is not None:
+        check_model_teaches(_checked_teacher(other, folder), config)
+
+
+def chat_remarks(config: Config, tools: list[dict[str, Any]]) -> list[str]:
+    """Return lines that say how the policy's chat template has the tools of a task."""
+    facts = _facts(config, tools) if tools else None
+    return [] if facts is None else [f"policy: {facts.chat}"]
+
+
+def _facts(config: Config, tools: list[dict[str, Any]]) -> ModelFacts | None:
+    """Return what is known of the policy's folder; None without one."""
+    folder = _folder(config)
+    if folder is None:
+        return None
+    return _checked(folder, json.dumps(tools), config.sdpo.on, json.dumps(config.policy.chat))
+
+
+@lru_cache
+def _checked_teacher(folder: Path, policy: Path | None) -> ModelFacts:
+    with closing(TemplateProcess(folder)) as templates:
+        return templates.check_teacher_of(policy)
+
+
+@lru_cache
+def _checked(folder: Path, tools: str, hints: bool, chat: str) -> ModelFacts:
+    with closing(TemplateProcess(folder)) as templates:
+        return templates.check(json.loads(tools), hints, json.loads(chat))
+
+
+def _folder(config: Config) -> Path | None:
+    return _there(config.policy.path)
+
+
+def _teacher_folder(config: Config) -> Path | None:
+    other = config.sdpo.teacher_model
+    return None if other is None or not config.sdpo.on else _there(other.path)
+
+
+def _there(folder: Path | None) -> Path | None:
+    return folder if folder is not None and (folder / "config.json").is_file() else None
 
 
 class UsageError(Exception):
@@ -93,3 +227,24 @@ def numbers(option: str, text: str) -> list[int]:
             f"{option} is {text!r} but must be whole numbers with commas between them: write for "
             f"example {option} 0,1,2"
         ) from None
+
+
+NEEDED = 256
+"""Files of a command that starts actors or opens several runs: stores, logs and connections."""
+
+
+def allow_open_files(command: str) -> None:
+    """Raise the limit of this process and its children to `NEEDED`, unless it is higher.
+
+    Raises `UsageError` where the system allows fewer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= NEEDED:
+        return
+    if hard != unlimited and hard < NEEDED:
+        raise UsageError(
+            f"{command} needs {NEEDED} open files, but this shell allows {hard}: raise it with "
+            f"`ulimit -n {NEEDED}`, or in the limits of the service or the container"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NEEDED, hard))

@@ -135,6 +135,6 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
 @command("add a host to a run that goes on", _add_join)
 def join(arguments: argparse.Namespace) -> int:
     """Add a host to a running run."""
-    from composer_mesh.services.launch.join_command import join_command
+    from composer_mesh.services.launch.stop_command import join_command
 
     return join_command(arguments.run, arguments.address)

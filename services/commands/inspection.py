@@ -186,6 +186,6 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 @command("find what is damaged or missing in a run directory", _add_verify)
 def verify(arguments: argparse.Namespace) -> int:
     """Report damaged, missing and left-over files, rows and checkpoints of a run directory."""
-    from composer_mesh.services.store.verify_command import verify_command
+    from composer_mesh.services.store.verification import verify_command
 
     return verify_command(arguments.run, arguments.json)

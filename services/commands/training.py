@@ -25,10 +25,10 @@ from composer_mesh.services.checks.accepting import (
     UsageError,
     accept,
     accepted,
+    chat_remarks,
     listed,
     use_umask,
 )
-from composer_mesh.services.checks.policy_folder import chat_remarks
 from composer_mesh.services.checks.task import heldout_of, told_of
 from composer_mesh.services.commands.arguments import add_config
 from composer_mesh.services.commands.parser import command

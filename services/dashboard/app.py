@@ -44,7 +44,7 @@ from composer_mesh.services.dashboard.series import AXES, AXIS_TITLES
 from composer_mesh.services.dashboard.table import RunTable
 from composer_mesh.services.dashboard.tokens import COLOURINGS, Tokenizers
 from composer_mesh.services.directory.control import ControlRefused, ask
-from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.scale_command import read_sizes
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 

@@ -19,7 +19,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.flat import flat
 from composer_mesh.configs.load import read_table
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.live import EVENTS_FILE
+from composer_mesh.services.directory.curve import sampled_metrics
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -28,8 +28,7 @@ from composer_mesh.services.directory.report import (
     read_evaluations,
 )
 from composer_mesh.services.directory.resume import CONFIG_FILE
-from composer_mesh.services.directory.sampled_metrics import sampled_metrics
-from composer_mesh.services.directory.status import ENDED, STATUS_FILE, read_status
+from composer_mesh.services.directory.status import ENDED, EVENTS_FILE, STATUS_FILE, read_status
 
 DEEPEST = 3
 """Levels below the folder: an ablation has its runs in ARM/SEED."""

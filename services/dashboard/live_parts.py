@@ -10,14 +10,13 @@ from typing import Any
 from composer_mesh.services.dashboard.catalog import Catalog, RunSummary, stamp
 from composer_mesh.services.dashboard.pages import render
 from composer_mesh.services.dashboard.table import RunTable
-from composer_mesh.services.directory.live import EVENTS_FILE
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
     TIMELINE_FILE,
 )
-from composer_mesh.services.directory.status import STATUS_FILE
+from composer_mesh.services.directory.status import EVENTS_FILE, STATUS_FILE
 
 FILES = {
     "figures": (METRICS_FILE, EVALUATIONS_FILE, STATUS_FILE, SUMMARY_FILE),

@@ -24,7 +24,7 @@ from composer_mesh.services.dashboard.rollout_views import RolloutReader
 from composer_mesh.services.dashboard.run_views import figures_of
 from composer_mesh.services.dashboard.series import Axis
 from composer_mesh.services.dashboard.tokens import Tokenizers
-from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import StoreMissing, Where
 from composer_mesh.services.store.whole_files import write_whole

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from composer_mesh.configs.regular_files import UnusableFile, open_regular
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json
-from composer_mesh.services.directory.live import EVENTS_FILE, RunUnavailable, goes_on, live_run
+from composer_mesh.services.directory.status import EVENTS_FILE, RunUnavailable, goes_on, live_run
 from composer_mesh.services.inspection.page import plain_text
 
 POLL_S = 0.2

@@ -29,8 +29,7 @@ from composer_mesh.mesh.processes import is_of_this_user, is_started_by
 from composer_mesh.mesh.pyspy import StackDump, dump_stacks
 from composer_mesh.services.directory.claim import holder
 from composer_mesh.services.directory.control import ControlRefused, ask
-from composer_mesh.services.directory.live import RunUnavailable, live_run, status_of
-from composer_mesh.services.directory.status import RunStatus
+from composer_mesh.services.directory.status import RunStatus, RunUnavailable, live_run, status_of
 from composer_mesh.services.inspection.page import plain_text
 
 

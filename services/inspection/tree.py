@@ -37,8 +37,14 @@ from composer_mesh.mesh.admin import (
 )
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
-from composer_mesh.services.directory.live import EVENTS_FILE, live_run, status_of
-from composer_mesh.services.directory.status import ActorStatus, RunStatus, read_status
+from composer_mesh.services.directory.status import (
+    EVENTS_FILE,
+    ActorStatus,
+    RunStatus,
+    live_run,
+    read_status,
+    status_of,
+)
 from composer_mesh.services.inspection.events_command import Lines, event_of
 from composer_mesh.services.inspection.tree_page import MeshPage
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from composer_mesh.mesh.object_store.port import LARGEST_OBJECT, ObjectStore, StoreUnavailable
-from composer_mesh.services.directory.live import EVENTS_FILE
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -17,7 +16,7 @@ from composer_mesh.services.directory.report import (
     TIMELINE_FILE,
 )
 from composer_mesh.services.directory.resume import CONFIG_FILE
-from composer_mesh.services.directory.status import STATUS_FILE
+from composer_mesh.services.directory.status import EVENTS_FILE, STATUS_FILE
 from composer_mesh.services.store.whole_files import write_whole
 
 RECORDS = (

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from composer_mesh.services.directory.live import EVENTS_FILE
+from composer_mesh.services.directory.status import EVENTS_FILE
 from composer_mesh.services.inspection.events_command import event_of
 from composer_mesh.services.islands.ports import ReplicaState
 

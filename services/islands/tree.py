@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
-from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.directory.status import RunUnavailable, read_status
 from composer_mesh.services.inspection.tree import FIRST_LOOK_S, REFRESH_S, Viewer
 from composer_mesh.services.inspection.tree_page import MeshPage
 from composer_mesh.services.islands.directory import IslandsDirectory

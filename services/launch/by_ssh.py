@@ -11,8 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.hosts.roster import ROSTER
-from composer_mesh.services.launch import detached
-from composer_mesh.services.launch.local import LocalLauncher, started_here
+from composer_mesh.services.launch.local import (
+    LocalLauncher,
+    Paced,
+    end,
+    lines_of,
+    name_of,
+    pid_of,
+    started_here,
+)
 from composer_mesh.services.launch.orders import controller_command, log_file, renamed_log
 from composer_mesh.services.launch.ports import (
     Handle,
@@ -62,7 +69,7 @@ class HostsLauncher(LocalLauncher):
             _undo(order, started)
             raise LaunchFailed(f"{failed}; workers that had been started are ended") from None
         for one in after:
-            pid = detached.pid_of(handle.job)
+            pid = pid_of(handle.job)
             words = [str(pid) if word == CONTROLLER else word for word in next(commands)]
             programs.detached(words, one.log(order), order.folder)
         return handle
@@ -81,8 +88,8 @@ class HostsLauncher(LocalLauncher):
         if not handle.destination:
             return super().follow(handle)
         assert handle.log is not None
-        goes_on = detached.Paced(lambda: self.state(handle)[0] != "ended", ASK_S)
-        return detached.lines_of(handle.log, goes_on)
+        goes_on = Paced(lambda: self.state(handle)[0] != "ended", ASK_S)
+        return lines_of(handle.log, goes_on)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         if not handle.destination:
@@ -152,7 +159,7 @@ def _undo(order: Order, started: Sequence[tuple[WorkerCommand, int]]) -> None:
     for one, pid in started:
         ssh = order.config.cluster.ssh
         if one.tunnel or ssh is None:
-            detached.end(detached.name_of(pid), 0.0)
+            end(name_of(pid), 0.0)
         else:
             text = inside(order.folder, ["kill", "-TERM", str(pid)])
             programs.run([*to(one.destination, ssh), text], check=False, deadline_s=STATE_S)

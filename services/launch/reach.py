@@ -18,8 +18,12 @@ from composer_mesh.configs.cluster import ClusterKind
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.services.directory.claim import RUNS
-from composer_mesh.services.directory.live import RunUnavailable
-from composer_mesh.services.directory.status import ENDED, newest_live_run, read_status
+from composer_mesh.services.directory.status import (
+    ENDED,
+    RunUnavailable,
+    newest_live_run,
+    read_status,
+)
 from composer_mesh.services.launch.handle import THERE, HandleNotOurs, read_handle
 from composer_mesh.services.launch.kinds import launcher_of
 from composer_mesh.services.launch.ports import Handle, Launcher

@@ -1,6 +1,8 @@
 """`composer-mesh stop`: makes a run write a checkpoint and end, and prints how to resume it.
 
 It requests this from the controller; if that does not answer, from the cluster or by a signal.
+
+`composer-mesh join`: adds a host to a running run.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+from composer_mesh.mesh.hosts.address import BadAddress, split
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.services.directory.claim import holder
-from composer_mesh.services.directory.control import ask
-from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.resume import describe_resume
-from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.directory.status import RunUnavailable, read_status
 from composer_mesh.services.launch.handle import (
     THERE,
     HandleNotOurs,
@@ -28,6 +30,18 @@ from composer_mesh.services.launch.handle import (
 from composer_mesh.services.launch.kinds import launcher_of
 from composer_mesh.services.launch.ports import Handle, LaunchFailed
 from composer_mesh.services.schedule.stopping import GRACE_S, TAKE_DOWN_S
+
+
+def join_command(run: Path, address: str) -> int:
+    """Request that a live run attaches a worker. Waits until it is attached."""
+    try:
+        split(address)
+    except BadAddress as bad:
+        raise ControlRefused(str(bad)) from bad
+    answer = asyncio.run(ask(run, "join", address=address))
+    sys.stdout.write(f"{answer}\n")
+    return 0
+
 
 FAILED = 1
 POLL_S = 0.1

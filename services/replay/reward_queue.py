@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from composer_mesh.mesh.untrusted_json import short_reason
-from composer_mesh.services.directory.live import goes_on
+from composer_mesh.services.directory.status import goes_on
 from composer_mesh.services.inspection.events_command import Lines
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.replay.post_reward import (

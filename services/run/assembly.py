@@ -1,12 +1,16 @@
 """The train command: builds a run from its config, runs it and shuts it down.
 
 Owns the start and stop order and what is reported to the user; the controller runs the loop.
+
+What a run says of an error that no part of it has worded.
 """
 
 import asyncio
+import errno
 import os
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -46,17 +50,15 @@ from composer_mesh.services.directory.resume import describe_resume
 from composer_mesh.services.inspection.census import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
-from composer_mesh.services.run.final_report import final_report
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.island_member import with_member
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.run.resume_loader import ResumeContents, load_resume_state
-from composer_mesh.services.run.tracking import RunTrackers, TrackedView
-from composer_mesh.services.run.unexpected_errors import unexpected
+from composer_mesh.services.run.tracking import RunTrackers, TrackedView, final_report
 from composer_mesh.services.run.watch import RunWatch
-from composer_mesh.services.run.weight_transport import settled
+from composer_mesh.services.run.weights_folder import settled
 from composer_mesh.services.schedule.metrics import replay_metrics
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import STOPPED, Stopping, grace_s, until_interrupted
@@ -68,6 +70,19 @@ from composer_mesh.tasks.errors import JudgesSpent
 from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task import Task
+
+OF_DISKS = frozenset(
+    (errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
+)
+"""Errors of a disk that is full, forbidden or broken, whoever writes to it."""
+
+
+def unexpected(error: Exception, root: Path) -> str:
+    """Return one line for a disk that does not take what a run writes, else the traceback."""
+    if isinstance(error, OSError) and error.errno in OF_DISKS:
+        return str(disk_error(root, error))
+    return "".join(traceback.format_exception(error)).rstrip()
+
 
 FAILED = 1
 UNGUARDED = (

@@ -27,9 +27,7 @@ from composer_mesh.services.directory.status import ActorStatus
 from composer_mesh.services.inspection.tree import CpuMeter
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.replay.teacher_settings import panel_settings
-from composer_mesh.services.run.hint_mesh import MeshHintWriter
-from composer_mesh.services.run.judge_mesh import MeshJudges
-from composer_mesh.services.run.pools import Pools
+from composer_mesh.services.run.pools import MeshHintWriter, MeshJudges, Pools
 from composer_mesh.services.service import Service
 from composer_mesh.services.training.ranks import TrainerRanks
 from composer_mesh.services.training.teaching import SdpoTeachers

@@ -1,31 +1,185 @@
-"""The actor pools of a run: number and kind of processes, environment and restart rules."""
+"""The actor pools of a run: number and kind of processes, environment and restart rules.
+
+The hint writer of a run: its pool of one process, its endpoint, cache and port.
+
+Used only with writer = "llm"; `hint_writing` makes the requests and uses the replies.
+
+The judges of a run: their pool, which environments call, and what they have cost.
+
+environments -- questions of rewards --> judges       in batches, past the controller
+pools -- members change --> MeshJudges --> environments: the judge actors
+"""
+
+from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.judge import JudgeActor
+from composer_mesh.actors.panel.configured import judge_settings
+from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.rollouts import RolloutActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.background import BackgroundTasks
+from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import Recorder
+from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.planning.mesh_layout import rollout_workers
+from composer_mesh.rollouts.budget import BudgetReport
+from composer_mesh.rollouts.hint_prompts import HINT_WRITER, HintReply, HintRequest
+from composer_mesh.rollouts.money import dollars
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
+from composer_mesh.services.pool.peers import PoolPeers
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
+from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.run.hint_mesh import MeshHintWriter
 from composer_mesh.services.service import Service
+
+CACHE_FILE = "hints.sqlite"
+
+
+@dataclass
+class MeshHintWriter:
+    """Implements the controller's hint-writer port with the writer's actor.
+
+    `spent` are the requests and dollars that the run spent before; they count against its budget.
+    """
+
+    pool: Service
+    config: Config
+    keys: Keys = field(repr=False)
+    spent: tuple[int, float] = (0, 0.0)
+
+    async def load(self, expert_url: str, run: Path) -> None:
+        """Open its cache and connections; raises if the key, address or file is unusable."""
+        writer_config = self.config.sdpo.hints.active_writer
+        assert writer_config is not None
+        cache = writer_config.cache or run / CACHE_FILE
+        writer = writer_endpoint(self.config, expert_url)
+        await self.pool.load(writer, writer_config, cache.absolute(), *self.spent, self.keys)
+
+    async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
+        """Return one reply per request. Waits at most the writer's own timeout."""
+        writer_config = self.config.sdpo.hints.active_writer
+        assert writer_config is not None
+        # The writer enforces its own timeout; the deadline covers a process that does not answer.
+        deadline_s = self.config.run.deadline_s + writer_config.timeout_s
+        pool = self.pool.options(deadline_s=deadline_s)
+        replies: list[HintReply] = await pool.write(list(requests))
+        return replies
+
+
+def writer_endpoint(config: Config, expert_url: str) -> TeacherEndpoint:
+    """Return the endpoint of the configured writer."""
+    writer_config = config.sdpo.hints.active_writer
+    assert writer_config is not None
+    if writer_config.kind == "builtin":
+        return TeacherEndpoint("hint writer", expert_url, HINT_WRITER, TOKEN_ENV)
+    return TeacherEndpoint(
+        "hint writer",
+        str(writer_config.url),
+        str(writer_config.model),
+        writer_config.key_variable,
+        writer_config.api_key_file.absolute() if writer_config.api_key_file else None,
+        routing={} if writer_config.kind == "openrouter" else None,
+    )
+
+
+@dataclass
+class MeshJudges:
+    """The pool of judge actors, and the environments that are told of it."""
+
+    pool: Service
+    environments: Service
+    config: Config
+    keys: Keys = field(repr=False)
+    record: Recorder = field(repr=False)
+    _spent: int = 0
+    _told: set[str] = field(default_factory=set)
+    _judges: PoolPeers = field(init=False, repr=False)
+    _tasks: BackgroundTasks = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._judges = PoolPeers(self.pool)
+        self._tasks = BackgroundTasks(recorded_by(self.record))
+
+    async def load(self, run: Path) -> None:
+        """Open connections, ledger and cache; raises if a judge or a file cannot be used."""
+        await self.pool.load(judge_settings(self.config, run), self.keys)
+        self._spent = (await self._report()).run.spent
+
+    def connect(self) -> None:
+        """Tell the environments of the judge actors, now and whenever either change."""
+        for pool in (self.pool, self.environments):
+            pool.on_change(self._update)
+        self._update()
+
+    async def figures(self) -> dict[str, float]:
+        """Return the dollars since the last call, and of the whole run with its questions."""
+        report = await self._report()
+        before, self._spent = self._spent, report.run.spent
+        return {
+            "judge/usd": dollars(self._spent - before),
+            "judge/usd_total": dollars(self._spent),
+            "judge/requests": report.run.requests,
+        }
+
+    async def close(self) -> None:
+        """Stop telling environments; the pool is closed with all others."""
+        await self._tasks.close()
+
+    async def _report(self) -> BudgetReport:
+        report: BudgetReport = await self.pool.report()
+        return report
+
+    def _update(self) -> None:
+        changed = self._judges.refresh()
+        environments = {one.name: one for one in _serving(self.environments)}
+        for name in self._told - environments.keys():
+            self._tasks.start(f"ending the questions of {name}", self._hang_up(name))
+        to_tell = environments.keys() if changed else environments.keys() - self._told
+        for name in to_tell:
+            self._tasks.start(f"judges of {name}", self._tell(environments[name]))
+        self._told = set(environments)
+
+    async def _tell(self, environment: Replica) -> None:
+        assert environment.actor is not None
+        judges, gone = self._judges.peers, dict(self._judges.gone)
+        try:
+            await environment.actor.call("connect_judges", environment.name, judges, gone)
+        except ActorDied:
+            return
+        except Exception as error:  # noqa: BLE001  supervision boundary: it is replaced
+            reason = f"it cannot be told of the judges: {cause_of(error)}"
+            self.environments.lose(environment.name, reason)
+
+    async def _hang_up(self, environment: str) -> None:
+        """Have the judge actors drop what an environment that is gone asked of them."""
+        for one in _serving(self.pool):
+            assert one.actor is not None
+            try:
+                await one.actor.call("hang_up", environment)
+            except ActorDied:
+                continue
+
+
+def _serving(pool: Service) -> list[Replica]:
+    return [one for one in pool.members() if one.serving and one.actor is not None]
+
 
 ALL_AT_ONCE = 1_000_000
 """No limit: generators and environments batch and queue by themselves."""

@@ -1,16 +1,20 @@
 """The trackers of a run: they hear of each step and evaluation that its display hears of.
 
 None of them is waited for while the run goes on. What they tell becomes events of the run.
+
+What a run leaves when it ends: its summary, printed and written, and its reward curve.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import TrackerSection
@@ -19,8 +23,41 @@ from composer_mesh.integrations.trackers.making import make_tracker
 from composer_mesh.integrations.trackers.names import Names, of_evaluation, trained_tokens
 from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
 from composer_mesh.mesh.supervision import Recorder
-from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.directory.report import (
+    METRICS_FILE,
+    Evaluation,
+    read_metrics,
+    summary_table,
+    write_summary,
+)
 from composer_mesh.services.steps.ports import Watcher
+
+CURVE_FILE = "reward.png"
+
+
+def final_report(
+    output: Path,
+    name: str,
+    *,
+    wall_s: float,
+    evaluations: Sequence[Evaluation],
+    restarts: int,
+    rest: Mapping[str, Any],
+) -> None:
+    """Write and print the summary of a run, and draw its curve; raises OSError."""
+    summary = write_summary(
+        output, wall_s=wall_s, evaluations=evaluations, restarts=restarts, rest=rest
+    )
+    # Imported late, since plotting is not needed before the end.
+    from composer_mesh.services.directory.curve import draw_reward_curve
+
+    curve = output / CURVE_FILE
+    metrics = read_metrics(output / METRICS_FILE)
+    draw_reward_curve(metrics, curve, evaluations=evaluations, title=name)
+    console = Console()
+    console.print(summary_table(name, summary))
+    console.print(f"reward curve: {curve}", markup=False, highlight=False, soft_wrap=True)
+
 
 FOLDER = "trackers"
 

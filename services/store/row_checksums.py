@@ -14,9 +14,9 @@ from typing import Any
 from composer_mesh.actors.checkpoints.quarantine import FOLDER
 from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.store.lines import Lines
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.schema import COLUMNS, whole
+from composer_mesh.services.store.writer_thread import Lines
 
 WHY = "its checksum is that of another row"
 REPAIR = "take run.sqlite from a copy of the run, or begin a new run from one of its checkpoints"

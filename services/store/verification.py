@@ -2,10 +2,14 @@
 
 Reads these and changes nothing. Each finding states what a resume would do about it;
 `verify_command` prints findings.
+
+The `composer-mesh verify` command: prints the faults of a run directory, one per line.
 """
 
 import errno
+import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,12 +33,13 @@ from composer_mesh.services.directory.report import (
     TIMELINE_FILE,
     read_metrics,
 )
+from composer_mesh.services.directory.status import goes_on
+from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.store.divergence_files import REPAIR as REMOVE
 from composer_mesh.services.store.divergence_files import damaged_divergences
 from composer_mesh.services.store.group_files import FOLDER, read_group
-from composer_mesh.services.store.opening import NO_ROW, orphans, unindexed
 from composer_mesh.services.store.reading import RunReader
-from composer_mesh.services.store.records import index_row
+from composer_mesh.services.store.records import NO_ROW, index_row, orphans, unindexed
 from composer_mesh.services.store.row_checksums import REPAIR as NEW_RUN
 from composer_mesh.services.store.row_checksums import WHY, damaged_rows
 from composer_mesh.services.store.row_values import stored_pair
@@ -236,3 +241,18 @@ def _checkpoints(root: Path) -> Iterator[Finding]:
         repair = "train --resume moves it to quarantine/ and begins at the one before"
         for line in damage(checkpoint.folder):
             yield Finding("damaged", where, line, repair)
+
+
+def verify_command(run: Path, as_json: bool = False) -> int:
+    """Print the findings; return exit status 1 if there are any."""
+    found = verify_run(run, live=goes_on(run))
+    if as_json:
+        findings = [asdict(one) for one in found]
+        sys.stdout.write(json.dumps({"run": str(run), "findings": findings}, indent=2) + "\n")
+        return int(bool(found))
+    for one in found:
+        sys.stdout.write(plain_text(str(one)) + "\n")
+    if not found:
+        checked = f"{', '.join(CHECKED)} are as they were written"
+        sys.stdout.write(f"{run}: {checked}; not checked: {NOT_CHECKED}\n")
+    return int(bool(found))

@@ -35,13 +35,16 @@ from composer_mesh.services.directory.report import (
 from composer_mesh.services.directory.signatures import sign
 from composer_mesh.services.store.divergence_files import write_divergences
 from composer_mesh.services.store.group_files import path_of
-from composer_mesh.services.store.lines import Lines
-from composer_mesh.services.store.opening import QuarantinedItem, move_file, repair_on_open
 from composer_mesh.services.store.reading import RunReader
-from composer_mesh.services.store.records import RunRecords
+from composer_mesh.services.store.records import (
+    QuarantinedItem,
+    RunRecords,
+    move_file,
+    repair_on_open,
+)
 from composer_mesh.services.store.schema import KIND
 from composer_mesh.services.store.whole_files import write_whole
-from composer_mesh.services.store.writer_thread import WriterThread
+from composer_mesh.services.store.writer_thread import Lines, WriterThread
 
 CONFIG_FILE = "config.toml"
 EVENTS_FILE = "events.jsonl"

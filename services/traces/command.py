@@ -19,7 +19,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.directory.live import RunUnavailable
+from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing, TraceRow, Where

@@ -21,7 +21,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.hint_prompts import HintRequest
 from composer_mesh.services import service
-from composer_mesh.services.run.hint_mesh import CACHE_FILE, MeshHintWriter
+from composer_mesh.services.run.pools import CACHE_FILE, MeshHintWriter
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from composer_mesh.services.directory.report import read_metrics
 from composer_mesh.services.directory.status import read_status
-from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.handle import read_handle
+from composer_mesh.services.launch.local import lives, pid_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -61,8 +61,8 @@ def _kill(run: Path) -> None:
     """End every process of a launched run at once."""
     handle = read_handle(run)
     assert handle is not None
-    os.killpg(detached.pid_of(handle.job), signal.SIGKILL)
-    wait_until(lambda: not detached.lives(handle.job), "end of the controller", RUN_DEADLINE_S)
+    os.killpg(pid_of(handle.job), signal.SIGKILL)
+    wait_until(lambda: not lives(handle.job), "end of the controller", RUN_DEADLINE_S)
 
 
 def test_an_island_that_is_killed_is_not_waited_for_and_comes_back(

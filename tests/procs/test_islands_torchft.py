@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 
 from composer_mesh.mesh.islands.fragments import cut
 from composer_mesh.services.directory.report import read_metrics
-from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.handle import read_handle
+from composer_mesh.services.launch.local import pid_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -262,7 +262,7 @@ def test_a_run_that_is_killed_is_not_waited_for_and_resumes(
             wait_until(lambda: len(metrics(tmp_path, 1)) >= 3, "step 3", DEADLINE_S)
             handle = read_handle(tmp_path / "all" / "island-1")
             assert handle is not None
-            os.killpg(detached.pid_of(handle.job), signal.SIGKILL)
+            os.killpg(pid_of(handle.job), signal.SIGKILL)
             assert command.wait(DEADLINE_S) == 1
         finally:
             command.kill()

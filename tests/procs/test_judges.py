@@ -18,7 +18,7 @@ from composer_mesh.rollouts.group_rewards import FinishedRollout
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services import service
 from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.run.judge_mesh import MeshJudges
+from composer_mesh.services.run.pools import MeshJudges
 
 TASK = """
 from composer_mesh import Task, group_reward, reward

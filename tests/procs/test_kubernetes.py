@@ -18,7 +18,7 @@ from composer_mesh.mesh import programs
 from composer_mesh.mesh.hosts.certificates import make_authority
 from composer_mesh.services.launch.kubernetes.launcher import KubernetesLauncher
 from composer_mesh.services.launch.kubernetes.manifests import manifests
-from composer_mesh.services.launch.kubernetes.places import AUTHORITY
+from composer_mesh.services.launch.kubernetes.names import AUTHORITY
 from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, LaunchRefused, Order
 

@@ -23,8 +23,8 @@ from live_run import (
 
 from composer_mesh.mesh.processes import is_alive, kill
 from composer_mesh.services.directory.status import read_status
-from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.handle import read_handle
+from composer_mesh.services.launch.local import pid_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,7 +46,7 @@ class Launched:
     def controller(self) -> int:
         handle = read_handle(self.root)
         assert handle is not None
-        return detached.pid_of(handle.job)
+        return pid_of(handle.job)
 
     def metrics(self) -> list[str]:
         path = self.root / "metrics.jsonl"

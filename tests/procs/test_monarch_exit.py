@@ -7,7 +7,7 @@ PROGRAM = """
 from monarch._src.actor import actor_mesh
 
 from composer_mesh.mesh import monarch_exit
-from composer_mesh.mesh.hosts.local import LocalHost
+from composer_mesh.mesh.hosts.host import LocalHost
 
 shut_down = monarch_exit.shutdown_context
 

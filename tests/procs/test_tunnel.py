@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh.hosts.certificates import make_authority, tls_environment
-from composer_mesh.mesh.hosts.tunnel import tunnels
+from composer_mesh.services.launch.workers import tunnels
 
 PORTS, CONTROLLER = (22301, 22302), 22300
 TAG = f"cm{os.getpid() % 100000}"

@@ -21,7 +21,7 @@ from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.orders import config_file, write_files
 from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
-from composer_mesh.services.launch.slurm.places import Places
+from composer_mesh.services.launch.slurm.script import Places
 
 T = TypeVar("T")
 PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"

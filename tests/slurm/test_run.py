@@ -21,7 +21,7 @@ from composer_mesh.mesh.processes import is_alive
 from composer_mesh.services.launch.handle import read_handle
 from composer_mesh.services.launch.ports import Handle
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
-from composer_mesh.services.launch.slurm.places import Places
+from composer_mesh.services.launch.slurm.script import Places
 
 PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 STEP_S, LIMIT_S, RUN_S = 600.0, 240.0, 900.0

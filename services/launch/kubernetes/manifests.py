@@ -16,13 +16,14 @@ from typing import Any
 
 import yaml
 
-from composer_mesh.services.launch.kubernetes import places
 from composer_mesh.services.launch.kubernetes.names import (
+    CONFIG_FILE,
     CONTROLLER,
     HOST,
     RUN,
     WORKER,
     Group,
+    config_there,
     groups_of,
     labels,
     run_name,
@@ -85,7 +86,7 @@ def _policy(order: Order, run: str) -> Table:
 
 
 def _config(order: Order, run: str) -> Table:
-    data = {places.CONFIG_FILE: places.config_there(order)}
+    data = {CONFIG_FILE: config_there(order)}
     meta = _meta(order, run, run, CONTROLLER)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data}
 

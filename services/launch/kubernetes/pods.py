@@ -12,14 +12,19 @@ from composer_mesh.mesh.environment import python_code, python_module
 from composer_mesh.planning.memory import GB, MB, SHARED_CODE
 from composer_mesh.planning.placement_solver import WITH_CONTROLLER
 from composer_mesh.planning.process_specs import processes_of
-from composer_mesh.services.launch.kubernetes import places
 from composer_mesh.services.launch.kubernetes.names import (
+    AUTHORITY,
     CLAIM,
+    CONFIG,
+    CONFIG_FILE,
     CONTROLLER,
     HOST,
     WORKER,
     Group,
     labels,
+    python_there,
+    roster_there,
+    run_there,
 )
 from composer_mesh.services.launch.orders import controller_command, worker_command
 from composer_mesh.services.launch.ports import Order
@@ -76,7 +81,7 @@ def controller_template(order: Order, run: str, launch: str) -> Table:
     # It sends the keys in them to the actors that use them.
     secrets = order.config.cluster.kubernetes.secrets
     container["envFrom"] = [{"secretRef": {"name": secret}} for secret in secrets]
-    mount = {"name": "config", "mountPath": str(places.CONFIG), "readOnly": True}
+    mount = {"name": "config", "mountPath": str(CONFIG), "readOnly": True}
     container["volumeMounts"].append(mount)
     spec = {
         **_spec(order, run, GRACE_S),
@@ -96,19 +101,19 @@ def authority_name(run: str) -> str:
 def _worker_command(order: Order) -> list[str]:
     # Monarch cannot attach again to a port that was used before.
     where = ("--listen", "tls://auto:0", "--name", f"$({NAME})")
-    python, roster = places.python_there(order), places.roster_there(order)
-    return worker_command(python, order.config, roster, places.AUTHORITY, *where, wait_s=WAIT_S)
+    python, roster = python_there(order), roster_there(order)
+    return worker_command(python, order.config, roster, AUTHORITY, *where, wait_s=WAIT_S)
 
 
 def _controller_command(order: Order) -> list[str]:
-    python, run = places.python_there(order), places.run_there(order)
-    config = places.CONFIG / places.CONFIG_FILE
+    python, run = python_there(order), run_there(order)
+    config = CONFIG / CONFIG_FILE
     return controller_command(python, run, "--auto-resume", config=config)
 
 
 def _claim_command(order: Order, launch: str) -> list[str]:
     module = "composer_mesh.services.launch.kubernetes.claim"
-    run, python = str(places.run_there(order)), places.python_there(order)
+    run, python = str(run_there(order)), python_there(order)
     command = python_module(module, run, launch, python=python)
     return [*command, "--resume"] if order.resume else command
 
@@ -169,7 +174,7 @@ def _container(order: Order, name: str, command: list[str]) -> Table:
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
         "volumeMounts": [
             {"name": "runs", "mountPath": kubernetes.mount},
-            {"name": "authority", "mountPath": str(places.AUTHORITY), "readOnly": True},
+            {"name": "authority", "mountPath": str(AUTHORITY), "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
@@ -203,8 +208,8 @@ def _memory(group: Group) -> str:
 
 def _probe(order: Order, **times: int) -> Table:
     """Return a probe of whether the worker accepts connections; its lease covers the rest."""
-    roster = str(places.roster_there(order))
-    command = python_code(LISTENS, roster, python=places.python_there(order))
+    roster = str(roster_there(order))
+    command = python_code(LISTENS, roster, python=python_there(order))
     return {"exec": {"command": command}, "timeoutSeconds": 10, **times}
 
 

@@ -14,7 +14,7 @@ import composer_mesh
 from composer_mesh import SyncSession
 from composer_mesh.configs.curriculum import CurriculumConfig
 from composer_mesh.configs.judges import JudgesConfig
-from composer_mesh.services.checks.example_judges import ExampleJudges
+from composer_mesh.services.checks.task import ExampleJudges
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import make_task

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.hosts.local import LocalHost
+from composer_mesh.mesh.hosts.host import LocalHost
 from composer_mesh.mesh.progress import Report
 from composer_mesh.mesh.spawned import Deadlines, SpawnedActor
 

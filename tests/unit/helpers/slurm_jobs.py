@@ -14,7 +14,7 @@ from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
-from composer_mesh.services.launch.slurm.places import Places
+from composer_mesh.services.launch.slurm.script import Places
 
 HOST = {"name": "gpu", "count": 2, "cores": 8, "memory_gb": 64.0}
 

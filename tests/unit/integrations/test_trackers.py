@@ -21,7 +21,7 @@ from composer_mesh.integrations.trackers.checks import check_trackers
 from composer_mesh.integrations.trackers.delivery import MOST_FAILURES, Delivery
 from composer_mesh.integrations.trackers.names import NAMES, Names, name_of
 from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, TrackerRefused
-from composer_mesh.services.checks.trackers import check_run_trackers
+from composer_mesh.services.checks.accepting import check_run_trackers
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView
 

@@ -8,7 +8,7 @@ import pytest
 
 from composer_mesh.mesh.activity import MOST, ActivityLog, Busy
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.run.timeline import MOST_OF_A_STEP, TimelineView, timeline_of
+from composer_mesh.services.run.parts import MOST_OF_A_STEP, TimelineView, timeline_of
 
 
 class Clock:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import psutil
 import pytest
 
-from composer_mesh.mesh.hosts.local import LocalHost
+from composer_mesh.mesh.hosts.host import LocalHost
 from composer_mesh.mesh.processes import (
     _look_until_gone,
     children_of,

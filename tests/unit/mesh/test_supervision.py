@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.hosts.local import LocalHost
+from composer_mesh.mesh.hosts.host import LocalHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call
 from composer_mesh.mesh.waiting import together

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.hosts.local import LocalHost
+from composer_mesh.mesh.hosts.host import LocalHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied
 

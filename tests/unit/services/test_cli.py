@@ -208,7 +208,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(words: list[str])
 
 def test_a_soft_limit_of_open_files_is_raised_to_what_a_command_needs() -> None:
     code = (
-        "from resource import *; from composer_mesh.services.checks.open_files import *; "
+        "from resource import *; from composer_mesh.services.checks.accepting import *; "
         "setrlimit(RLIMIT_NOFILE, (64, 4096)); allow_open_files('train'); "
         "print(*getrlimit(RLIMIT_NOFILE))"
     )

@@ -13,8 +13,8 @@ import pytest
 
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.control import CONTROL_FILE, Control, ControlRefused, ask
-from composer_mesh.services.directory.live import RunUnavailable
-from composer_mesh.services.run.scaling import Scaling
+from composer_mesh.services.directory.status import RunUnavailable
+from composer_mesh.services.run.watch import Scaling
 from composer_mesh.services.scale_command import read_sizes, scale
 
 

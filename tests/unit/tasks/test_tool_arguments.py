@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from composer_mesh import Session, tool
-from composer_mesh.services.checks.example_arguments import example_arguments
+from composer_mesh.services.checks.task import example_arguments
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.tool import ToolSpec
 

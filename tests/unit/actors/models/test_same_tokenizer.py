@@ -15,7 +15,7 @@ from composer_mesh.actors.models.policy import build_tokenizer, save_policy
 from composer_mesh.actors.models.same_tokenizer import difference
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.planning.model_folder import UnfitModelFolder
-from composer_mesh.services.checks.policy_folder import check_policy_files, check_policy_template
+from composer_mesh.services.checks.accepting import check_policy_files, check_policy_template
 
 
 def test_a_copy_with_another_chat_template_is_the_same(tokenizer: Any) -> None:

@@ -23,7 +23,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.users_backend import check_backend, make_backend
 from composer_mesh.configs.custom_function import CustomFunction
 from composer_mesh.losses.custom_function import CustomFunctionError
-from composer_mesh.services.checks.custom_functions import check_custom_functions
+from composer_mesh.services.checks.accepting import check_custom_functions
 
 OWN = "composer_mesh:TorchBackend"
 USERS = '''

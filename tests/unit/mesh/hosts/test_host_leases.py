@@ -14,9 +14,16 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh.hosts import worker as workers
-from composer_mesh.mesh.hosts.lease import Lease, LeaseRenewal
-from composer_mesh.mesh.hosts.roster import Record, announce, read_record, read_roster, withdraw
-from composer_mesh.mesh.hosts.versions import SOURCES, differences, versions
+from composer_mesh.mesh.hosts.agent import SOURCES, differences, versions
+from composer_mesh.mesh.hosts.roster import (
+    Lease,
+    LeaseRenewal,
+    Record,
+    announce,
+    read_record,
+    read_roster,
+    withdraw,
+)
 from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
 from composer_mesh.mesh.private_folder import remove_abandoned
 from composer_mesh.mesh.processes import descendants, is_alive

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.mesh.hosts.tunnel import Tunnel, TunnelRefused, tunnels
+from composer_mesh.services.launch.workers import Tunnel, TunnelRefused, tunnels
 
 
 def forwards(tunnel: Tunnel, flag: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from composer_mesh.mesh.sandboxes.cgroups import (
+from composer_mesh.mesh.sandboxes.box_process import (
     PREFIX,
     BoxGroup,
     Groups,

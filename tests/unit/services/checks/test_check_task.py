@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field
 from repository import ROOT
 
 from composer_mesh import Task
-from composer_mesh.services.checks.example_arguments import example_arguments
-from composer_mesh.services.checks.task import check_task
+from composer_mesh.services.checks.task import check_task, example_arguments
 from composer_mesh.services.cli import main
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.tool import ToolSpec

@@ -26,9 +26,8 @@ from composer_mesh.services.dashboard.requests import ChartOptions, RolloutFilte
 from composer_mesh.services.dashboard.series import Columns, curve, reduced
 from composer_mesh.services.dashboard.timeline import timeline_of
 from composer_mesh.services.dashboard.tokens import advantage_of, tokens_of
-from composer_mesh.services.directory.live import RunUnavailable
-from composer_mesh.services.directory.sampled_metrics import sampled_metrics
-from composer_mesh.services.directory.status import RunStatus, write_status
+from composer_mesh.services.directory.curve import sampled_metrics
+from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.store.divergence_files import divergences_path, write_divergences
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import Where

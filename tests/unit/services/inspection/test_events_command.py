@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from composer_mesh.services.cli import main
-from composer_mesh.services.directory.live import RunUnavailable, goes_on
-from composer_mesh.services.directory.status import RunStatus, write_status
+from composer_mesh.services.directory.status import RunStatus, RunUnavailable, goes_on, write_status
 from composer_mesh.services.inspection.events_command import (
     Lines,
     Printer,

@@ -15,10 +15,10 @@ from repository import ROOT
 from rich.console import Console
 
 from composer_mesh.mesh.admin import ActorNode, HostNode, MeshTree, ProcNode
-from composer_mesh.services.directory.live import RunUnavailable
 from composer_mesh.services.directory.status import (
     ActorStatus,
     RunStatus,
+    RunUnavailable,
     newest_live_run,
     read_status,
     write_status,

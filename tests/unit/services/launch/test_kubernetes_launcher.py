@@ -10,8 +10,7 @@ from fake_kubectl import FakeKubectl, Table, handle, job, pod
 from kubernetes_orders import order
 
 from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed
-from composer_mesh.services.launch.kubernetes.kubectl import state_of
-from composer_mesh.services.launch.kubernetes.launcher import KubernetesLauncher
+from composer_mesh.services.launch.kubernetes.launcher import KubernetesLauncher, state_of
 from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, LaunchRefused, Order, Plan
 

@@ -19,12 +19,10 @@ from composer_mesh.mesh.processes import is_alive
 from composer_mesh.services.cli import main
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.directory.claim import claimed, holder
-from composer_mesh.services.directory.live import RunUnavailable
-from composer_mesh.services.directory.status import RunStatus, write_status
-from composer_mesh.services.launch import detached
+from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.launch.follow import follow
 from composer_mesh.services.launch.handle import hints, read_handle, write_handle
-from composer_mesh.services.launch.local import LocalLauncher
+from composer_mesh.services.launch.local import LocalLauncher, pid_of
 from composer_mesh.services.launch.orders import renamed_log, write_files
 from composer_mesh.services.launch.ports import Handle, Order, Plan, State
 
@@ -172,7 +170,7 @@ def test_what_is_told_about_a_launch_can_be_typed(long_lived: Handle) -> None:
 
 
 def test_a_local_run_is_in_a_session_of_its_own(long_lived: Handle) -> None:
-    pid = detached.pid_of(long_lived.job)
+    pid = pid_of(long_lived.job)
     assert is_alive(pid)
     assert os.getsid(pid) == pid != os.getsid(0)
     other = Handle("local", Path(), f"{pid}@1", "python", Path())

@@ -11,8 +11,8 @@ import pytest
 from fake_programs import FakePrograms, fake_programs
 
 from composer_mesh.planning.placement_solver import described_hosts
-from composer_mesh.services.launch import detached
 from composer_mesh.services.launch.by_ssh import HostsLauncher
+from composer_mesh.services.launch.local import end, lines_of, lives, name_of
 from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused, Order
 from composer_mesh.services.launch.ssh_words import inside, left_behind
 from composer_mesh.services.launch.workers import CONTROLLER, workers_of
@@ -57,11 +57,11 @@ def test_what_is_left_behind_tells_its_process_and_keeps_nothing_open(tmp_path: 
     text = left_behind(folder, ["sh", "-c", "pwd; echo $$; exec sleep 600"], log)
     # It returns although what it started goes on: no stream is kept.
     done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
-    name = detached.name_of(int(done.stdout))
-    written = detached.lines_of(log, lambda: detached.lives(name))
+    name = name_of(int(done.stdout))
+    written = lines_of(log, lambda: lives(name))
     assert [next(written), next(written)] == [str(folder), done.stdout.strip()]
-    detached.end(name, 10.0)
-    assert not detached.lives(name)
+    end(name, 10.0)
+    assert not lives(name)
 
 
 def test_workers_on_loopback_are_ours_and_end_with_the_controller(
@@ -117,13 +117,13 @@ def test_by_ssh_workers_and_controller_are_left_behind_on_their_hosts(
     finally:
         HostsLauncher().stop(handle, 5.0)
         for path in fakes.folder.glob("python.log.called.*"):
-            detached.end(detached.name_of(int(path.suffix[1:])), 5.0)
+            end(name_of(int(path.suffix[1:])), 5.0)
     assert HostsLauncher().state(handle)[0] == "ended"
 
 
 def detached_calls(fakes: FakePrograms, count: int) -> None:
     """Wait until so many programs have said that they were called."""
-    for _ in detached.lines_of(Path("/nowhere"), lambda: len(fakes.called()) < count):
+    for _ in lines_of(Path("/nowhere"), lambda: len(fakes.called()) < count):
         raise AssertionError
 
 

@@ -11,9 +11,8 @@ from slurm_orders import Build, build
 
 from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, LaunchFailed
-from composer_mesh.services.launch.slurm import queue
-from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
-from composer_mesh.services.launch.slurm.places import Places
+from composer_mesh.services.launch.slurm.launcher import ENDED, RUNNING, WAITING, SlurmLauncher
+from composer_mesh.services.launch.slurm.script import Places
 
 __all__ = ["build"]
 
@@ -175,8 +174,8 @@ def test_slurm_that_does_not_answer_is_no_end_of_a_job(
 
 
 def test_states_that_mean_different_things_are_told_apart() -> None:
-    assert not queue.WAITING & queue.RUNNING
-    assert not queue.ENDED & (queue.WAITING | queue.RUNNING)
+    assert not WAITING & RUNNING
+    assert not ENDED & (WAITING | RUNNING)
 
 
 # Following and stopping

@@ -11,8 +11,7 @@ from slurm_orders import Build, build
 
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.services.launch.ports import LaunchRefused
-from composer_mesh.services.launch.slurm.request import job_name, options_of, seconds_of
-from composer_mesh.services.launch.slurm.script import job_script
+from composer_mesh.services.launch.slurm.script import job_name, job_script, options_of, seconds_of
 
 __all__ = ["build"]
 

@@ -9,7 +9,7 @@ from fake_pool import Member, Pool
 
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.run.judge_mesh import MeshJudges
+from composer_mesh.services.run.pools import MeshJudges
 from composer_mesh.services.service import Service
 
 

@@ -18,8 +18,12 @@ from slow_file import SlowFile
 from composer_mesh.configs.schema import RunConfig
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.directory.control import CONTROL_FILE, ControlRefused
-from composer_mesh.services.directory.live import commands_for
-from composer_mesh.services.directory.status import STATUS_FILE, ActorStatus, read_status
+from composer_mesh.services.directory.status import (
+    STATUS_FILE,
+    ActorStatus,
+    commands_for,
+    read_status,
+)
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.run import mesh as run_mesh
 from composer_mesh.services.run import watch

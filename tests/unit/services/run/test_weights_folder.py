@@ -9,8 +9,7 @@ import pytest
 
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.mesh.weights.transports.disk import FOLDER_PREFIX
-from composer_mesh.services.run.weight_transport import settled
-from composer_mesh.services.run.weights_folder import NOTES_FILE, RunFolders
+from composer_mesh.services.run.weights_folder import NOTES_FILE, RunFolders, settled
 
 
 class Events:

@@ -17,7 +17,7 @@ from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
-from composer_mesh.services.run.hint_mesh import MeshHintWriter
+from composer_mesh.services.run.pools import MeshHintWriter
 from composer_mesh.services.steps.ports import HintWriter
 
 WRITER = TeacherEndpoint("hint writer", "https://writer.test/v1", "some/model")

@@ -29,7 +29,7 @@ from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.directory.report import summarize, summary_table
 from composer_mesh.services.replay.late_rewards import Corrections
-from composer_mesh.services.run.hint_mesh import writer_endpoint
+from composer_mesh.services.run.pools import writer_endpoint
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher

@@ -9,7 +9,7 @@ import pytest
 from hostile_servers import Send, hook, made
 from openenv_server import TOOLS, Json, OpenEnvServer
 
-from composer_mesh.services.checks.example_arguments import example_arguments
+from composer_mesh.services.checks.task import example_arguments
 from composer_mesh.tasks.errors import TaskError, UnusableTask
 from composer_mesh.tasks.openenv.errors import ProtocolViolation
 from composer_mesh.tasks.openenv.schemas import bounded_schema
