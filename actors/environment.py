@@ -20,11 +20,11 @@ from composer_mesh.actors.rollout_workers.peers import Peer
 from composer_mesh.actors.task_process.process import TaskProcess
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_server import Endpoint, current_caller
 from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
 from composer_mesh.mesh.supervision import SessionLost
+from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message

@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import Actor, Port, concurrent_endpoint
 
-from composer_mesh.mesh.call_server import Endpoint
+from composer_mesh.mesh.call_server import Endpoint, Item
 from composer_mesh.mesh.call_stream import StreamServer
 from composer_mesh.mesh.garbage_collection import leave_out_loaded
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
-from composer_mesh.mesh.message_batcher import Item
 from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.processes import resident_bytes
 from composer_mesh.mesh.progress import PROGRESS

@@ -2,11 +2,20 @@
 
 `call_stream` has the calls between actors, `pipe_calls` those between an actor and a process that
 it has started. Imports nothing of Monarch.
+
+Batches calls and answers into few messages, which wait a small share of the time of a call.
+
+    calls are few, or short     the first goes at once, those within `PAUSE_S` of it together
+    many calls that take long   all go together at the next tick of the clock
+
+A process spends about 0.3 ms of CPU on a message that wakes it, whatever it carries, and a third of
+that on one that arrives together with others. Ticks are the same for all processes of a host.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import traceback
 from collections.abc import Awaitable, Callable
@@ -14,10 +23,100 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S, Item, MessageBatcher
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.tasks.call_marks import current_call
 from composer_mesh.tasks.calls import is_requested
+
+PAUSE_S = 0.01
+"""Least time between two messages of one batcher that has no tick."""
+
+LONGEST_WAIT_S = 0.25
+"""Longest time that an item waits, by default."""
+
+SHARE = 1 / 64
+"""Largest tick as a share of the time that a call takes."""
+
+FEW = 8
+"""Number of unanswered calls up to which there is no tick."""
+
+WEIGHT = 0.05
+"""Weight of the last call in the mean of their times."""
+
+MESSAGE_BYTES = 1 << 18
+"""Bytes after which a message ends, so that reading one never blocks a loop for long."""
+
+Item = tuple[int, str, bytes]
+"""Number of the call, what the item is, and its pickled contents."""
+
+
+class MessageBatcher:
+    """Collects items on one event loop; `send` gets the items of each message, in order."""
+
+    def __init__(
+        self, send: Callable[[list[Item]], None], longest_wait_s: float = LONGEST_WAIT_S
+    ) -> None:
+        self._send, self._longest_wait_s = send, longest_wait_s
+        self._items: list[Item] = []
+        self._flushing: asyncio.Handle | None = None
+        self._sent_at = float("-inf")
+        self._call_s, self._tick_s = 0.0, 0.0
+
+    def add(self, item: Item) -> None:
+        """Queue an item; it is sent in this turn of the loop, after the pause, or at the tick."""
+        self._items.append(item)
+        if self._flushing is None:
+            loop = asyncio.get_running_loop()
+            earliest = self._sent_at + min(PAUSE_S, self._longest_wait_s)
+            wait_s = until_next(loop.time(), earliest, self._tick_s)
+            self._flushing = (
+                loop.call_later(wait_s, self._flush) if wait_s > 0 else loop.call_soon(self._flush)
+            )
+
+    def took(self, seconds: float, unanswered: int) -> None:
+        """Note how long a call took, while so many others are not answered yet."""
+        self._call_s += WEIGHT * (seconds - self._call_s)
+        self._tick_s = tick_of(self._call_s, unanswered, self._longest_wait_s)
+
+    def close(self) -> None:
+        """Drop what was not sent."""
+        self._items = []
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+
+    def _flush(self) -> None:
+        items, self._items = self._items, []
+        self._flushing, self._sent_at = None, asyncio.get_running_loop().time()
+        for message in messages_of(items):
+            self._send(message)
+
+
+def tick_of(call_s: float, unanswered: int, longest_wait_s: float = LONGEST_WAIT_S) -> float:
+    """Return the seconds between two ticks, 0 for none: a power of two, so that ticks coincide."""
+    largest = min(SHARE * call_s, longest_wait_s)
+    if unanswered <= FEW or largest <= PAUSE_S / 2:
+        return 0.0
+    return float(2.0 ** math.floor(math.log2(largest)))
+
+
+def until_next(now: float, earliest: float, tick_s: float) -> float:
+    """Return the seconds until the next tick, or until `earliest` where there are no ticks."""
+    return -now % tick_s if tick_s else earliest - now
+
+
+def messages_of(items: list[Item]) -> list[list[Item]]:
+    """Split items into messages of at most `MESSAGE_BYTES`, or of one larger item."""
+    messages: list[list[Item]] = []
+    left = 0
+    for item in items:
+        size = len(item[2])
+        if not messages or size > left:
+            messages.append([])
+            left = MESSAGE_BYTES
+        messages[-1].append(item)
+        left -= size
+    return messages
+
 
 CALL, CANCEL, RESULT, ERROR, LOAD = "call", "cancel", "result", "error", "load"
 

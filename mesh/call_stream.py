@@ -19,11 +19,20 @@ from typing import Any, Protocol
 
 from monarch.actor import Channel, Port, PortReceiver
 
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
-from composer_mesh.mesh.call_server import CALL, CANCEL, LOAD, RESULT, CallServer, Endpoint
-from composer_mesh.mesh.message_batcher import LONGEST_WAIT_S, Item, MessageBatcher, messages_of
+from composer_mesh.mesh.call_server import (
+    CALL,
+    CANCEL,
+    LOAD,
+    LONGEST_WAIT_S,
+    RESULT,
+    CallServer,
+    Endpoint,
+    Item,
+    MessageBatcher,
+    messages_of,
+)
 from composer_mesh.mesh.supervision import ActorDied, RemoteError, call
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, told_to_loop
 
 OPEN_DEADLINE_S = 45.0
 """Longest wait for an actor to take calls. It is known to be alive, and by default counts as hung

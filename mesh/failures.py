@@ -14,8 +14,8 @@ from __future__ import annotations
 import errno
 from enum import Enum
 
-from composer_mesh.mesh.background import Failed
 from composer_mesh.mesh.supervision import MeshError, Recorder, RemoteError
+from composer_mesh.mesh.waiting import Failed
 
 LONGEST_KEY = 500
 """Characters by which errors are compared; a message may contain model-written text."""

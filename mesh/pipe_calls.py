@@ -18,8 +18,7 @@ from itertools import count
 from struct import Struct
 from typing import Any
 
-from composer_mesh.mesh.call_server import CALL, CANCEL, LOAD, RESULT, CallServer, Endpoint
-from composer_mesh.mesh.message_batcher import Item
+from composer_mesh.mesh.call_server import CALL, CANCEL, LOAD, RESULT, CallServer, Endpoint, Item
 from composer_mesh.mesh.waiting import cancel_and_wait
 
 LENGTH = Struct("!Q")

@@ -16,7 +16,6 @@ from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor, monarch_name
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.garbage_collection import collect_rarely, leave_out_loaded
@@ -36,7 +35,7 @@ from composer_mesh.mesh.supervision import (
     call,
     heard,
 )
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, told_to_loop
 
 T = TypeVar("T")
 

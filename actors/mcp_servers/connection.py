@@ -1,27 +1,195 @@
-"""One connection to one MCP server: opened and closed by a task of its own."""
+"""One connection to one MCP server: opened and closed by a task of its own.
+
+HTTP answers of an MCP server that end its connection, rather than being told to the agent.
+
+The SDK turns a status such as 503, or 404 for a session that the server no longer knows, into an
+error of the call; but it says nothing about the call.
+
+The list of a server's tools, as a config pins it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator, Mapping
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx2
 from mcp import Client, MCPError
-from mcp.client.streamable_http import streamable_http_client
+from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
-from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
-from composer_mesh.actors.mcp_servers.http_answers import PLAIN, HttpAnswers
-from composer_mesh.actors.mcp_servers.listing import difference, listed
 from composer_mesh.actors.mcp_servers.stdio import StdioProgram
-from composer_mesh.actors.mcp_servers.untrusted_text import LONGEST_ERROR, clean, result_text
+from composer_mesh.actors.mcp_servers.untrusted_text import (
+    LONGEST_DESCRIPTION,
+    LONGEST_ERROR,
+    LONGEST_PARAMETERS,
+    clean,
+    clean_json,
+    result_text,
+)
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.configs.interrupts import is_interrupt
-from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.configs.mcp import MOST_TOOLS, McpServer, McpTool
 from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
+
+BAD_REQUEST = 400
+LONGEST_ANSWER = 16 << 20
+"""Bytes of the longest answer that is not a stream of events, which the SDK bounds by event."""
+
+PLAIN = {"Accept-Encoding": "identity"}
+"""A header of all requests: a compressed answer could be far larger than what is read of it."""
+
+MEANINGS = {
+    401: "it refuses the token",
+    403: "it refuses the token",
+    404: "it no longer knows the session, or the path of url",
+    429: "it has too many requests",
+}
+
+
+class HttpAnswers:
+    """Reads the answers of one connection, as a hook of its HTTP client."""
+
+    def __init__(self) -> None:
+        self.has_session = False
+        """Whether the server has given the connection a session."""
+
+        self.is_open = False
+        """Whether calls are made; while it connects, the SDK tries what a server knows."""
+
+        self.problem: str | None = None
+        """Why the connection has ended; None while it has not."""
+
+    async def read(self, response: Any) -> None:
+        """Raise HttpRefused for an answer that is no answer to a call."""
+        self.has_session |= MCP_SESSION_ID in response.headers
+        if (coding := response.headers.get("content-encoding", "identity")) != "identity":
+            raise self._refused(f"it answered in the encoding {coding[:40]!r}, not plainly")
+        if int(response.headers.get("content-length", 0)) > LONGEST_ANSWER:
+            raise self._too_long()
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            response.stream = _Bounded(response.stream, self._too_long)
+        if self.is_open and response.request.method == "POST" and response.status_code >= 400:
+            if response.status_code == BAD_REQUEST and _refuses_arguments(await response.aread()):
+                return
+            status = response.status_code
+            raise self._refused(f"{MEANINGS.get(status, 'it failed')} (status {status})")
+
+    def _too_long(self) -> HttpRefused:
+        return self._refused(f"it answered with more than {LONGEST_ANSWER:,} bytes")
+
+    def _refused(self, problem: str) -> HttpRefused:
+        self.problem = problem
+        return HttpRefused(problem)
+
+
+class HttpRefused(Exception):
+    """An answer that ends a connection."""
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """The body of an answer, which ends with an error after `LONGEST_ANSWER` bytes."""
+
+    def __init__(self, whole: httpx2.AsyncByteStream, too_long: Callable[[], HttpRefused]) -> None:
+        self._whole, self._too_long = whole, too_long
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = 0
+        async for chunk in self._whole:
+            read += len(chunk)
+            if read > LONGEST_ANSWER:
+                raise self._too_long()
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._whole.aclose()
+
+
+def _refuses_arguments(body: bytes) -> bool:
+    """Whether the body of a refusal is an error about a call's arguments."""
+    try:
+        found = json.loads(body)
+        return bool(found["error"]["code"] == INVALID_PARAMS)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
+
+
+MOST_PAGES = 20
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+async def listed(client: Any, server: McpServer) -> tuple[McpTool, ...]:
+    """Return the tools that a config takes from a server, in the server's order.
+
+    Raises UnusableTask for a list that cannot be used.
+    """
+    found: list[Any] = []
+    cursor: str | None = None
+    for _ in range(MOST_PAGES):
+        page = await client.list_tools(cursor=cursor, cache_mode="bypass")
+        found += page.tools
+        cursor = page.next_cursor
+        if cursor is None or len(found) > 10 * MOST_TOOLS:
+            break
+    return pinned(server, found)
+
+
+def pinned(server: McpServer, tools: Sequence[Any]) -> tuple[McpTool, ...]:
+    """Return tools as a config pins them; raises UnusableTask."""
+    names = [str(one.name) for one in tools]
+    for key, wanted in (("allow", server.allow), ("deny", server.deny)):
+        if missing := sorted(set(wanted) - set(names)):
+            raise UnusableTask(
+                f"environment.mcp: {key} of the MCP server {server.name!r} names {missing[0]!r}, "
+                f"which it does not have: it has {clean(', '.join(names), 1000) or 'no tools'}"
+            )
+    used = [one for one in tools if _is_used(server, str(one.name))]
+    if not used or len(used) > MOST_TOOLS:
+        raise UnusableTask(
+            f"the MCP server {server.name!r} has {len(used)} tools that are used but must have 1 "
+            f"to {MOST_TOOLS}: change its allow and deny in [[environment.mcp]]"
+        )
+    return tuple(_pinned(server, one) for one in used)
+
+
+def _is_used(server: McpServer, name: str) -> bool:
+    return name not in server.deny and (not server.allow or name in server.allow)
+
+
+def _pinned(server: McpServer, tool: Any) -> McpTool:
+    name = clean(str(tool.name), 100)
+    if not _NAME.fullmatch(str(tool.name)):
+        raise UnusableTask(
+            f"the MCP server {server.name!r} has a tool {name!r}, but a name is 1 to 64 letters, "
+            "digits and _.-: name the tools that are used in its allow"
+        )
+    parameters = clean_json(tool.input_schema)
+    text = json.dumps(parameters, ensure_ascii=False, sort_keys=True)
+    if len(text) > LONGEST_PARAMETERS:
+        raise UnusableTask(
+            f"the schema of tool {name!r} of the MCP server {server.name!r} has {len(text):,} "
+            f"characters but may have {LONGEST_PARAMETERS:,}: add {name!r} to its deny"
+        )
+    description = clean(tool.description or "", LONGEST_DESCRIPTION)
+    return McpTool(name=name, description=description, parameters=text)
+
+
+def difference(before: Sequence[McpTool], now: Sequence[McpTool]) -> str:
+    """Return in words what has changed in tools that prompts show; empty if nothing has."""
+    current = {one.name: one for one in now}
+    gone = [one.name for one in before if one.name not in current]
+    other = [one.name for one in before if current.get(one.name, one) != one]
+    parts = [f"{', '.join(gone)} is gone"] * bool(gone)
+    parts += [f"{', '.join(other)} is described differently"] * bool(other)
+    return ", ".join(parts)
+
 
 FAILED_CALL, LATE_CALL = "mcp_tool_error", "mcp_timeout"
 """Error kinds of a call that the server refused or failed, and of one without a timely answer."""

@@ -10,8 +10,8 @@ from collections import Counter
 from typing import Any
 
 from composer_mesh.actors.rollout_workers.peers import Peers
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
+from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from composer_mesh.actors.rollout_workers.peers import Peers
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 Waiting = tuple[GenerationRequest, asyncio.Future[GenerationResult]]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.call_stream import Calls
 from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 
 
 @dataclass(frozen=True)

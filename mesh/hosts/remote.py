@@ -18,7 +18,6 @@ from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, attach_to_workers
 
 from composer_mesh.mesh.actor import monarch_name
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, python_module, without_noise
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
@@ -31,6 +30,7 @@ from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.processes import BOOTSTRAP
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.supervision import HostLost, MeshError, ProcessLate, call
+from composer_mesh.mesh.waiting import BackgroundTasks
 
 BEATS = 5
 """Beats of the controller per lease duration."""

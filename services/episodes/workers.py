@@ -5,14 +5,22 @@
 
 An attempt is lost with its worker, and is then made again like any other that failed. The other
 actors drop what a dead worker asked of them. A worker plays once it was told whom to call.
+
+The rounds of a run in lockstep: each is a closed batch of every episode's next request.
+
+    workers: names of waiting requests --> Rounds, until every announced episode has one
+    workers <-- which generator takes which request ------- Rounds
+
+The shares depend on the announced samples and on the number of generators, never on which worker
+plays what: a run repeats bit for bit with any number of rollout workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,18 +28,99 @@ from typing import Any
 from composer_mesh.actors.rollout_workers.lockstep import Round
 from composer_mesh.actors.rollout_workers.peers import Neighbours
 from composer_mesh.mesh.activity import ActivityLog
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.supervision import ActorDied, Recorder
+from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.services.episodes.lockstep import LockstepRounds
 from composer_mesh.services.pool.errors import ServiceClosed
 from composer_mesh.services.pool.peers import PoolPeers
 from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.service import Service
+
+
+class LockstepRounds:
+    """Decides when a round is complete; `release` is called with each complete one."""
+
+    def __init__(
+        self, generators: Callable[[], Sequence[str]], release: Callable[[Round], None]
+    ) -> None:
+        """`generators` returns the names of those that serve, in the order of their slots."""
+        self._generators, self._release = generators, release
+        self._live: Counter[str] = Counter()
+        self._places: dict[str, int] = {}
+        self._groups: dict[str, int] = {}
+        self._waiting: dict[str, Sequence[str]] = {}
+        self._begun = False
+        """Whether the live episodes have had a round."""
+        self.number = -1
+        """Number of the last round."""
+
+    def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]:
+        """Count samples as live from now on, until their contexts are left."""
+        for sample in samples:
+            self._live[sample.trace_id] += 1
+            self._places[sample.trace_id] = len(self._places)
+            self._groups.setdefault(sample.group, len(self._groups))
+        return [self._counted(sample.trace_id) for sample in samples]
+
+    def wait(self, worker: str, names: Sequence[str]) -> None:
+        """Note all requests that wait at a worker, in place of those noted before."""
+        self._waiting[worker] = names
+        self.check()
+
+    def lose(self, worker: str) -> None:
+        """Forget what waits at a worker that is gone: its episodes begin again elsewhere."""
+        self._waiting.pop(worker, None)
+        self.check()
+
+    @contextmanager
+    def _counted(self, trace_id: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._live -= Counter([trace_id])
+            if not self._live:
+                self._begun = False
+                self._places.clear()
+                self._groups.clear()
+            self.check()
+
+    def check(self) -> None:
+        """Release the round if it is complete; call it when a generator begins to serve too."""
+        noted = [name for waiting in self._waiting.values() for name in waiting]
+        names = [name for name in noted if _episode(name) in self._live]  # others were cancelled
+        generators = self._generators()
+        if names and generators and len(names) >= self._live.total():
+            self._waiting.clear()
+            self.number += 1
+            shares = self._shares(sorted(names), generators)
+            continues, self._begun = self._begun, True
+            self._release(Round(self.number, continues, shares))
+
+    def _shares(
+        self, names: Sequence[str], generators: Sequence[str]
+    ) -> Mapping[str, Sequence[str]]:
+        """Divide requests by groups, which have prompts in common, or singly where groups are few.
+
+        An episode keeps its generator while the number of generators stays the same.
+        """
+        shares: dict[str, list[str]] = {}
+        for name in names:
+            episode = _episode(name)
+            place = self._places[episode]
+            if len(self._groups) >= len(generators):
+                place = self._groups[episode.rpartition("-")[0]]
+            shares.setdefault(generators[place % len(generators)], []).append(name)
+        return shares
+
+
+def _episode(request: str) -> str:
+    """Return the trace id of a request's episode."""
+    return request.rpartition("-")[0]
+
 
 OpenStream = Callable[[str, Any, Callable[[BaseException], None]], Calls]
 """Opens the calls to a worker, given its name, its reference and whom to tell that they broke."""

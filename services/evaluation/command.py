@@ -27,10 +27,14 @@ from composer_mesh.rollouts.group_rewards import SMALLEST_GROUP
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.evaluation.by_endpoint import EndpointEvaluation, endpoint_failure
-from composer_mesh.services.evaluation.by_script import Script, ScriptedEvaluation
 from composer_mesh.services.evaluation.figures import figures_by_task
-from composer_mesh.services.evaluation.in_process import InProcessEvaluation
+from composer_mesh.services.evaluation.in_process import (
+    EndpointEvaluation,
+    InProcessEvaluation,
+    Script,
+    ScriptedEvaluation,
+    endpoint_failure,
+)
 from composer_mesh.services.evaluation.report import (
     evaluation_json,
     evaluation_table,

@@ -1,6 +1,12 @@
 """Plays the held-out episodes of an evaluation in this process; who acts, a subclass says.
 
 What is stored are traces without tokens: the conversations and how they were scored.
+
+Evaluates an OpenAI-compatible endpoint: episodes run in this process, actions come by HTTP.
+
+Evaluates a scripted policy: a task's own gold actions, or empty answers.
+
+It says whether the task accepts what solves it and refuses what does not.
 """
 
 from __future__ import annotations
@@ -8,10 +14,20 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from composer_mesh.actors.provider.bill import Meter
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.errors import (
+    ProviderAuthError,
+    ProviderBudgetError,
+    ProviderError,
+    ProviderPaymentError,
+)
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.episode import seed_of
 from composer_mesh.rollouts.group_rewards import (
     SMALLEST_GROUP,
     FinishedRollout,
@@ -141,3 +157,85 @@ class InProcessEvaluation(ABC):
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return await self._loop.run(work, self._limit_s)
+
+
+SEEDS = 2**31
+"""Seeds are below this: some servers take 32 bits."""
+
+
+class EndpointEvaluation(InProcessEvaluation):
+    """Plays held-out episodes against one endpoint, on one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        store: Store,
+        client: ProviderClient,
+        endpoint: TeacherEndpoint,
+        samples: int,
+        meter: Meter | None = None,
+    ) -> None:
+        """A `meter` refuses requests that might pass its ceiling."""
+        super().__init__(config, task, store, samples, endpoint.concurrency)
+        self._client, self._endpoint, self._meter = client, endpoint, meter
+        self.usd = 0.0
+        """Dollars that the endpoint has stated."""
+
+    async def _sample(self, index: int, number: int) -> Trace | None:
+        """Play one sample; None if it failed.
+
+        Raises where the key is refused, or no credit or budget is left.
+        """
+        try:
+            return await super()._sample(index, number)
+        except (ProviderAuthError, ProviderPaymentError, ProviderBudgetError):
+            raise
+        except ProviderError as error:
+            self.failures.append(endpoint_failure(self._endpoint, error))
+        return None
+
+    async def _policy(self, _episode: Episode, name: str) -> Policy:
+        async def ask(running: RunningEpisode, turn: int) -> str:
+            seed = seed_of(self._config.run.seed, f"{name}-{turn:02d}") % SEEDS
+            answer = await self._client.complete(
+                *(self._endpoint, running.messages, self._task.tools), seed=seed, meter=self._meter
+            )
+            self.usd += answer.usd
+            return answer.action_text
+
+        return ask
+
+
+def endpoint_failure(endpoint: TeacherEndpoint, error: ProviderError) -> str:
+    """Return what an endpoint failed with, and what to look at in this command."""
+    if isinstance(error, ProviderBudgetError):
+        return f"{error.text}: raise --max-usd, and go on with --resume"
+    return (
+        f"{endpoint.base_url}, model {endpoint.model!r}: {error.text}: check that it answers, and "
+        "--model, --api-key-env, --max-tokens and --timeout"
+    )
+
+
+Script = Literal["gold", "empty"]
+AT_ONCE = 8
+
+
+class ScriptedEvaluation(InProcessEvaluation):
+    """Plays held-out episodes by the task's gold actions, or by empty answers."""
+
+    def __init__(self, config: Config, task: Task, store: Store, script: Script) -> None:
+        super().__init__(config, task, store, 1, AT_ONCE)
+        self._script = script
+
+    async def _policy(self, episode: Episode, _name: str) -> Policy:
+        actions: list[str] = []
+        if self._script == "gold":
+            task = self._task.of(episode.task)
+            what = f"the gold actions of task {task.name!r}"
+            actions = list(await self._run(self._calls(what, task.gold, episode.payload)))
+
+        async def act(_running: RunningEpisode, turn: int) -> str:
+            return actions[turn] if turn < len(actions) else ""
+
+        return act

@@ -13,11 +13,10 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.spawned import working_together
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
-from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, together
 from composer_mesh.services.pool.dispatch import Dispatch, gone
 from composer_mesh.services.pool.errors import NoReplicaLeft
 from composer_mesh.services.pool.replicas import Call, Names, Replica, ReplicaSpec

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.background import Failed, told_to_loop
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
@@ -23,7 +22,7 @@ from composer_mesh.mesh.supervision import (
     HostLost,
     Recorder,
 )
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.waiting import Failed, cancel_and_wait, told_to_loop
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import ReplicaState, RoutingTarget

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of, classify
 from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.services.pool.replicas import Replica, ReplicaSpec
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 

@@ -5,26 +5,79 @@
 Everything happens in order of group ids, whichever group finishes or is answered first: novelty,
 duplicates and sums of dollars are then the same in every repetition, offline, and after a restart.
 `take` waits for the step's own groups, or, where pairs may be late, does not wait.
+
+Refines pairs before training: quality filters, then reference log-probs, once per pair.
+
+Stateful, because duplicates are found across calls: pairs must come in the order of their groups.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.rollouts.batches import PairSample
+from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.replay.refining import Refining
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.services.replay.teacher_query_record import (
     TeacherQueryRecord,
     query_record_to_json,
 )
+from composer_mesh.services.steps.ports import Reference
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+
+TOO_LONG = "too_long"
+"""Name of the built-in filter for pairs that exceed the policy's context."""
+
+Encode = Callable[[Sequence[PreferencePair]], list[PairSample]]
+
+
+@dataclass
+class Refined:
+    """Pairs that are fit for training, and how many each filter dropped."""
+
+    pairs: list[PreferencePair]
+    dropped: Counter[str]
+
+
+class Refining:
+    """Filters and scores pairs; `reference` is None where the loss needs none.
+
+    `encode` tokenizes pairs and leaves out those that are too long.
+    """
+
+    def __init__(self, filters: PairFilters, encode: Encode, reference: Reference | None) -> None:
+        self._filters, self._encode, self._reference = filters, encode, reference
+
+    def remember(self, candidates: Sequence[PreferencePair]) -> None:
+        """Replay to the filters the pairs that an earlier process passed to them, in the same
+        order."""
+        self._filters.keep(candidates)
+
+    async def refine(self, pairs: Sequence[PreferencePair]) -> Refined:
+        """Filter and score pairs. Waits for the reference. Calls must not overlap: filters are
+        stateful."""
+        # In a thread: near-duplicate detection is CPU-bound, and the event loop serves every
+        # rollout.
+        filtered = await asyncio.to_thread(self._filters.keep, pairs)
+        dropped = Counter(filtered.dropped)
+        samples = self._encode(filtered.kept)
+        fitting = {sample.pair_id for sample in samples}
+        kept = [pair for pair in filtered.kept if pair.pair_id in fitting]
+        if too_long := len(filtered.kept) - len(kept):
+            dropped[TOO_LONG] = too_long
+        if self._reference is None or not kept:
+            return Refined(kept, dropped)
+        scores = await self._reference.score(samples)
+        scored = zip(kept, scores, strict=True)
+        return Refined([replace(pair, reference=score) for pair, score in scored], dropped)
+
 
 HEAP = 2
 """A step trains at most this many times the number of pairs that it could have produced itself."""

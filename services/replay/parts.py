@@ -8,8 +8,7 @@ from composer_mesh.rollouts.batches import pair_samples
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.services.replay.late_rewards import LateRewards
-from composer_mesh.services.replay.pair_stream import PairStore, PairStream
-from composer_mesh.services.replay.refining import Refining
+from composer_mesh.services.replay.pair_stream import PairStore, PairStream, Refining
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.services.steps.advantages import Advantages
 from composer_mesh.services.steps.ports import Reference, Teachers

@@ -31,13 +31,13 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.object_store.port import StoreUnavailable, StoreUnfit
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import START_DEADLINE_S, MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
+from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.planning.placement_solver import NoCapacity

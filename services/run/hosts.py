@@ -17,7 +17,6 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 from monarch.actor import enable_transport
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.certificates import tls_environment
@@ -30,7 +29,7 @@ from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, ProcessLate, Recorder
-from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, together
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.directory.control import ControlRefused

@@ -29,7 +29,7 @@ from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.replay.teacher_settings import panel_settings
 from composer_mesh.services.run.pools import MeshHintWriter, MeshJudges, Pools
 from composer_mesh.services.service import Service
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.teaching import SdpoTeachers
 from composer_mesh.tasks.task import Task
 

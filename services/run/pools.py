@@ -31,12 +31,11 @@ from composer_mesh.actors.rollouts import RolloutActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, Recorder
-from composer_mesh.mesh.waiting import together
+from composer_mesh.mesh.waiting import BackgroundTasks, together
 from composer_mesh.planning.mesh_layout import rollout_workers
 from composer_mesh.rollouts.budget import BudgetReport
 from composer_mesh.rollouts.hint_prompts import HINT_WRITER, HintReply, HintRequest

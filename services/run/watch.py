@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 from composer_mesh.configs.schema import RunConfig
 from composer_mesh.mesh.admin import TlsFiles, start_admin
-from composer_mesh.mesh.background import BackgroundTasks
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.telemetry import start_telemetry
+from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.services.directory.control import Command, Control, ControlRefused
 from composer_mesh.services.directory.status import (
     ActorStatus,

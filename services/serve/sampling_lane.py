@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.actors.served_models.messages import ScoreRequest, Scores
-from composer_mesh.mesh.background import BackgroundTasks
+from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
 from composer_mesh.rollouts.stop_texts import tokens_to_stop
 from composer_mesh.services.serve import operation_log as log

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.services.serve_env.errors import Refused
 from composer_mesh.services.serve_env.mcp import (
     INVALID_REQUEST,

@@ -19,7 +19,7 @@ from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.minibatches import minibatches, plan_views
 from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.services.training.checkpoint_writes import AverageLost
-from composer_mesh.services.training.ranks import WRITE_DEADLINE_S
+from composer_mesh.services.training.rank_processes import WRITE_DEADLINE_S
 from composer_mesh.services.training.teaching import SdpoTeachers
 from composer_mesh.services.training.weight_sync import published
 

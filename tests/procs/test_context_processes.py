@@ -12,7 +12,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.services.pool.process_placement import ProcessPlacement
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining
 
 pytestmark = pytest.mark.timeout(600)

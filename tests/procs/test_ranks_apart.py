@@ -18,7 +18,7 @@ from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.packed_batch import PackedBatch
 from composer_mesh.services.pool.process_placement import ProcessPlacement
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 
 HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2"}
 

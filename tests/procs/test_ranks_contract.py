@@ -13,7 +13,7 @@ from training_contract import STEP_CLAIMS_OF_PROCESSES
 
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.pool.process_placement import ProcessPlacement
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining
 
 pytestmark = pytest.mark.timeout(600)

@@ -64,7 +64,7 @@ def test_only_eight_places_start_processes() -> None:
 
 def test_values_of_others_are_validated_in_one_place() -> None:
     """`errors()` describes every error of a value, however many; configs are bounded files."""
-    configs = {"configs/load.py", "integrations/verl/agent_loop.py", "kubernetes/places.py"}
+    configs = {"configs/load.py", "integrations/verl/agent_loop.py", "kubernetes/names.py"}
     found = [
         f"{path}: {name}"
         for path in SOURCES

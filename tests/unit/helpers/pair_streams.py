@@ -22,8 +22,7 @@ from composer_mesh.rollouts.pairs import (
 )
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.replay.pair_stream import PairStream, Taken
-from composer_mesh.services.replay.refining import Refining
+from composer_mesh.services.replay.pair_stream import PairStream, Refining, Taken
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.background import BackgroundTasks, told_to_loop
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.supervision import Supervisor
+from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 
 
 class Told:

@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh import connection_guard
-from composer_mesh.mesh.connection_guard import guarded_accept, is_of_this_user, user_of
-from composer_mesh.mesh.imported_functions import function_slots
+from composer_mesh.mesh.connection_guard import (
+    _address,
+    _installed,
+    _libc,
+    function_slots,
+    guard_connections,
+    guarded_accept,
+    is_of_this_user,
+    user_of,
+)
 
 QUICK_CONNECTIONS = 300
 
@@ -21,11 +28,11 @@ QUICK_CONNECTIONS = 300
 def test_the_library_of_monarch_accepts_through_the_guard() -> None:
     from monarch import _rust_bindings
 
-    connection_guard.guard_connections()
-    connection_guard.guard_connections()  # once is enough, and twice is no more
-    (guarded,) = connection_guard._installed
+    guard_connections()
+    guard_connections()  # once is enough, and twice is no more
+    (guarded,) = _installed
     (slot,) = function_slots(Path(_rust_bindings.__file__), "accept4")
-    assert ctypes.c_uint64.from_address(slot).value == connection_guard._address(guarded)
+    assert ctypes.c_uint64.from_address(slot).value == _address(guarded)
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def test_a_stranger_is_closed_and_the_next_of_this_user_is_accepted(
     listener: socket.socket,
 ) -> None:
     verdicts = iter([False, False, True])
-    accept = guarded_accept(connection_guard._libc().accept4, lambda _: next(verdicts))
+    accept = guarded_accept(_libc().accept4, lambda _: next(verdicts))
     clients = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(3)]
     accepted = accept(listener.fileno(), None, None, 0)
     with socket.socket(fileno=accepted) as end:
@@ -57,7 +64,7 @@ def test_a_failure_to_decide_refuses(
     def fails(_connection: int) -> bool:
         raise KeyError("no table")
 
-    accept = guarded_accept(connection_guard._libc().accept4, fails)
+    accept = guarded_accept(_libc().accept4, fails)
     with socket.create_connection(listener.getsockname(), 5.0) as client:
         assert accept(listener.fileno(), None, None, 0) == -1
         assert client.recv(1) == b""
@@ -66,7 +73,7 @@ def test_a_failure_to_decide_refuses(
 
 def test_no_quick_connection_of_this_user_is_refused(listener: socket.socket) -> None:
     """As many as wait for `accept` are opened at once, while others are closed."""
-    accept = guarded_accept(connection_guard._libc().accept4)
+    accept = guarded_accept(_libc().accept4)
     for _ in range(QUICK_CONNECTIONS // 20):
         clients = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(20)]
         ends = [socket.socket(fileno=accept(listener.fileno(), None, None, 0)) for _ in clients]

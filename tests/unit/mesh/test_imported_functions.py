@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.imported_functions import UnknownLibrary, function_slots, write_slot
+from composer_mesh.mesh.connection_guard import UnknownLibrary, function_slots, write_slot
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux loads ELF libraries"

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from fake_host import turns
 
-from composer_mesh.mesh.message_batcher import (
+from composer_mesh.mesh.call_server import (
     FEW,
     LONGEST_WAIT_S,
     MESSAGE_BYTES,

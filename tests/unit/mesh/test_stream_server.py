@@ -11,10 +11,9 @@ import pytest
 from fake_host import turns
 from raised_kinds import NAMES, raised
 
-from composer_mesh.mesh.call_server import CALL, CANCEL, ERROR, LOAD, RESULT
+from composer_mesh.mesh.call_server import CALL, CANCEL, ERROR, LOAD, RESULT, Item
 from composer_mesh.mesh.call_server import current_caller as caller_of_call
 from composer_mesh.mesh.call_stream import StreamServer
-from composer_mesh.mesh.message_batcher import Item
 
 
 class Foreign(Exception):

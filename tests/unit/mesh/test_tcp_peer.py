@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.mesh.connection_guard import is_of_this_user
-from composer_mesh.mesh.socket_diag import (
+from composer_mesh.mesh.tcp_peer import (
+    NOBODY,
     End,
+    Owner,
     SocketOwner,
+    as_listed,
     diag_is_available,
     diag_owner,
+    table_owner,
+    tcp_peer_user,
 )
-from composer_mesh.mesh.socket_table import as_listed, table_owner
-from composer_mesh.mesh.tcp_peer import NOBODY, Owner, tcp_peer_user
 
 STRANGER = 12345
 

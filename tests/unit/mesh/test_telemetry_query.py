@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.telemetry_query import Answer, Limits, QueryRefused, answer
+from composer_mesh.mesh.telemetry_store import Answer, Limits, QueryRefused, answer
 
 SHORT = Limits(seconds=60.0, table_rows=5000, rows=10)
 SECOND_OF_A_LOOK = 10.0

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from composer_mesh.actors.mcp_servers.http_answers import (
+from composer_mesh.actors.mcp_servers.connection import (
     LONGEST_ANSWER,
     HttpAnswers,
     HttpRefused,

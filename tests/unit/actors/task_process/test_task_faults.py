@@ -6,7 +6,7 @@ import sysconfig
 
 import pytest
 
-from composer_mesh.actors.task_process.faults import (
+from composer_mesh.actors.task_process.process import (
     Frame,
     Stacks,
     TaskFault,

@@ -16,7 +16,7 @@ from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Ro
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.services.episodes.lockstep import LockstepRounds
+from composer_mesh.services.episodes.workers import LockstepRounds
 
 SAMPLING = Sampling(1.0, 4, 100, 0)
 GENERATORS = ["generator-0", "generator-1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.services.episodes.paced_events import PacedEvents
+from composer_mesh.services.episodes.retries import PacedEvents
 
 
 @dataclass

@@ -19,17 +19,15 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.partial_runs.sampling import RolloutsOnly, Sampled
+from composer_mesh.services.partial_runs.command import RolloutsOnly, Sampled
 from composer_mesh.services.partial_runs.stored_steps import (
     OtherPolicy,
     StoredStep,
     StoredStepLost,
     StoredSteps,
-    as_trained,
-)
-from composer_mesh.services.partial_runs.train_from_traces import (
     TrainingFromTraces,
     TrainingFromTracesPorts,
+    as_trained,
 )
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.parts import make_pair_stream

@@ -16,7 +16,7 @@ from slow_trainer import SlowWorld
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 
 VERSION = 3
 """The version at which fake ranks load any checkpoint."""

@@ -31,11 +31,11 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.services.partial_runs.train_from_traces import TeacherSyncOnly
+from composer_mesh.services.partial_runs.stored_steps import TeacherSyncOnly
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.steps.ports import Training, WeightSync
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining
 
 NO_RESTART = {"supervision": {"trainer_restarts": 0}}

@@ -11,7 +11,7 @@ from scripted_work import NOW_S, Worker, actor, moves, stands_still
 
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.mesh.supervision import DeadlineExceeded
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining
 
 

@@ -13,7 +13,7 @@ from composer_mesh.actors.models.ranks import Division
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.services.pool.process_placement import ProcessPlacement
-from composer_mesh.services.training.ranks import TrainerRanks
+from composer_mesh.services.training.rank_processes import TrainerRanks
 
 
 @pytest.fixture
