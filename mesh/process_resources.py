@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import psutil
 
+from composer_mesh.configs.worded import Worded
+
 T = TypeVar("T")
 
 CORES = "COMPOSER_MESH_CORES"
@@ -26,18 +28,13 @@ FOLDER = "COMPOSER_MESH_FOLDER"
 """The user's working directory, which relative paths refer to; unset if it is inherited."""
 
 
-class ShareMissing(Exception):
+class ShareMissing(Worded, Exception):
     """A process was assigned a core or GPU that its host lacks: kind, number, count."""
 
-    def __init__(self, kind: str, number: int, count: int) -> None:
-        super().__init__(kind, number, count)
-
-    def __str__(self) -> str:
-        kind, number, count = self.args
-        return (
-            f"{kind} {number} was given to this process, but its host lets it use {count}, counted "
-            "from 0: correct placement.hosts, or give the run more of the host"
-        )
+    message = (
+        "{0} {1} was given to this process, but its host lets it use {2}, counted from 0: "
+        "correct placement.hosts, or give the run more of the host"
+    )
 
 
 def share_env(

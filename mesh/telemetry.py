@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.private_folder import subfolder
@@ -30,14 +31,10 @@ START_S, LOOK_S = 60.0, 0.05
 _folder_of_this_process: list[Path] = []
 
 
-class TelemetryFailed(MeshError):
+class TelemetryFailed(Worded, MeshError):
     """The store could not be started; positional arguments, so that it can be pickled."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"telemetry could not be started ({self.args[0]}): leave run.telemetry out"
+    message = "telemetry could not be started ({0}): leave run.telemetry out"
 
 
 async def start_telemetry() -> Path:

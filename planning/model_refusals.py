@@ -4,89 +4,64 @@
 """
 
 from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.worded import Worded
 
 
 class UnfitModel(ConfigError):
     """A model that a run's config asks for more than it can do."""
 
 
-class UnsupportedHead(UnfitModel):
+class UnsupportedHead(Worded, UnfitModel):
     """A model whose logits are more than a linear function of its hidden states, and a cap."""
 
-    def __init__(self, model: str, difference: float) -> None:
-        super().__init__(model, difference)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: its logits differ from those of its hidden states and head by up to "
-            f"{self.args[1]:.3g}, which the fused losses do not know: use another model"
-        )
+    message = (
+        "{0}: its logits differ from those of its hidden states and head by up to {1:.3g}, "
+        "which the fused losses do not know: use another model"
+    )
 
 
-class CappedInterpolation(UnfitModel):
+class CappedInterpolation(Worded, UnfitModel):
     """Logits with a cap, which no head over the states of two models interpolates."""
 
-    def __init__(self, model: str, cap: float) -> None:
-        super().__init__(model, cap)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} caps its logits at {self.args[1]:g} but sdpo.teacher is "
-            "'trust_region', which interpolates the scores of one head before any cap: set "
-            "sdpo.teacher to 'ema', 'live' or 'frozen'"
-        )
+    message = (
+        "{0} caps its logits at {1:g} but sdpo.teacher is 'trust_region', which interpolates "
+        "the scores of one head before any cap: set sdpo.teacher to 'ema', 'live' or 'frozen'"
+    )
 
 
-class UnsupportedRows(UnfitModel):
+class UnsupportedRows(Worded, UnfitModel):
     """A model whose states depend on more than what precedes a token in its sequence."""
 
-    def __init__(self, model: str, difference: float) -> None:
-        super().__init__(model, difference)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: the hidden states of a sequence differ by up to {self.args[1]:.3g} "
-            "where more tokens follow or a longer sequence is in its microbatch, so it cannot be "
-            "trained: use another model"
-        )
+    message = (
+        "{0}: the hidden states of a sequence differ by up to {1:.3g} where more tokens "
+        "follow or a longer sequence is in its microbatch, so it cannot be trained: use "
+        "another model"
+    )
 
 
-class UnsupportedPacking(UnfitModel):
+class UnsupportedPacking(Worded, UnfitModel):
     """A model in which packed sequences of one row see each other."""
 
-    def __init__(self, model: str, difference: float) -> None:
-        super().__init__(model, difference)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: hidden states of packed sequences differ from their own by up to "
-            f"{self.args[1]:.3g}, so it does not keep the sequences of a row apart: set "
-            "trainer.packing to false"
-        )
+    message = (
+        "{0}: hidden states of packed sequences differ from their own by up to {1:.3g}, so "
+        "it does not keep the sequences of a row apart: set trainer.packing to false"
+    )
 
 
-class UnsupportedSharing(UnfitModel):
+class UnsupportedSharing(Worded, UnfitModel):
     """A model that cannot compute what sequences share once."""
 
-    def __init__(self, model: str, reason: str) -> None:
-        super().__init__(model, reason)
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}: {self.args[1]}: set trainer.prefix_sharing to false"
+    message = "{0}: {1}: set trainer.prefix_sharing to false"
 
 
-class UndividedContext(UnfitModel):
+class UndividedContext(Worded, UnfitModel):
     """A model whose attention is not computed from packed rows, by their sequences."""
 
-    def __init__(self, model: str, size: int) -> None:
-        super().__init__(model, size)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} cannot have trainer.context_parallel = {self.args[1]}: some of its "
-            "layers hand no window or no arguments to an attention function, or carry a state, or "
-            "have caps or sinks: set it to 1"
-        )
+    message = (
+        "{0} cannot have trainer.context_parallel = {1}: some of its layers hand no window "
+        "or no arguments to an attention function, or carry a state, or have caps or sinks: "
+        "set it to 1"
+    )
 
 
 class UndividedHeads(UnfitModel):
@@ -109,17 +84,13 @@ class UndividedHeads(UnfitModel):
         )
 
 
-class NoExperts(UnfitModel):
+class NoExperts(Worded, UnfitModel):
     """A model without layers of experts that ranks could divide."""
 
-    def __init__(self, model: str, size: int) -> None:
-        super().__init__(model, size)
-
-    def __str__(self) -> str:
-        return (
-            f"trainer.expert_parallel is {self.args[1]} but {self.args[0]} has no layers whose "
-            "experts are one tensor, which ranks could divide: set it to 1"
-        )
+    message = (
+        "trainer.expert_parallel is {1} but {0} has no layers whose experts are one tensor, "
+        "which ranks could divide: set it to 1"
+    )
 
 
 class UndividedExperts(UnfitModel):
@@ -138,51 +109,41 @@ class UndividedExperts(UnfitModel):
         )
 
 
-class UnknownLayers(UnfitModel):
+class UnknownLayers(Worded, UnfitModel):
     """A model whose decoder layers cannot be identified."""
 
-    def __init__(self, model: str, layers: int) -> None:
-        super().__init__(model, layers)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} has no list of {self.args[1]} decoder layers, so it cannot be taken "
-            "layer by layer: set trainer.sharding to 'none', and trainer.activation_checkpointing "
-            "and trainer.compile to false"
-        )
+    message = (
+        "{0} has no list of {1} decoder layers, so it cannot be taken layer by layer: set "
+        "trainer.sharding to 'none', and trainer.activation_checkpointing and "
+        "trainer.compile to false"
+    )
 
 
-class UnsupportedRouting(UnfitModel):
+class UnsupportedRouting(Worded, UnfitModel):
     """A mixture whose routers' choices cannot be read or set."""
 
-    def __init__(self, model: str, why: str) -> None:
-        super().__init__(model, why)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: {self.args[1]}, so its choices of experts can be neither read nor "
-            "set: set trainer.moe.router_replay to false and trainer.moe.load_balancing to 0"
-        )
+    message = (
+        "{0}: {1}, so its choices of experts can be neither read nor set: set "
+        "trainer.moe.router_replay to false and trainer.moe.load_balancing to 0"
+    )
 
 
-class LoraMissing(UnfitModel):
+class LoraMissing(Worded, UnfitModel):
     """Adapters are configured but peft is not installed."""
 
-    def __str__(self) -> str:
-        return (
-            "trainer.lora is set but peft is not installed: pip install 'composer-mesh[lora]', or "
-            "remove the section"
-        )
+    message = (
+        "trainer.lora is set but peft is not installed: pip install 'composer-mesh[lora]', "
+        "or remove the section"
+    )
 
 
-class LowbitMissing(UnfitModel):
+class LowbitMissing(Worded, UnfitModel):
     """The 8-bit optimizer is configured but torchao is not installed."""
 
-    def __str__(self) -> str:
-        return (
-            "trainer.optimizer is 'adamw_8bit' but torchao is not installed: pip install "
-            "'composer-mesh[lowbit]', or set it to 'adamw'"
-        )
+    message = (
+        "trainer.optimizer is 'adamw_8bit' but torchao is not installed: pip install "
+        "'composer-mesh[lowbit]', or set it to 'adamw'"
+    )
 
 
 class NoSuchLayers(UnfitModel):
@@ -202,11 +163,7 @@ class NoSuchLayers(UnfitModel):
         )
 
 
-class ModelNotServed(UnfitModel):
+class ModelNotServed(Worded, UnfitModel):
     """A model whose attention cannot be replaced: its class and the observed difference."""
 
-    def __str__(self) -> str:
-        return (
-            f"the embedded engine cannot serve {self.args[0]}: {self.args[1]}; set "
-            'generator.engine to "vllm"'
-        )
+    message = 'the embedded engine cannot serve {0}: {1}; set generator.engine to "vllm"'

@@ -17,18 +17,15 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.policy import Decoder, ModelSizes, PolicyConfig
 from composer_mesh.configs.sdpo import TeacherModelConfig
 from composer_mesh.configs.validation import first_error, validated
+from composer_mesh.configs.worded import Worded
 
 KNOWN: tuple[str, ...] = get_args(Decoder)
 
 
-class UnknownSizes(Exception):
+class UnknownSizes(Worded, Exception):
     """The parameters of a model cannot be counted: its location, and the reason."""
 
-    def __init__(self, where: str, why: str) -> None:
-        super().__init__(where, why)
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}: {self.args[1]}"
+    message = "{0}: {1}"
 
 
 def sizes_of(policy: PolicyConfig) -> ModelSizes:

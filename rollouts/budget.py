@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.rollouts.money import ceiling, dollars, nano
 
 MILLION = 10**6
@@ -38,31 +39,22 @@ class OverBudget(BudgetRefusal):
         )
 
 
-class OutOfRequests(BudgetRefusal):
+class OutOfRequests(Worded, BudgetRefusal):
     """The run has sent its maximum number of requests."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(limit)
-
-    def __str__(self) -> str:
-        return f"all {self.args[0]} requests of the run are spent"
+    message = "all {0} requests of the run are spent"
 
 
-class UnknownPrice(BudgetRefusal):
+class UnknownPrice(Worded, BudgetRefusal):
     """The price of a request is unknown, and the budget refuses such requests."""
 
-    def __str__(self) -> str:
-        return "nobody says what a request costs, so no ceiling could hold"
+    message = "nobody says what a request costs, so no ceiling could hold"
 
 
-class SettledTwice(Exception):
+class SettledTwice(Worded, Exception):
     """A reservation was settled twice; the second charge is not counted."""
 
-    def __init__(self, reservation: int) -> None:
-        super().__init__(reservation)
-
-    def __str__(self) -> str:
-        return f"reservation {self.args[0]} is settled: settle each reservation once"
+    message = "reservation {0} is settled: settle each reservation once"
 
 
 @dataclass(frozen=True, slots=True)

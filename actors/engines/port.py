@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 Admitted = Callable[[], object]
@@ -15,23 +16,18 @@ class RequestTooLong(ValueError):
     """The prompt and its continuation do not fit into a row of the engine's cache."""
 
 
-class DuplicateRequest(ValueError):
+class DuplicateRequest(Worded, ValueError):
     """A request with the id of one that is not answered yet: its id."""
 
-    def __str__(self) -> str:
-        return f"{self.args[0]} is under way already: abort it before it is submitted again"
+    message = "{0} is under way already: abort it before it is submitted again"
 
 
-class RequestAborted(RuntimeError):
+class RequestAborted(Worded, RuntimeError):
     """A request that an engine was told to give up: its id, and why."""
 
     failure_class: ClassVar[str] = "infrastructure"
 
-    def __init__(self, request_id: str, why: str) -> None:
-        super().__init__(request_id, why)
-
-    def __str__(self) -> str:
-        return f"{self.args[0]} was aborted: {self.args[1]}"
+    message = "{0} was aborted: {1}"
 
 
 class DecodingDeadlineExceeded(RequestAborted):
@@ -154,14 +150,13 @@ class Engine(Protocol):
         """Free memory and processes."""
 
 
-class ExpertsUnknown(ValueError):
+class ExpertsUnknown(Worded, ValueError):
     """A request for the experts of a model in which they are not read: its id."""
 
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} asks for the experts of its tokens, which this engine does not read: "
-            "serve a mixture with trainer.moe.router_replay, or leave experts_from out"
-        )
+    message = (
+        "{0} asks for the experts of its tokens, which this engine does not read: serve a "
+        "mixture with trainer.moe.router_replay, or leave experts_from out"
+    )
 
 
 def refuse_unknown_experts(request: GenerationRequest, told: bool) -> None:

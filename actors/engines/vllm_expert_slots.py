@@ -13,20 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_mesh.configs.worded import Worded
+
 UNKNOWN = -1
 
 
-class ExpertsNotNoted(RuntimeError):
+class ExpertsNotNoted(Worded, RuntimeError):
     """Experts that a worker cannot note, or has not noted: what, and why."""
 
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(what, why)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: {self.args[1]}, so vLLM on a CPU cannot tell its choices of experts: "
-            "set trainer.moe.router_replay to false, or generator.engine to 'embedded'"
-        )
+    message = (
+        "{0}: {1}, so vLLM on a CPU cannot tell its choices of experts: set "
+        "trainer.moe.router_replay to false, or generator.engine to 'embedded'"
+    )
 
 
 class ExpertSlots:

@@ -14,6 +14,7 @@ from composer_mesh.actors.models.language_model import text_decoder_of
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.rows import is_dtensor
 from composer_mesh.configs.trainer import LoraConfig
+from composer_mesh.configs.worded import Worded
 from composer_mesh.planning.model_refusals import LoraMissing, NoSuchLayers
 
 ADAPTER = "default"
@@ -21,17 +22,13 @@ HELD = "policy"
 PARTS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
 
 
-class OtherAdapters(ValueError):
+class OtherAdapters(Worded, ValueError):
     """Adapters of a checkpoint that do not fit the model's."""
 
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        super().__init__(name, shape)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} of shape {self.args[1]} is either only in the checkpoint or only in "
-            "the model: go on with the trainer.lora that the run began with"
-        )
+    message = (
+        "{0} of shape {1} is either only in the checkpoint or only in the model: go on with "
+        "the trainer.lora that the run began with"
+    )
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.actors.models.rows import from_rows, local
+from composer_mesh.configs.worded import Worded
 
 OF_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """Entries with the shape of their weight; others have the shape that was stored."""
@@ -36,30 +37,19 @@ class StoredForm(Protocol):
         ...
 
 
-class StateOfOtherWeights(ValueError):
+class StateOfOtherWeights(Worded, ValueError):
     """Stored state belongs to other weights than those that are trained."""
 
-    def __init__(self, name: str, where: str) -> None:
-        super().__init__(name, where)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} is only {self.args[1]}: go on with the policy and the trainer.lora "
-            "that the run began with"
-        )
+    message = "{0} is only {1}: go on with the policy and the trainer.lora that the run began with"
 
 
-class UnsupportedState(ValueError):
+class UnsupportedState(Worded, ValueError):
     """An optimizer with state that checkpoints cannot store."""
 
-    def __init__(self, optimizer: str, key: str, kind: str) -> None:
-        super().__init__(optimizer, key, kind)
-
-    def __str__(self) -> str:
-        return (
-            f"the optimizer {self.args[0]} keeps {self.args[1]!r} as a {self.args[2]}, but "
-            "checkpoints store tensors: keep it as a tensor, or use another optimizer"
-        )
+    message = (
+        "the optimizer {0} keeps {1!r} as a {2}, but checkpoints store tensors: keep it as a "
+        "tensor, or use another optimizer"
+    )
 
 
 def optimizer_state_of(

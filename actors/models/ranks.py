@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from composer_mesh.actors.models.context_parallel import ContextGroup
 from composer_mesh.actors.models.expert_parallel import ExpertGroup
 from composer_mesh.actors.models.rendezvous import Meeting, join_store, talk_over
+from composer_mesh.configs.worded import Worded
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -37,26 +38,18 @@ class Division:
 WHOLE = Division()
 
 
-class RanksLost(RuntimeError):
+class RanksLost(Worded, RuntimeError):
     """A rank failed where others wait for it, or lost another one: all have to be replaced."""
 
     failure_class: ClassVar[str] = "infrastructure"
 
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(rank, reason)
-
-    def __str__(self) -> str:
-        return f"rank {self.args[0]} failed while others waited for it: {self.args[1]}"
+    message = "rank {0} failed while others waited for it: {1}"
 
 
-class FailedElsewhere(ValueError):
+class FailedElsewhere(Worded, ValueError):
     """Work that this rank could do and another could not: its number, and why."""
 
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(rank, reason)
-
-    def __str__(self) -> str:
-        return f"{self.args[1]} (on rank {self.args[0]})"
+    message = "{1} (on rank {0})"
 
 
 class Ranks:

@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from composer_mesh.configs.worded import Worded
+
 T = TypeVar("T")
 
 
-class ClientClosed(Exception):
+class ClientClosed(Worded, Exception):
     """The client was closed before a query had its answer."""
 
-    def __str__(self) -> str:
-        return "whoever asks is closed: open another and ask again"
+    message = "whoever asks is closed: open another and ask again"
 
 
 class RequestCoalescer(Generic[T]):

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from composer_mesh.configs.worded import Worded
+
 CallKind = Literal["forward", "forward_backward", "optim_step", "load_weights", "save"]
 CHANGES = frozenset({"forward_backward", "optim_step", "load_weights"})
 """Calls that change a model: each moves its position by one."""
@@ -111,14 +113,9 @@ class Scores:
     target_logprobs: NDArray[np.float32] | None = None
 
 
-class ModelNotOpen(RuntimeError):
+class ModelNotOpen(Worded, RuntimeError):
     """A trainer that does not hold a model at a position: it was replaced, and has to be told."""
 
     failure_class: ClassVar[str] = "infrastructure"
 
-    def __init__(self, model: str, position: int, held: int) -> None:
-        super().__init__(model, position, held)
-
-    def __str__(self) -> str:
-        model, position, held = self.args
-        return f"{model} is asked for at position {position} but held at {held}: open it again"
+    message = "{0} is asked for at position {1} but held at {2}: open it again"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.configs.worded import Worded
 from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.fused import linear_logprobs
 from composer_mesh.rollouts.alignment import HintedView
@@ -30,28 +31,19 @@ PADDING_SCORE = -200.0
 """Score of an id that a teacher's head lacks: finite, as losses multiply its log-prob by 0."""
 
 
-class WrongVersion(RuntimeError):
+class WrongVersion(Worded, RuntimeError):
     """A teacher output was computed with another weight version than the trainer's."""
 
-    def __init__(self, teacher_output: int, trainer: int) -> None:
-        super().__init__(teacher_output, trainer)
-
-    def __str__(self) -> str:
-        return (
-            f"the SDPO signal is of version {self.args[0]} but the trainer is at {self.args[1]}: "
-            "let the teacher pull before it is asked"
-        )
+    message = (
+        "the SDPO signal is of version {0} but the trainer is at {1}: let the teacher pull "
+        "before it is asked"
+    )
 
 
-class WrongViews(RuntimeError):
+class WrongViews(Worded, RuntimeError):
     """A teacher output covers other tokens than the requested ones."""
 
-    def __init__(self, place: str, wanted: str, got: str) -> None:
-        super().__init__(place, wanted, got)
-
-    def __str__(self) -> str:
-        place, wanted, got = self.args
-        return f"the SDPO signal for {place} is about {got}, not {wanted}: plan both from one batch"
+    message = "the SDPO signal for {0} is about {2}, not {1}: plan both from one batch"
 
 
 class StepOver(RuntimeError):

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.progress import PROGRESS, made_progress
 
 Part: TypeAlias = "dict[str, Tensor]"
@@ -19,14 +20,10 @@ AHEAD = 2
 """Microbatches with views that may be buffered ahead of the trainer."""
 
 
-class TeacherOutputsLost(RuntimeError):
+class TeacherOutputsLost(Worded, RuntimeError):
     """The teachers cannot deliver the rest of a step's outputs."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"the step goes on without its SDPO signals: {self.args[0]}"
+    message = "the step goes on without its SDPO signals: {0}"
 
 
 class TeacherOutputBuffer:

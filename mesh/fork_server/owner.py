@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.fork_server.protocol import (
@@ -33,15 +34,14 @@ WAITING = 256
 """Processes that may wait for a server at once, for example while it imports."""
 
 
-class ForkServerFailed(MeshError):
+class ForkServerFailed(Worded, MeshError):
     """A fork server ended before it could fork."""
 
-    def __str__(self) -> str:
-        return (
-            "the fork server ended while it imported torch and transformers, for the reason that "
-            "it wrote above: mend that, or have processes start by themselves with "
-            "placement.fork_server = false"
-        )
+    message = (
+        "the fork server ended while it imported torch and transformers, for the reason that "
+        "it wrote above: mend that, or have processes start by themselves with "
+        "placement.fork_server = false"
+    )
 
 
 @dataclass(frozen=True)

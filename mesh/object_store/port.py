@@ -7,33 +7,26 @@ be late; reads of one key may not.
 from collections.abc import Iterator
 from typing import Protocol
 
+from composer_mesh.configs.worded import Worded
+
 LARGEST_OBJECT = 1 << 28
 """Bytes of the largest object that is read: registers and parts of blobs have far fewer."""
 
 
-class StoreUnavailable(Exception):
+class StoreUnavailable(Worded, Exception):
     """The store did not carry out an operation now: it may do so later."""
 
-    def __init__(self, operation: str, key: str, why: str) -> None:
-        super().__init__(operation, key, why)
-
-    def __str__(self) -> str:
-        operation, key, why = self.args
-        return f"the object store did not {operation} {key}: {why}"
+    message = "the object store did not {0} {1}: {2}"
 
 
 class StoreUnfit(Exception):
     """The store or its address cannot be used: what was found, the bound and the repair."""
 
 
-class CorruptObject(Exception):
+class CorruptObject(Worded, Exception):
     """An object is not what was written: its key, and what is wrong with it."""
 
-    def __init__(self, key: str, why: str) -> None:
-        super().__init__(key, why)
-
-    def __str__(self) -> str:
-        return f"{self.args[0]} {self.args[1]}"
+    message = "{0} {1}"
 
 
 class ObjectStore(Protocol):

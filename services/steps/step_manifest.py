@@ -14,23 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.configs.validation import fail_fast
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.batches import Advantage
 from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 
 
-class UnreadableManifest(ValueError):
+class UnreadableManifest(Worded, ValueError):
     """Raised where a stored manifest cannot be read."""
 
-    def __init__(self, step: int, reason: str) -> None:
-        super().__init__(step, reason)
-
-    def __str__(self) -> str:
-        return (
-            f"the manifest of step {self.args[0]} cannot be read ({self.args[1]}): take run.sqlite "
-            "from a copy of the run, or begin a new run from one of its checkpoints"
-        )
+    message = (
+        "the manifest of step {0} cannot be read ({1}): take run.sqlite from a copy of the "
+        "run, or begin a new run from one of its checkpoints"
+    )
 
 
 @dataclass(frozen=True, slots=True)

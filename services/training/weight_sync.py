@@ -6,6 +6,7 @@ Only orders the calls; `mesh.weights` moves the bytes.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.spawned import SpawnedActor, working_together
 from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.handle import WeightsHandle
@@ -14,14 +15,10 @@ from composer_mesh.services.steps.ports import MayTrain
 from composer_mesh.services.training.teaching import SdpoTeachers
 
 
-class StaleReceiver(RuntimeError):
+class StaleReceiver(Worded, RuntimeError):
     """A receiver reports another version after a pull than the published one."""
 
-    def __init__(self, wanted: int, got: list[int]) -> None:
-        super().__init__(wanted, got)
-
-    def __str__(self) -> str:
-        return f"published version {self.args[0]} but receivers serve {self.args[1]}"
+    message = "published version {0} but receivers serve {1}"
 
 
 class MeshWeightSync:
