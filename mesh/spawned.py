@@ -130,57 +130,6 @@ Group = Callable[[], Sequence["SpawnedActor"]]
 _group: ContextVar[Group | None] = ContextVar("working_together", default=None)
 
 
-def record_nothing(_kind: str, _actor: str, _detail: str, /, **_fields: Any) -> None:
-    """Drop an event."""
-
-
-@contextmanager
-def working_together(actors: Group) -> Iterator[None]:
-    """Let the progress of any of some actors count for all calls that a block starts.
-
-    Their work waits for each other, such as a rank's for the others in a collective.
-    """
-    token = _group.set(actors)
-    try:
-        yield
-    finally:
-        _group.reset(token)
-
-
-class Deadlines:
-    """The deadlines of one owner's calls, by kind of actor and endpoint.
-
-    `most` is how often one deadline is doubled: not at all outside a run.
-    """
-
-    def __init__(self, record: Recorder = record_nothing) -> None:
-        self._record, self.most = record, 0
-        self._doubled: dict[tuple[str, str], int] = {}
-
-    def of(self, kind: str, endpoint: str, deadline_s: float) -> float:
-        """Return the seconds without progress that a call may take, of `deadline_s` at first."""
-        return float(deadline_s * 2 ** self._doubled.get((kind, endpoint), 0))
-
-    def missed(self, actor: SpawnedActor, endpoint: str, deadline_s: float, bound_s: float) -> bool:
-        """Double the deadline of a call that has missed `bound_s`; return whether it was the last.
-
-        Calls that missed the same deadline together double it once.
-        """
-        key, now_s = (actor.kind, endpoint), self.of(actor.kind, endpoint, deadline_s)
-        doubled = self._doubled.get(key, 0)
-        if not self.most or bound_s < now_s:
-            return False
-        if doubled >= self.most:
-            return True
-        self._doubled[key] = doubled + 1
-        detail = (
-            f"{endpoint}: no progress within {bound_s:g} s, so the next one has {2 * now_s:g} s"
-        )
-        about = {"host": actor.host.name, "kind": actor.kind}
-        self._record("deadline_doubled", actor.name, detail, **about)
-        return False
-
-
 @dataclass(frozen=True, eq=False)
 class SpawnedActor:
     """A running actor: its name in this run, its kind, its Monarch reference, its process.
@@ -228,37 +177,6 @@ class SpawnedActor:
             return Report.of(await self.call(DESCRIBE, deadline_s=min(deadline_s, PROGRESS_S)))
         except Exception:  # noqa: BLE001  whatever its class raises there, it reports nothing
             return None
-
-
-class Patience:
-    """Decides how much longer a call is waited for whose deadline has passed."""
-
-    def __init__(self, actor: SpawnedActor, endpoint: str, deadline_s: float) -> None:
-        self._actor, self._endpoint, self._deadline_s = actor, endpoint, deadline_s
-        self.bound_s = actor.deadlines.of(actor.kind, endpoint, deadline_s)
-        self._group, self._began = _group.get(), asyncio.get_running_loop().time()
-
-    async def more_s(self) -> float:
-        """Return the seconds until the call may be late again; raises `DeadlineExceeded`.
-
-        A call that waits for other actors has twice the time, so that theirs end first.
-        """
-        others = [] if self._group is None else self._group()
-        actors = [self._actor]
-        if self._actor in others:
-            actors += [one for one in others if one is not self._actor]
-        found = await asyncio.gather(*(actor.progress(self.bound_s) for actor in actors))
-        own = found[0]
-        since_s = asyncio.get_running_loop().time() - self._began
-        silent_s = min([since_s, *(one.age_s for one in found if one is not None and one.count)])
-        allowed_s = self.bound_s * (2 if own is not None and own.waits_for else 1)
-        if silent_s < allowed_s:
-            return allowed_s - silent_s
-        final = self._actor.deadlines.missed(
-            self._actor, self._endpoint, self._deadline_s, self.bound_s
-        )
-        last = "" if own is None or not own.count else str(own)
-        raise DeadlineExceeded(self._actor.name, self._endpoint, allowed_s, last, final)
 
 
 async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T], news_s: float = 0.0) -> T:
