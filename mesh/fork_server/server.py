@@ -181,10 +181,13 @@ def run(request: ForkRequest, streams: list[int]) -> NoReturn:
 
 
 def cuda_is_unusable() -> bool:
-    """Whether a library that was imported before the fork has initialized CUDA."""
+    """Whether a library that was imported before the fork has initialized CUDA.
+
+    Without a GPU there is nothing to initialize, but counting GPUs marks a process all the same.
+    """
     torch = sys.modules.get("torch")
     bad = None if torch is None else getattr(torch._C, "_cuda_isInBadFork", None)
-    return bad is not None and bool(bad())
+    return torch is not None and bad is not None and bad() and torch.cuda.device_count() > 0
 
 
 def start_anew(request: ForkRequest) -> NoReturn:
