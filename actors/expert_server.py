@@ -1,6 +1,6 @@
 """The expert-server actor: runs the HTTP server of the builtin teachers in its process.
 
-The protocol is in `experts.http`, the experts are in `experts.panel`.
+The protocol is in `experts.http`, the experts are in `experts.http`.
 """
 
 import asyncio
@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.experts.http import LOOPBACK, ExpertServer
-from composer_mesh.actors.experts.panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import LOOPBACK, Expert, ExpertPanel, ExpertServer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.hosts.interface import cluster_address

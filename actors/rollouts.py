@@ -16,11 +16,15 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.models.chat import open_chat
-from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
-from composer_mesh.actors.rollout_workers.generation import PooledGeneration
+from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
-from composer_mesh.actors.rollout_workers.peers import Neighbours, OpenStream, Peers
+from composer_mesh.actors.rollout_workers.peers import (
+    Neighbours,
+    OpenStream,
+    PeerEnvironments,
+    Peers,
+    PooledGeneration,
+)
 from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor, end_this_process

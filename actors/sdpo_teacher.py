@@ -25,12 +25,12 @@ from composer_mesh.actors.models.sharding import own_weights
 from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
     Layout,
+    SlotPool,
     StepOver,
     TeacherOutputHandle,
     pack,
     view_keys,
 )
-from composer_mesh.actors.teacher_outputs.slots import SlotPool
 from composer_mesh.actors.teacher_outputs.teacher_folder import load_teacher, teacher_vocabulary
 from composer_mesh.actors.teacher_outputs.teaching import Blend, TeacherModel
 from composer_mesh.configs.schema import Config

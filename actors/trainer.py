@@ -29,7 +29,7 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.divergences import TurnDivergences
-from composer_mesh.rollouts.packed_batch import PackedBatch
+from composer_mesh.rollouts.packing import PackedBatch
 from composer_mesh.tasks.loading import make_task
 
 Source = InlineSource | MeshSource | LostSource

@@ -13,8 +13,7 @@ from typing import ClassVar
 
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.controller import Controller
-from composer_mesh.services.schedule.step_builder import Group
-from composer_mesh.services.schedule.step_groups import StepGroups
+from composer_mesh.services.schedule.step_builder import Group, StepGroups
 
 
 class NarrowWindow(Window):

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
 
-from composer_mesh.actors.experts.panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import Expert, ExpertPanel
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPT_USD, COMPLETION_USD = 1e-6, 1e-5

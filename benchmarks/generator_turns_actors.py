@@ -8,8 +8,7 @@ from pathlib import Path
 
 from generator_vllm_raw import QUICKSTART, SIZES
 
-from composer_mesh.actors.engines.attention_shape import AttentionShape
-from composer_mesh.actors.engines.vllm_settings import GB, process_environment
+from composer_mesh.actors.engines.vllm_settings import GB, AttentionShape, process_environment
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.models import policy
 from composer_mesh.configs.load import load_config

@@ -20,11 +20,11 @@ from composer_mesh.actors.sdpo_teacher import FIRST_CAPACITY, SLOTS, SDPOTeacher
 from composer_mesh.actors.teacher_outputs.messages import (
     Head,
     Layout,
+    SlotPool,
     make_teacher_output,
     pack,
     unpack,
 )
-from composer_mesh.actors.teacher_outputs.slots import SlotPool
 from composer_mesh.actors.teacher_outputs.sources import MeshSource
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config

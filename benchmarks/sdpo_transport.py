@@ -44,8 +44,7 @@ from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 from composer_mesh.mesh.transport import BufferHandle, transport_name  # noqa: E402
 from composer_mesh.rollouts.alignment import HintedView  # noqa: E402
 from composer_mesh.rollouts.batches import PolicySample, StepBatch  # noqa: E402
-from composer_mesh.services.training.step import MeshTraining  # noqa: E402
-from composer_mesh.services.training.weight_sync import StaleReceiver  # noqa: E402
+from composer_mesh.services.training.step import MeshTraining, StaleReceiver  # noqa: E402
 
 PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 SIGNALS = ("hidden", "topk", "full")

@@ -39,7 +39,7 @@ from composer_mesh.rollouts.pairs import (  # noqa: E402
     TeacherReply,
 )
 from composer_mesh.services import service  # noqa: E402
-from composer_mesh.tasks.sync_session import SyncSession  # noqa: E402
+from composer_mesh.tasks.playing import SyncSession  # noqa: E402
 from composer_mesh.tasks.task import TaskSettings  # noqa: E402
 from composer_mesh.tasks.toolbox import ToolboxTask  # noqa: E402
 

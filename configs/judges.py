@@ -5,9 +5,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from composer_mesh.configs.base import FilePath, Processes, Seconds, Section
-from composer_mesh.configs.breaker import BreakerConfig
-from composer_mesh.configs.budget import BudgetConfig
-from composer_mesh.configs.teachers import TeacherConfig, check_costs, check_names
+from composer_mesh.configs.teachers import (
+    BreakerConfig,
+    BudgetConfig,
+    TeacherConfig,
+    check_costs,
+    check_names,
+)
 
 MOST_JUDGES = 100
 

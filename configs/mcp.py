@@ -1,6 +1,8 @@
 """Tables `[[environment.mcp]]`: MCP servers whose tools agents may call beside the task's own.
 
 Contains no credentials: `env` and `token_env` name environment variables.
+
+The section `[environment.sandbox]`: where tasks run code that agents wrote.
 """
 
 import re
@@ -8,7 +10,19 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import FilePath, Seconds, Section
+from composer_mesh.configs.base import FilePath, FreeTable, Seconds, Section
+
+
+class SandboxConfig(Section):
+    """A sandbox of each environment actor; used by tasks that need one."""
+
+    kind: Annotated[str, Field(min_length=1, max_length=1000)] = "bubblewrap"
+    """`"bubblewrap"`, or the import path of a function that returns a sandbox, as
+    "my_package.my_module:my_function"; searched in run.import_paths too."""
+
+    options: FreeTable = Field(default_factory=dict)
+    """Keyword arguments of the function; those of bubblewrap are in docs/sandbox.md."""
+
 
 MOST_TOOLS = 128
 MOST_ARGUMENTS = 200

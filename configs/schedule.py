@@ -1,10 +1,32 @@
-"""Rollouts per step: how many, how far ahead of the trainer, and which of them are trained."""
+"""Rollouts per step: how many, how far ahead of the trainer, and which of them are trained.
+
+The section `[rollouts]`: the actors that play episodes.
+"""
 
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Section
+from composer_mesh.configs.base import FreeTable, ImportPath, Processes, Seconds, Section
+
+
+class RolloutsConfig(Section):
+    """The actors that play episodes: they render chats, tokenize and call generators and
+    environments."""
+
+    workers: Processes | None = None
+    """Number of rollout workers; by default one for every 256 episodes in flight, 16 at most."""
+
+    workflow: ImportPath | None = None
+    """A workflow class of your own, as "my_package.my_module:MyWorkflow" or
+    "my_file.py:MyWorkflow"; by default one agent acts until its session ends."""
+
+    options: FreeTable = Field(default_factory=dict)
+    """Keyword arguments of your workflow's class."""
+
+    workflow_s: Seconds = 3600.0
+    """Seconds that a workflow may take for one episode."""
+
 
 OVERSAMPLING = 3.0
 

@@ -26,13 +26,11 @@ from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.configs.judges import JudgesConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import GrpoLoss, LossConfig
-from composer_mesh.configs.mcp import McpServer
+from composer_mesh.configs.mcp import McpServer, SandboxConfig
 from composer_mesh.configs.placement import PlacementConfig
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
-from composer_mesh.configs.rollouts import RolloutsConfig
-from composer_mesh.configs.sandbox import SandboxConfig
-from composer_mesh.configs.schedule import ScheduleConfig
+from composer_mesh.configs.schedule import RolloutsConfig, ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.configs.supervision import SupervisionConfig

@@ -1,6 +1,10 @@
 """One external teacher: its endpoint, request limits and prices.
 
 `budget` limits the cost of all teachers together.
+
+Cost limits of teachers in dollars, and the policy for unknown prices.
+
+Circuit breaker for model endpoints that keep failing.
 """
 
 from collections.abc import Sequence
@@ -13,13 +17,53 @@ from composer_mesh.configs.base import (
     Count,
     Dollars,
     DollarsAboveZero,
+    FilePath,
+    Seconds,
     Section,
     Share,
     Temperature,
     Tokens,
 )
-from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.endpoint import ChatEndpoint
+
+
+class BudgetConfig(Section):
+    """A hard spending limit: each request's highest possible cost is reserved before it is sent."""
+
+    usd: Dollars = 0.0
+    """Maximum total cost of all teachers in the run; 0 allows free teachers only."""
+
+    usd_per_day: Dollars | None = None
+    """Maximum cost per day (UTC) of all runs that share `ledger`."""
+
+    unknown_prices: Literal["refuse", "allow"] = "refuse"
+    """Whether to query teachers with unknown prices."""
+
+    assumed_usd: DollarsAboveZero = 0.05
+    """Dollars charged for a request of unknown price, if those are allowed."""
+
+    ledger: FilePath | None = None
+    """SQLite file of all reservations and charges; in the run directory when not set."""
+
+    @model_validator(mode="after")
+    def _a_day_is_seen_by_all_runs(self) -> Self:
+        if self.usd_per_day is not None and self.ledger is None:
+            raise ValueError(
+                f"usd_per_day is {self.usd_per_day} but ledger is not set, so other runs of the "
+                "day would not be seen: name one file that all of them share"
+            )
+        return self
+
+
+class BreakerConfig(Section):
+    """Circuit breaker for a model that keeps failing."""
+
+    failures: Count = 5
+    """Consecutive failed requests after which the model is suspended."""
+
+    rest_s: Seconds = 30.0
+    """Seconds of suspension until one request tests the model again."""
+
 
 PRICES = ("prompt_usd_per_million", "completion_usd_per_million", "usd_per_request")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.channels import harness
-from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
+from composer_mesh.configs.replay import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.losses.distillation import TaidSchedule
 from composer_mesh.losses.distillation import taid_loss as summed_taid_loss
 from composer_mesh.rollouts.consensus import decide

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from composer_mesh.configs.filters import (
+from composer_mesh.configs.replay import (
     DEFAULT_FILTERS,
     FilterConfig,
     LengthFilter,

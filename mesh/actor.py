@@ -1,15 +1,18 @@
 """The base class of every actor of a run, with its status report.
 
 Independent of the kind of actor; needs no constructor.
+
+Keeps garbage collections short and rare in processes that serve an event loop.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import sys
 import time
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from monarch._src.actor.endpoint import EndpointProperty
@@ -17,11 +20,33 @@ from monarch.actor import Actor, Port, concurrent_endpoint
 
 from composer_mesh.mesh.call_server import Endpoint, Item
 from composer_mesh.mesh.call_stream import StreamServer
-from composer_mesh.mesh.garbage_collection import leave_out_loaded
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.processes import resident_bytes
 from composer_mesh.mesh.progress import PROGRESS
+
+RARELY = (5_000, 20, 20)
+"""Thresholds of the controller's collections: a full one after two million new containers.
+
+It has no tensors that cyclic garbage could hold. By default a full one comes after 70,000, and with
+the rollouts of thousands of episodes in memory each would take tenths of a second.
+"""
+
+
+@cache
+def leave_out_loaded() -> None:
+    """Leave the objects that exist now out of garbage collections; does so once in a process.
+
+    What torch, transformers and Monarch create on import lives as long as the process. A full
+    collection would visit all of it, and stop the event loop for tenths of a second each time.
+    """
+    gc.freeze()
+
+
+def collect_rarely() -> None:
+    """Make garbage collections of this process as rare as suits a controller."""
+    gc.set_threshold(*RARELY)
+
 
 remove_opened()  # a process that only imports Monarch leaves no log
 

@@ -22,8 +22,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from composer_mesh.mesh.fork_server.client import run_forked
-from composer_mesh.mesh.fork_server.protocol import SERVER
+from composer_mesh.mesh.fork_server.protocol import SERVER, run_forked
 
 if __name__ == "__main__":  # before what takes a tenth of a second is imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)

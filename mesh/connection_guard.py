@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_mesh.mesh.peer_user import ROOT_USER, peer_user
-from composer_mesh.mesh.tcp_peer import tcp_peer_user
+from composer_mesh.mesh.tcp_peer import ROOT_USER, peer_user, tcp_peer_user
 
 LOAD, DYNAMIC = 1, 2
 """Types of program headers."""

@@ -23,8 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from composer_mesh.mesh.byte_budget import BudgetSpent, ByteBudget
-from composer_mesh.mesh.peer_user import ROOT_USER
-from composer_mesh.mesh.tcp_peer import tcp_peer_user
+from composer_mesh.mesh.tcp_peer import ROOT_USER, tcp_peer_user
 
 LOOPBACK = "127.0.0.1"
 IDLE_S, BODY_S = 60.0, 60.0

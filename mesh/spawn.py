@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
 
-from composer_mesh.mesh.activity import ActivityLog
-from composer_mesh.mesh.actor import MeshActor, monarch_name
+from composer_mesh.mesh.actor import MeshActor, collect_rarely, leave_out_loaded, monarch_name
 from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.failures import recorded_by
-from composer_mesh.mesh.garbage_collection import collect_rarely, leave_out_loaded
-from composer_mesh.mesh.heartbeat import HeartbeatRules, wait_until_silent
+from composer_mesh.mesh.heartbeat import ActivityLog, HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, LocalHost, is_lost, unless_lost
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.process_readiness import until_ready

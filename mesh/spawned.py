@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
 
-from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.heartbeat import LastAnswer
+from composer_mesh.mesh.heartbeat import ActivityLog, LastAnswer
 from composer_mesh.mesh.hosts.host import Host
 from composer_mesh.mesh.progress import Report
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder, call
@@ -124,10 +123,6 @@ DESCRIBE = "describe"
 """The endpoint that answers immediately, even while the actor's work makes no progress."""
 PROGRESS_S = 30.0
 """Longest wait for a report of progress; a silent actor counts as hung after as long by default."""
-
-Group = Callable[[], Sequence["SpawnedActor"]]
-
-_group: ContextVar[Group | None] = ContextVar("working_together", default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,8 @@ Asks the kernel for one TCP socket of this machine, by both its addresses (NETLI
 
 One request of some microseconds, whatever the number of sockets. Structures are those of Linux's
 `linux/inet_diag.h` and `linux/netlink.h`; `man 7 sock_diag` describes them.
+
+The user of the process at the other end of a Unix socket.
 """
 
 from __future__ import annotations
@@ -24,6 +26,22 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
+
+ROOT_USER = 0
+CREDENTIALS = struct.Struct("iII")
+"""`struct ucred` of Linux: pid, uid, gid."""
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Return the user id of the process that opened the other end, or listens there."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(found)[1])
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Whether the other end is a process of this user, or of root."""
+    return peer_user(connection) in (os.geteuid(), ROOT_USER)
+
 
 Ip: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 End: TypeAlias = tuple[Ip, int]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.mesh.peer_user import is_own_user
+from composer_mesh.mesh.tcp_peer import is_own_user
 
 QUERY_S = 30.0
 LONGEST_REPLY = 64 << 20

@@ -12,10 +12,16 @@ from composer_mesh.configs.replay import PairWeight
 from composer_mesh.configs.sdpo import SitesConfig
 from composer_mesh.rollouts.alignment import HintedView, compared_view, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.error_sites import ordered_sites, right_sibling
 from composer_mesh.rollouts.expert_choices import ExpertChoices
-from composer_mesh.rollouts.hint_counts import HintCounts
-from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written
+from composer_mesh.rollouts.hint_sources import (
+    Hint,
+    HintCounts,
+    HintSources,
+    Place,
+    Written,
+    ordered_sites,
+    right_sibling,
+)
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
 from composer_mesh.rollouts.pairs import PreferencePair, teachers_margin
 from composer_mesh.rollouts.traces import Trace

@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 
 from composer_mesh.rollouts.call_formats.choosing import EXAMPLE, calling
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.chat_template import PROBE_CALL
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.rollouts.tool_placement import PROBE_CALL
 from composer_mesh.rollouts.traces import Message
 
 _USER = {"role": "user", "content": "q"}

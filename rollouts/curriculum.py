@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from composer_mesh.configs.curriculum import CurriculumConfig
+from composer_mesh.configs.data import CurriculumConfig
 from composer_mesh.rollouts.episode import seed_of
 from composer_mesh.rollouts.traces import Trace
 

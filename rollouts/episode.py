@@ -2,6 +2,8 @@
 
 The conversation grows by token ids. Pure but for its ports; who plays which episode when, and what
 happens to a failed attempt, is decided elsewhere.
+
+What an episode is played against, as protocols that actors and test fakes implement.
 """
 
 import hashlib
@@ -9,14 +11,32 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat, encoded
-from composer_mesh.rollouts.episode_ports import Environments, Generation
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
 from composer_mesh.rollouts.message_pickling import IDS
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
-from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
+from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
+
+
+class Generation(Protocol):
+    """Samples tokens. Requests of one `group` have prompts in common."""
+
+    async def generate(self, request: GenerationRequest, group: str, /) -> GenerationResult: ...
+
+
+class Environments(Protocol):
+    """Steps episodes, each in a session that is started, and then finished or abandoned."""
+
+    async def begin(self, session_id: str, episode: Episode) -> list[Message]: ...
+
+    async def step(self, session_id: str, text: str) -> StepResult: ...
+
+    async def finish(self, session_id: str) -> Outcome: ...
+
+    def abandon(self, session_id: str) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from composer_mesh.rollouts.hints import PREFIX
+from composer_mesh.rollouts.hints import PREFIX, exchanges
 from composer_mesh.rollouts.leaks import holds_answer
-from composer_mesh.rollouts.sibling_hints import exchanges
 from composer_mesh.rollouts.tool_calls import OPEN, message_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace
 

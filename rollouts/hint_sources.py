@@ -6,25 +6,79 @@
 
 Every text is truncated first and then checked for the verified answer; a hint that contains it is
 counted and the next one is tried. `batches` converts hints to ids.
+
+Outcome counts and dollars of the hints of one step.
+
+shown     template + llm + cached + fallback  = hints of the error source
+          sibling, feedback                   = hints of the other two sources
+not shown refused (leaked the answer), too_long (did not fit into the context),
+          unwritten (could not be made: a fact that its template names is missing)
+
+Which error sites are hinted first, and which right actions a hinted teacher is compared at.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from composer_mesh.configs.hints import HintsConfig, HintSource
-from composer_mesh.rollouts.hint_counts import HintCounts
+from composer_mesh.configs.sdpo import RightAction, Sites
 from composer_mesh.rollouts.hints import (
     PREFIX,
     HintLeak,
     HintTemplateError,
     HintTemplates,
+    chosen_sibling,
+    exchanges,
     refuse_leak,
     render_hint,
+    sibling_hint,
 )
-from composer_mesh.rollouts.sibling_hints import chosen_sibling, exchanges, sibling_hint
 from composer_mesh.rollouts.traces import ErrorSite, Trace
+
+
+@dataclass(slots=True)
+class HintCounts:
+    """Counts of one step. `cut` counts truncated hints, shown or too long; `requests` were paid.
+
+    `fallback` counts templates that were used in place of a writer's text. `faults` are the reasons
+    of those that are unwritten, each once.
+    """
+
+    template: int = 0
+    llm: int = 0
+    cached: int = 0
+    fallback: int = 0
+    sibling: int = 0
+    feedback: int = 0
+    refused: int = 0
+    too_long: int = 0
+    unwritten: int = 0
+    cut: int = 0
+    requests: int = 0
+    usd: float = 0.0
+    faults: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> int:
+        own = self.template + self.llm + self.cached + self.fallback
+        return own + self.sibling + self.feedback
+
+    def show(self, what: str) -> None:
+        """Count one shown hint by its wording, or by its source if it has none."""
+        setattr(self, what, getattr(self, what) + 1)
+
+    def fail(self, reason: str) -> None:
+        """Count one hint that could not be written."""
+        self.unwritten += 1
+        self.faults[reason] = None
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the counts under their `metrics.jsonl` keys."""
+        counts = {name: value for name, value in asdict(self).items() if name != "faults"}
+        return {f"hints/{name}": value for name, value in counts.items()}
+
 
 FEEDBACK = "An earlier try at this turn was answered with:"
 
@@ -206,3 +260,50 @@ def _feedback(trace: Trace, turn: int) -> Iterator[Hint]:
     text = str(answer.get("content") or "") if answer is not None else ""
     if text and any(site.turn == turn for site in trace.error_sites):
         yield Hint(turn, "feedback", f"{PREFIX}{FEEDBACK} {text}")
+
+
+def ordered_sites(
+    traces: Sequence[Trace], turns: Callable[[Trace], list[int]], sites: Sites = "all"
+) -> Iterator[tuple[Trace, int]]:
+    """Iterate over the turns that may be hinted, in the order in which a step takes them.
+
+    "all" is round-robin over the traces, "first" only each trace's earliest turn, and "surprise"
+    begins with the highest mean surprisal of the sampled tokens, ties round-robin.
+    """
+    if sites == "first":
+        return rounds(traces, lambda trace: sorted(turns(trace))[:1])
+    every = rounds(traces, turns)
+    if sites == "all":
+        return every
+    return iter(sorted(every, key=lambda site: -surprisal(*site)))
+
+
+def surprisal(trace: Trace, turn: int) -> float:
+    """Return the mean surprisal in nats of a turn's tokens when they were sampled; 0 for none."""
+    logprobs = trace.turns[turn].logprobs
+    return -sum(logprobs) / len(logprobs) if logprobs else 0.0
+
+
+def right_sibling(
+    failed: Trace, turn: int, group: Sequence[Trace], right: RightAction
+) -> Trace | None:
+    """Return a rollout of the same prompt that did the right thing where another one failed.
+
+    It has read the same ids up to this turn, has no error there, and acted otherwise; with
+    "success" it also succeeded. The highest reward wins, then the fewest turns, then the lowest
+    sample number: the order of `group` does not matter.
+    """
+    own = failed.turns[turn].action_ids
+    found = [
+        one
+        for one in group
+        if one.trace_id != failed.trace_id
+        and (one.group_id, one.role) == (failed.group_id, failed.role)
+        and not one.screened
+        and (one.success or right == "no_error")
+        and turn < len(one.turns)
+        and all(site.turn != turn for site in one.error_sites)
+        and one.turns[turn].action_ids not in ([], own)
+        and one.prompt_ids(turn) == failed.prompt_ids(turn)
+    ]
+    return min(found, key=lambda t: (-t.reward, len(t.turns), t.sample, t.trace_id), default=None)

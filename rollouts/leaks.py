@@ -14,9 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from composer_mesh.rollouts.disguises import decoded, normalized, views
 from composer_mesh.rollouts.foreign_text import normal_form
-from composer_mesh.rollouts.number_words import english_words, foreign_words, with_digits
+from composer_mesh.rollouts.number_words import (
+    decoded,
+    english_words,
+    foreign_words,
+    normalized,
+    views,
+    with_digits,
+)
 
 SMALLEST_WORD = 2
 """Smallest number searched as a word: "one" is too common, so smaller ones match only as digits."""

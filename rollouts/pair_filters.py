@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from composer_mesh.configs.filters import (
+from composer_mesh.configs.replay import (
     ExactDuplicatesFilter,
     FilterConfig,
     LengthFilter,

@@ -34,11 +34,9 @@ from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
-from composer_mesh.services.schedule.groups import Groups
+from composer_mesh.services.schedule.groups import Groups, ResumeState
 from composer_mesh.services.schedule.metrics import success_of_tasks
-from composer_mesh.services.schedule.resume_state import ResumeState
-from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder
-from composer_mesh.services.schedule.step_groups import StepGroups
+from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder, StepGroups
 from composer_mesh.services.schedule.stopping import StopAsked, Stopping
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor

@@ -14,7 +14,7 @@ from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTempl
 from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.mistakes import recover_or_give_up
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import Task
 
 ANSWER_SHARE = 0.25

@@ -9,8 +9,8 @@ from typing import cast
 from composer_mesh.rollouts.actions import read_answer
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
-from composer_mesh.tasks import mistakes
 from composer_mesh.tasks.gsm8k_rows import DataError, Problem, normalized, read_problems
+from composer_mesh.tasks.mistakes import GIVE_UP, corrupt
 from composer_mesh.tasks.numbers import (
     Bounded,
     Number,
@@ -19,7 +19,7 @@ from composer_mesh.tasks.numbers import (
     format_number,
     judged,
 )
-from composer_mesh.tasks.plans import next_call, plan_results, question_of
+from composer_mesh.tasks.planned import next_call, plan_results, question_of
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import COLUMN, Row, held_out
 from composer_mesh.tasks.session import Reply, Session
@@ -100,10 +100,10 @@ class Gsm8kTask(Task):
         return f"Answer: {format_number(problem.answer)}"
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
-        wrong = mistakes.corrupt(self.expert(messages), messages, rng)
+        wrong = corrupt(self.expert(messages), messages, rng)
         value = read_answer(wrong)
         if value is not None and is_right(value, self._problem(messages).answer):
-            return mistakes.GIVE_UP
+            return GIVE_UP
         return wrong
 
     def _problem(self, messages: list[Message]) -> Problem:

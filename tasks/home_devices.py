@@ -2,29 +2,114 @@
 
 As in BFCL's multi-step tasks only the end state counts, and it is compared as a whole. The
 functions that a request needs, in their order, are its variant; held-out variants are not trained.
+
+A home with devices: what functions with typed arguments read and change.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import Field
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks import mistakes
 from composer_mesh.tasks.errors import ToolError
-from composer_mesh.tasks.home import HINTS, MODES, NAMES, Home, Level, Minutes, Mode
-from composer_mesh.tasks.mistakes import Mistake, calls_and_results
-from composer_mesh.tasks.planned import UNREPORTED, LongTask
-from composer_mesh.tasks.plans import Reference, Step, question_of, value_or_text
+from composer_mesh.tasks.mistakes import (
+    GIVE_UP,
+    Mistake,
+    calls_and_results,
+    malformed,
+    off_by_one,
+    quoted_number,
+    unknown_tool,
+)
+from composer_mesh.tasks.planned import (
+    UNREPORTED,
+    LongTask,
+    Reference,
+    Step,
+    question_of,
+    value_or_text,
+)
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session
-from composer_mesh.tasks.silent_mistakes import off_by_one
 from composer_mesh.tasks.tool import tool
+
+NAMES = [
+    "lamp", "fan", "oven", "radio", "pump", "heater", "screen", "kettle", "alarm", "mixer",
+]  # fmt: skip
+Mode = Literal["eco", "auto", "max"]
+MODES: tuple[Mode, ...] = ("eco", "auto", "max")
+Level = Annotated[int, Field(ge=0, le=99)]
+Minutes = Annotated[int, Field(ge=1, le=99)]
+DONE = "ok"
+HINTS = {
+    "unknown_device": "There is no device {device}. The devices are: {devices}.",
+    "device_off": "{device} is off. Switch it on before you set it.",
+    "wrong_state": "Not all is as it was asked for. Do every step in order, with its own values.",
+}
+"""Templates of the hints for this home's errors."""
+
+
+class Home:
+    """Devices by name, each with `on`, `level`, `mode` and `timer` (minutes; 0 is none).
+
+    Raises ToolError `unknown_device` for a name that it does not have, and `device_off` for a
+    device whose level or mode is set while it is off.
+    """
+
+    def __init__(self, devices: Mapping[str, Mapping[str, Any]]) -> None:
+        self.devices: dict[str, dict[str, Any]] = {
+            name: dict(copy.deepcopy(state)) for name, state in devices.items()
+        }
+
+    def read_level(self, device: str) -> str:
+        """Return a device's level."""
+        return str(self._of(device)["level"])
+
+    def set_level(self, device: str, level: int) -> str:
+        """Set the level of a device that is on."""
+        self._running(device)["level"] = level
+        return DONE
+
+    def set_mode(self, device: str, mode: Mode) -> str:
+        """Set the mode of a device that is on."""
+        self._running(device)["mode"] = mode
+        return DONE
+
+    def set_timer(self, device: str, minutes: int) -> str:
+        """Let a device stop after some minutes."""
+        self._of(device)["timer"] = minutes
+        return DONE
+
+    def switch(self, device: str, on: bool) -> str:
+        """Switch a device on or off."""
+        self._of(device)["on"] = on
+        return DONE
+
+    def call(self, call: ToolCall) -> str:
+        """Do a call that is known to be right."""
+        return str(getattr(self, call.name)(**call.arguments))
+
+    def _of(self, device: str) -> dict[str, Any]:
+        if device not in self.devices:
+            facts = {"device": device[:40], "devices": ", ".join(sorted(self.devices))}
+            raise ToolError("unknown_device", f"no device {device[:40]}", facts)
+        return self.devices[device]
+
+    def _running(self, device: str) -> dict[str, Any]:
+        state = self._of(device)
+        if not state["on"]:
+            raise ToolError("device_off", f"{device} is off", {"device": device})
+        return state
+
 
 DEVICES = 8
 END = "Done."
@@ -162,19 +247,19 @@ class HomeDevices(LongTask):
 
     def mistakes_of(self, call: ToolCall) -> Sequence[Mistake]:
         reported: dict[str, list[Mistake]] = {
-            "read_level": [mistakes.unknown_tool, _other_argument],
-            "set_level": [_other_argument, mistakes.quoted_number, mistakes.unknown_tool],
-            "set_mode": [_other_mode, mistakes.unknown_tool],
-            "set_timer": [mistakes.quoted_number, mistakes.unknown_tool],
-            "switch": [mistakes.quoted_number, mistakes.unknown_tool],
+            "read_level": [unknown_tool, _other_argument],
+            "set_level": [_other_argument, quoted_number, unknown_tool],
+            "set_mode": [_other_mode, unknown_tool],
+            "set_timer": [quoted_number, unknown_tool],
+            "switch": [quoted_number, unknown_tool],
         }
-        return [*reported[call.name], mistakes.malformed, _early_end, _other_device, _opposite]
+        return [*reported[call.name], malformed, _early_end, _other_device, _opposite]
 
     def wrong_end(self, right: str, messages: list[Message]) -> str:
         """Return the last call once more with another value: one step too many."""
         every = [call for call, _ in calls_and_results(messages)]
         again = every and (_opposite(every[-1], messages) or off_by_one(every[-1], messages))
-        return again or mistakes.GIVE_UP
+        return again or GIVE_UP
 
 
 def _state(rng: random.Random) -> dict[str, Any]:

@@ -35,12 +35,10 @@ from composer_mesh.tasks.errors import (
     UnusableTask,
     shown,
 )
-from composer_mesh.tasks.external_tools import ExternalTool
-from composer_mesh.tasks.reward import Ending, Transcript, finite_number
+from composer_mesh.tasks.reward import Ending, Transcript, TurnRewards, finite_number
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.tool import ToolSpec, unknown_tool
-from composer_mesh.tasks.turn_rewards import TurnRewards
+from composer_mesh.tasks.tool import ExternalTool, ToolSpec, unknown_tool
 
 LONGEST_MESSAGE = 500_000
 """Characters of the longest message of a task; a longer one is cut, and the agent is told."""

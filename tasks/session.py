@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Protocol
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.external_tools import ExternalTool, ToolServers
-from composer_mesh.tasks.tool import MARK, ToolSpec
+from composer_mesh.tasks.tool import MARK, ExternalTool, ToolServers, ToolSpec
 
 
 class SessionTask(Protocol):

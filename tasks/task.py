@@ -30,7 +30,6 @@ from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.external_tools import ExternalTool, ToolServers, with_external
 from composer_mesh.tasks.judges import Judge, Judges
 from composer_mesh.tasks.reward import (
     GROUP_MARK,
@@ -42,7 +41,7 @@ from composer_mesh.tasks.reward import (
 from composer_mesh.tasks.rows import Row, held_out, read_rows, row_identity
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.session import Session
-from composer_mesh.tasks.tool import ToolSpec, tools_of
+from composer_mesh.tasks.tool import ExternalTool, ToolServers, ToolSpec, tools_of, with_external
 
 HELDOUT_SHARE = 0.25
 """Share of generated rows that are held out."""

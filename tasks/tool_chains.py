@@ -13,14 +13,11 @@ from typing import cast
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import ToolCall
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks import mistakes
-from composer_mesh.tasks.mistakes import Mistake
+from composer_mesh.tasks.mistakes import Mistake, of_toolbox, wrong_answer, wrong_operation
 from composer_mesh.tasks.numbers import UNITS, Number, format_number
-from composer_mesh.tasks.planned import LongTask
-from composer_mesh.tasks.plans import Reference, Step
+from composer_mesh.tasks.planned import LongTask, Reference, Step
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply
-from composer_mesh.tasks.silent_mistakes import wrong_operation
 from composer_mesh.tasks.toolbox import ToolboxSession, gold_actions, new_table, solution, solved
 
 LARGEST_RESULT = 999
@@ -116,10 +113,10 @@ class ToolChains(LongTask):
         return format_number(episode.payload["answer"])
 
     def mistakes_of(self, call: ToolCall) -> Sequence[Mistake]:
-        return [*mistakes.of_toolbox(call), wrong_operation]
+        return [*of_toolbox(call), wrong_operation]
 
     def wrong_end(self, right: str, messages: list[Message]) -> str:
-        return mistakes.wrong_answer(right, messages)
+        return wrong_answer(right, messages)
 
 
 def _clauses(rng: random.Random, keys: Sequence[str], calls: int) -> Iterator[str]:

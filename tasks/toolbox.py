@@ -21,8 +21,7 @@ from composer_mesh.tasks.numbers import (
     judged,
     read_value,
 )
-from composer_mesh.tasks.planned import PlannedTask
-from composer_mesh.tasks.plans import Reference, Step
+from composer_mesh.tasks.planned import PlannedTask, Reference, Step
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session

@@ -15,13 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.embedded_attention import Packed, Run
-from composer_mesh.actors.engines.embedded_forward import PackedForward
-from composer_mesh.actors.engines.embedded_requests import JoiningRows, RunningRequest
-from composer_mesh.actors.engines.embedded_sampling import sample
-from composer_mesh.actors.engines.kv_cache import RowCache, States
-from composer_mesh.actors.engines.long_prompts import LongPrompt, PromptLimits
-from composer_mesh.actors.engines.open_requests import OpenRequests
+from composer_mesh.actors.engines.embedded_forward import Packed, PackedForward, Run
+from composer_mesh.actors.engines.embedded_requests import (
+    JoiningRows,
+    LongPrompt,
+    PromptLimits,
+    RunningRequest,
+    sample,
+)
+from composer_mesh.actors.engines.kv_cache import Found, Ids, PrefixCache, RowCache, States
+from composer_mesh.actors.engines.loop import OpenRequests
 from composer_mesh.actors.engines.port import (
     Admitted,
     LogitsNotFinite,
@@ -31,8 +34,6 @@ from composer_mesh.actors.engines.port import (
     refuse_too_long,
     refuse_unknown_experts,
 )
-from composer_mesh.actors.engines.prefix_cache import PrefixCache
-from composer_mesh.actors.engines.radix_tree import Found, Ids
 from composer_mesh.actors.models.expert_routing import choices_of, routers_of
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest

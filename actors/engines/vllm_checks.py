@@ -1,6 +1,5 @@
 """Checks that vLLM can serve a run's config before anything starts. Does not import vLLM."""
 
-from composer_mesh.actors.engines.attention_shape import AttentionShape
 from composer_mesh.actors.engines.vllm_installed import (
     Version,
     VllmUnavailable,
@@ -11,6 +10,7 @@ from composer_mesh.actors.engines.vllm_installed import (
 from composer_mesh.actors.engines.vllm_settings import (
     GB,
     LORA_SLOTS,
+    AttentionShape,
     conversation_bytes,
     flavour_of,
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from composer_mesh.actors.engines.open_requests import OpenRequests
+from composer_mesh.actors.engines.loop import OpenRequests
 from composer_mesh.actors.engines.port import (
     Admitted,
     LogitsNotFinite,

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.metering import LedgerMeter
+from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.panel.response_cache import ContentCache
-from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
-from composer_mesh.actors.provider.coalescing import RequestCoalescer
+from composer_mesh.actors.provider.client import ProviderClient, RequestCoalescer, TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.hints import HintWriterConfig

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.channels.step import Figures
-from composer_mesh.configs.moe import MoeConfig
+from composer_mesh.configs.trainer import MoeConfig
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 
 

@@ -37,11 +37,12 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.divergences import TurnDivergences
-from composer_mesh.rollouts.minibatches import minibatches, plan_views
 from composer_mesh.rollouts.step_plan import (
     RankPlan,
     Rounds,
+    minibatches,
     plan_step,
+    plan_views,
     reference_rounds,
     rounds_of,
     teacher_rounds,

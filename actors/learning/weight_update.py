@@ -14,8 +14,9 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.schedules import learning_rate
 from composer_mesh.actors.models.backend import Optimizers, optimizers_of
-from composer_mesh.actors.models.optimizer_offload import CPU, OffloadedOptimizers
 from composer_mesh.actors.models.optimizer_state import (
+    CPU,
+    OffloadedOptimizers,
     StoredOptimizerState,
     check_weights,
     optimizer_state_of,

@@ -24,11 +24,11 @@ from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
-from composer_mesh.actors.mcp_servers.stdio import StdioProgram
-from composer_mesh.actors.mcp_servers.untrusted_text import (
+from composer_mesh.actors.mcp_servers.stdio import (
     LONGEST_DESCRIPTION,
     LONGEST_ERROR,
     LONGEST_PARAMETERS,
+    StdioProgram,
     clean,
     clean_json,
     result_text,

@@ -13,8 +13,8 @@ from composer_mesh.configs.mcp import McpServer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.external_tools import ExternalTool
 from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.tool import ExternalTool
 
 if TYPE_CHECKING:
     from composer_mesh.actors.mcp_servers.server import ServerConnections

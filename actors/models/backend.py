@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.export import export_state
+from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.lora import adapter_weights
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.rows import is_dtensor, local

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from composer_mesh.actors.models.attention_calls import MORE, PACKED
-from composer_mesh.actors.models.packed import PackedRow
+from composer_mesh.actors.models.hidden_states import PackedRow
 from composer_mesh.planning.model_facts import CHUNKED, FULL, SLIDING, AttentionCall
 
 WINDOWS: dict[str, bool] = {FULL: False, SLIDING: True, CHUNKED: False}

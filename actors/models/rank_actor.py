@@ -5,8 +5,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.models.ranks import Division, Ranks
-from composer_mesh.actors.models.rendezvous import Meeting, open_store
+from composer_mesh.actors.models.ranks import Division, Meeting, Ranks, open_store
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 

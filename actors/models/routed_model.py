@@ -11,7 +11,7 @@ from composer_mesh.actors.models.expert_routing import (
     router_names,
 )
 from composer_mesh.actors.models.sharding import decoder_layers
-from composer_mesh.configs.moe import MoeConfig
+from composer_mesh.configs.trainer import MoeConfig
 
 
 def route_experts(

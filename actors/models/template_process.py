@@ -3,25 +3,34 @@
 A template is a program of whoever made the model, and can run for ever or ask for all memory; so
 can loading a tokenizer. The process has limits of CPU time and memory, gets no keys, and is killed
 when it exceeds them. What runs in it is `template_program`.
+
+The chat format of a run's policy in one process, for as long as it is needed.
 """
 
+import asyncio
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import TemplateError
 
-from composer_mesh.actors.models.tokenizer import PANIC
+from composer_mesh.actors.models.tokenizer import (
+    PANIC,
+    BackendTokenizer,
+    chat_settings,
+    load_tokenizer,
+)
+from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, AnsweringProgram, ProgramFailed
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
-from composer_mesh.rollouts.chat import ChatTemplateError, Tokenizer
+from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError, Tokenizer
 from composer_mesh.rollouts.chat_template import PinnedDate
 from composer_mesh.rollouts.control_tokens import AddedToken
 from composer_mesh.rollouts.traces import Message
@@ -176,3 +185,23 @@ class BoundedTokenizer:
 
     def convert_tokens_to_ids(self, token: str) -> int:
         return self._tokenizer.convert_tokens_to_ids(token)
+
+
+@asynccontextmanager
+async def open_chat(
+    config: Config, folder: Path, tools: list[dict[str, Any]]
+) -> AsyncIterator[ChatFormat]:
+    """Yield the chat format; the template of a foreign model is rendered in its own process.
+
+    Waits seconds for transformers to be imported, in threads: a blocked loop would cost the hosts'
+    leases.
+    """
+    async with AsyncExitStack() as stack:
+        loaded = await asyncio.to_thread(load_tokenizer, folder)
+        settings = chat_settings(folder, loaded, config.policy.chat)
+        tokenizer: Tokenizer = BackendTokenizer(loaded) if loaded.is_fast else loaded
+        if config.policy.path is not None:
+            templates = TemplateProcess(folder)
+            stack.callback(templates.close)
+            tokenizer = BoundedTokenizer(tokenizer, templates)
+        yield ChatFormat(tokenizer, tools, **settings)

@@ -15,9 +15,8 @@ from typing import Any
 
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeouts
-from composer_mesh.configs.budget import BudgetConfig
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.teachers import OpenRouterConfig, TeacherConfig
+from composer_mesh.configs.teachers import BudgetConfig, OpenRouterConfig, TeacherConfig
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import Prices

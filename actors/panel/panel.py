@@ -24,11 +24,14 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from composer_mesh.actors.panel.configured import PanelSettings
-from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.metering import LedgerMeter
+from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.panel.response_cache import ResponseCache, asked_of, question_key
-from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
-from composer_mesh.actors.provider.coalescing import ClientClosed, RequestCoalescer
+from composer_mesh.actors.provider.client import (
+    ClientClosed,
+    ProviderClient,
+    RequestCoalescer,
+    TeacherEndpoint,
+)
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import BudgetReport, BudgetRules, UnknownPrice

@@ -3,17 +3,20 @@
 Speaks the OpenAI chat protocol, and OpenRouter's extensions for OpenRouter endpoints. Failure
 handling is in `errors`, rate limits in `request_limiter`, costs in `bill`, HTTP in `http_transport`
 and `reply`. Budget ceilings, votes and actors are other layers' concerns.
+
+Request coalescing: concurrent equal queries share one request.
 """
 
+import asyncio
 import hashlib
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import httpx
 from tenacity import (
@@ -24,7 +27,6 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from composer_mesh.actors.provider.bill import BackgroundWrites, Bill, Meter
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
@@ -34,16 +36,64 @@ from composer_mesh.actors.provider.errors import (
 )
 from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
 from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
-from composer_mesh.actors.provider.money import bound, listed_prices, routing_of
+from composer_mesh.actors.provider.money import (
+    BackgroundWrites,
+    Bill,
+    Meter,
+    bound,
+    listed_prices,
+    routing_of,
+)
 from composer_mesh.actors.provider.reply import NoResponse, read_completion, read_reply
 from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter
+from composer_mesh.configs.worded import Worded
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.traces import Message
 
+T = TypeVar("T")
+
+
+class ClientClosed(Worded, Exception):
+    """The client was closed before a query had its answer."""
+
+    message = "whoever asks is closed: open another and ask again"
+
+
+class RequestCoalescer(Generic[T]):
+    """Coalesces the requests of one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[T]] = {}
+
+    async def get(self, key: str, request: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, bool]:
+        """Return the answer, and whether it came from an equal query already in flight.
+
+        A request continues if its callers are cancelled. Raises ClientClosed once this is closed.
+        """
+        task, shared = self._tasks.get(key), True
+        if task is None:
+            task, shared = asyncio.create_task(request()), False
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        try:
+            return await asyncio.shield(task), shared
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                raise ClientClosed from None
+            raise
+
+    async def aclose(self) -> None:
+        """Cancel running requests. Waits until they have ended."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 __all__ = ["BreakerRules", "ProviderClient", "Retries", "TeacherEndpoint", "Timeouts"]
 
-T = TypeVar("T")
 ID_DIGITS = 24
 RETRIES, BREAKER = Retries(), BreakerRules()
 

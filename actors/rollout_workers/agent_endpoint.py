@@ -31,8 +31,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
     Exchange,
     TooManyTurns,
 )
-from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer
-from composer_mesh.actors.rollout_workers.openai_completions import CompletionAnswer
+from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer, CompletionAnswer
 from composer_mesh.actors.rollout_workers.openai_responses import ResponsesAnswer
 from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
 from composer_mesh.actors.rollout_workers.vllm_generate import GenerateAnswer
@@ -41,8 +40,7 @@ from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.captured_turns import CapturedTrajectory
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.episode import Sample, Sampling
-from composer_mesh.rollouts.episode_ports import Generation
+from composer_mesh.rollouts.episode import Generation, Sample, Sampling
 
 RETRY_WAIT_S = 10.0
 """Seconds for which a request without a connection is sampled on; the client of OpenAI waits up to

@@ -17,8 +17,7 @@ from typing import Any
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
 from composer_mesh.rollouts.captured_turns import CapturedTrajectory, CapturedTurn, Prompt
-from composer_mesh.rollouts.episode import Sample, Sampling, seed_of
-from composer_mesh.rollouts.episode_ports import Generation
+from composer_mesh.rollouts.episode import Generation, Sample, Sampling, seed_of
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Message
 

@@ -11,8 +11,7 @@ from typing import Any, Self
 from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint, OpenedEpisode
 from composer_mesh.rollouts.captured_turns import CapturedTrajectory
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.episode import Sample
-from composer_mesh.rollouts.episode_ports import Generation
+from composer_mesh.rollouts.episode import Generation, Sample
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.workflow import Trajectory
 

@@ -1,9 +1,13 @@
-"""`/v1/chat/completions`: what agents send, and what they get, also as a stream."""
+"""`/v1/chat/completions`: what agents send, and what they get, also as a stream.
+
+`/v1/completions`: agents that render their conversation themselves, as text or token ids.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,15 +17,18 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
     Ask,
     ChatQuestion,
     Exchange,
+    TextQuestion,
 )
 from composer_mesh.actors.rollout_workers.openai_wire import (
     DONE,
     MOST_ANSWERS,
     Count,
+    Ids,
     Stops,
     StreamOptions,
     Usage,
     WireRequest,
+    bad_request,
     checked_tools,
     pieces,
     read_as,
@@ -29,6 +36,82 @@ from composer_mesh.actors.rollout_workers.openai_wire import (
     stop_strings,
 )
 from composer_mesh.rollouts.captured_turns import CapturedTurn
+
+
+class CompletionRequest(WireRequest):
+    prompt: str | Ids | list[str] | list[Ids]
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    stop: Stops = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+
+@dataclass(frozen=True)
+class CompletionAnswer:
+    """A request for completions, read."""
+
+    request: CompletionRequest
+    ask: Ask
+    model: str
+    decode: Any
+
+    @classmethod
+    def read(cls, body: bytes, episode: AgentEpisode, model: str) -> CompletionAnswer:
+        request = read_as(CompletionRequest, body)
+        questions = [TextQuestion(given) for given in _prompts(request.prompt)]
+        n = request.n or 1
+        if not 1 <= len(questions) * n <= MOST_ANSWERS:
+            raise bad_request(f"ask for 1 to {MOST_ANSWERS} answers at once", "prompt")
+        ask = Ask(questions, n, request.max_tokens, stop_strings(request.stop))
+        return cls(request, ask, request.model or model, episode.token_text)
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.request.stream)
+
+    def reply(self, exchange: Exchange) -> dict[str, Any]:
+        turns = enumerate(exchange.turns)
+        choices = [self._choice(turn, at, turn.answer["content"], end=True) for at, turn in turns]
+        usage = Usage.of(exchange, self.ask.n).named()
+        return {**self._head(exchange), "choices": choices, "usage": usage}
+
+    def events(self, exchange: Exchange) -> Iterator[bytes]:
+        """Yield the chunks of a stream: pieces of text, end, usage."""
+        options, head = self.request.stream_options, self._head(exchange)
+        for index, turn in enumerate(exchange.turns):
+            for piece in pieces(turn.answer["content"]):
+                yield sse({**head, "choices": [self._choice(turn, index, piece, end=False)]})
+            yield sse({**head, "choices": [self._choice(turn, index, "", end=True)]})
+        if options is not None and options.include_usage:
+            yield sse({**head, "choices": [], "usage": Usage.of(exchange, self.ask.n).named()})
+        yield DONE
+
+    def _head(self, exchange: Exchange) -> dict[str, Any]:
+        names = {"id": f"cmpl-{exchange.id}", "object": "text_completion"}
+        return {**names, "created": exchange.created, "model": self.model}
+
+    def _choice(self, turn: CapturedTurn, index: int, text: str, *, end: bool) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "finish_reason": turn.finish if end else None}
+        choice["logprobs"] = self._logprobs(turn) if end else None
+        with_ids = end and self.request.return_token_ids
+        return choice | ({"token_ids": turn.turn.action_ids} if with_ids else {})
+
+    def _logprobs(self, turn: CapturedTurn) -> dict[str, Any] | None:
+        if self.request.logprobs is None:
+            return None
+        tokens = [self.decode(i) for i in turn.turn.action_ids]
+        offsets = [0, *accumulate(map(len, tokens))][:-1]
+        found = {"tokens": tokens, "token_logprobs": turn.turn.logprobs}
+        return {**found, "top_logprobs": None, "text_offset": offsets}
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """Return the prompts of a request: one text, one list of ids, or several of a kind."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return list(prompt)
 
 
 class WireMessage(BaseModel):

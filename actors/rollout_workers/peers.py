@@ -1,15 +1,87 @@
-"""The actors that a rollout worker calls, as the controller names them whenever they change."""
+"""The actors that a rollout worker calls, as the controller names them whenever they change.
+
+Which generator takes a request: the one that holds its prefix, unless it is far busier.
+
+    first request of a group      the least busy generator, which becomes the group's
+    later ones of the group       the group's generator: its samples share the prompt
+    later ones of an episode      the generator of its previous turn
+
+A generator counts as far busier than the least busy one with more than `FACTOR` times its requests
+and `SLACK` more: the request then goes to the least busy one, and so do those that follow. Pure.
+
+Sends the requests of a rollout worker to the generators, each as it arrives.
+
+A request whose generator died is sent to another one with the same seed, and so is one that failed,
+once: a second equal error is raised.
+
+Implements the environment port of a rollout worker: one session per attempt at an episode.
+
+A session is placed on the least busy environment actor and is lost with it.
+
+Implements the port `Judges` of an environment: its questions go to judge actors.
+
+Which actors there are is said by the controller, whenever they change. Keys and money are theirs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_mesh.actors.panel.replies import reply_of
 from composer_mesh.mesh.call_stream import Calls
-from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.failures import error_key
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
 from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
+from composer_mesh.rollouts.pairs import TeacherReply
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.errors import JudgeFailed
+from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
+
+FACTOR = 2
+SLACK = 16
+
+
+class StickyRouting:
+    """The generators of the groups and episodes that are played."""
+
+    def __init__(self, load: Callable[[str], int]) -> None:
+        """`load` returns the requests that a generator has not answered."""
+        self._load = load
+        self._groups: dict[str, str] = {}
+        self._episodes: dict[str, str] = {}
+        self._members: Counter[str] = Counter()
+
+    def begin(self, group: str) -> None:
+        """Count an attempt at a sample of a group."""
+        self._members[group] += 1
+
+    def end(self, group: str, episode: str) -> None:
+        """Forget an episode, and its group with the last one."""
+        self._episodes.pop(episode, None)
+        self._members[group] -= 1
+        if self._members[group] <= 0:
+            del self._members[group]
+            self._groups.pop(group, None)
+
+    def take(self, group: str, episode: str, generators: Sequence[str]) -> str:
+        """Return the generator for the next request of an episode, one of those given."""
+        least = min(generators, key=self._load)
+        home = self._episodes.get(episode) or self._groups.get(group)
+        if home is None or home not in generators or self._far_busier(home, least):
+            home = least
+            self._groups[group] = home
+        self._episodes[episode] = home
+        return home
+
+    def _far_busier(self, one: str, least: str) -> bool:
+        return self._load(one) > FACTOR * self._load(least) + SLACK
 
 
 @dataclass(frozen=True)
@@ -87,3 +159,167 @@ class Peers:
         """Disconnect from all."""
         await asyncio.gather(*(calls.close() for calls in self._calls.values()))
         await self._closing.wait()
+
+
+class PooledGeneration:
+    """The port `Generation` over all generators; `attempts` is how often a request is sent."""
+
+    def __init__(self, generators: Peers, attempts: int) -> None:
+        self._generators, self._attempts = generators, attempts
+        self.routing = StickyRouting(generators.load)
+
+    async def generate(self, request: GenerationRequest, group: str) -> GenerationResult:
+        """Sample one continuation. Waits for a generator, and for its last token."""
+        episode = request.request_id.rpartition("-")[0]
+        tried: set[str] = set()
+        raised = ""
+        for attempt in range(1, self._attempts + 1):
+            names = await self._generators.some_open()
+            fresh = [name for name in names if name not in tried]
+            name = self.routing.take(group, episode, fresh or names)
+            tried.add(name)
+            try:
+                result: GenerationResult = await self._generators.call(name, "generate", request)
+                return result
+            except Exception as error:  # supervision boundary: another generator may do it
+                if attempt == self._attempts or error_key(error) == raised:
+                    raise
+                raised = error_key(error)
+        raise AssertionError("a request is sent at least once")
+
+
+class PeerEnvironments:
+    """The port `Environments` over all environment actors; a call has `deadline_s`."""
+
+    def __init__(self, environments: Peers, deadline_s: float) -> None:
+        self._environments, self._deadline_s = environments, deadline_s
+        self._homes: dict[str, str] = {}
+        self._sessions: Counter[str] = Counter()
+        self._forgetting = BackgroundTasks(told_to_loop)
+
+    async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
+        """Return an episode with its row, and its verified answer if the task states one."""
+        prepared: tuple[Episode, str | None] = await self._anywhere("prepare", episode)
+        return prepared
+
+    async def score(self, episode: Episode, messages: list[Message]) -> Outcome:
+        """Score a conversation that was had without a session."""
+        outcome: Outcome = await self._anywhere("score", episode, messages)
+        return outcome
+
+    async def score_group(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
+        """Score the samples of an episode together."""
+        score: GroupScore = await self._anywhere("score_group", episode, group)
+        return score
+
+    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
+        """Open a session. Waits for an actor, including one that is still starting."""
+        names = await self._environments.some_open()
+        home = min(names, key=lambda name: (self._sessions[name], self._environments.load(name)))
+        self._homes[session_id] = home
+        self._sessions[home] += 1
+        messages: list[Message] = await self._call(session_id, "begin", episode)
+        return messages
+
+    async def step(self, session_id: str, text: str) -> StepResult:
+        """Take an action; raises `SessionLost` where the session's actor is gone."""
+        result: StepResult = await self._call(session_id, "step", text)
+        return result
+
+    async def finish(self, session_id: str) -> Outcome:
+        """End a session; return its conversation and how it was scored."""
+        outcome: Outcome = await self._call(session_id, "finish")
+        self._leave(session_id)
+        return outcome
+
+    def abandon(self, session_id: str) -> None:
+        """Drop a failed session; notify its actor in the background, if it is still serving."""
+        home = self._leave(session_id)
+        if home is not None and home in self._environments:
+            self._forgetting.start(f"forgetting {session_id}", self._forget(home, session_id))
+
+    async def close(self) -> None:
+        """Stop notifying actors of sessions that are gone."""
+        await self._forgetting.close()
+
+    async def _call(self, session_id: str, endpoint: str, *args: Any) -> Any:
+        home = self._homes[session_id]
+        if home not in self._environments:
+            died = self._environments.died(home)
+            raise SessionLost(session_id, home, died.reason)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._environments.call(home, endpoint, session_id, *args)
+        except TimeoutError:
+            raise DeadlineExceeded(home, endpoint, self._deadline_s) from None
+        except ActorDied as died:
+            raise SessionLost(session_id, home, died.reason, True) from died
+
+    async def _anywhere(self, endpoint: str, *args: Any) -> Any:
+        """Call the least busy actor; raises `ActorDied` where it dies of it."""
+        home = min(await self._environments.some_open(), key=self._environments.load)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._environments.call(home, endpoint, *args)
+        except TimeoutError:
+            raise DeadlineExceeded(home, endpoint, self._deadline_s) from None
+
+    def _leave(self, session_id: str) -> str | None:
+        home = self._homes.pop(session_id, None)
+        if home is not None:
+            self._sessions[home] -= 1
+            if not self._sessions[home]:
+                del self._sessions[home]
+        return home
+
+    async def _forget(self, home: str, session_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._environments.call(home, "forget", session_id)
+        except (ActorDied, TimeoutError):
+            return  # its sessions are gone with it, or it is killed as hung
+
+
+ATTEMPTS = 3
+"""Judge actors that are tried with one question, where they die of it."""
+
+
+class PeerJudges:
+    """The port `Judges` over all judge actors; its calls come from the task's event loop."""
+
+    def __init__(self, open_stream: OpenStream, limit_s: float) -> None:
+        """Questions are sent on the event loop that is running now, and may take `limit_s`."""
+        self._own, self._limit_s = asyncio.get_running_loop(), limit_s
+        self._actors = Peers(open_stream)
+
+    def connect(self, actors: tuple[Peer, ...], gone: Mapping[str, str]) -> None:
+        """Ask these actors from now on."""
+        self._actors.update(actors, gone)
+
+    async def ask(self, question: JudgeQuestion) -> JudgeReply:
+        """Return a judge's answer. Waits for an actor that serves, and for the judge."""
+        asking = self._ask(question.judge, question.messages)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._own))
+
+    async def close(self) -> None:
+        """Disconnect from all actors."""
+        await self._actors.close()
+
+    async def _ask(self, judge: str, messages: list[Message]) -> JudgeReply:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return reply_of(judge, await self._anywhere(judge, messages))
+        except TimeoutError:
+            raise JudgeFailed(judge, f"no judge actor answered in {self._limit_s:g} s") from None
+
+    async def _anywhere(self, judge: str, messages: list[Message]) -> TeacherReply:
+        reason = ""
+        for _ in range(ATTEMPTS):
+            name = min(await self._actors.some_open(), key=self._actors.load)
+            try:
+                reply: TeacherReply = await self._actors.call(name, "ask", judge, messages)
+            except ActorDied as died:
+                reason = str(died)
+            else:
+                return reply
+        raise JudgeFailed(judge, f"{ATTEMPTS} judge actors died of it, the last one: {reason}")

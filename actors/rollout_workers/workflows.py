@@ -22,10 +22,8 @@ from composer_mesh.mesh.actor import end_this_process
 from composer_mesh.mesh.programs import TiedProgram
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat, encoded
-from composer_mesh.rollouts.episode import Played, Sample, seed_of
-from composer_mesh.rollouts.episode_ports import Environments, Generation
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.stop_texts import cut_at
+from composer_mesh.rollouts.episode import Environments, Generation, Played, Sample, seed_of
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, cut_at
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.tasks.calls import Calls

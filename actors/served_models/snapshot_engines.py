@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.actors.engines.loop import EngineLoop, EngineThread
-from composer_mesh.actors.engines.vllm_adapters import AdapterSlots
+from composer_mesh.actors.engines.vllm_weights import AdapterSlots
 from composer_mesh.actors.served_models.adapter_layers import AdapterLayout
 from composer_mesh.actors.served_models.model_state import read_state
 from composer_mesh.actors.served_models.peft_export import peft_files

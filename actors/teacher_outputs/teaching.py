@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.models.export import export_state
+from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.language_model import LanguageModel, logit_softcap
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.rows import distinct, local

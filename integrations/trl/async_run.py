@@ -28,16 +28,15 @@ from composer_mesh.services.directory.claim import claimed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.partial_runs.command import PartialRun
 from composer_mesh.services.run.assembly import FAILED
-from composer_mesh.services.run.episode_order import make_episode_order
 from composer_mesh.services.run.mesh import RunMesh
-from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.parts import RunParts, make_episode_order
 from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.groups import Groups
 from composer_mesh.services.schedule.stopping import STOPPED
 from composer_mesh.services.service import Service
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.services.training.weight_sync import StaleReceiver
+from composer_mesh.services.training.step import StaleReceiver
 from composer_mesh.tasks.task import Task
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from composer_mesh.integrations.tool_methods import tool_method
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Split
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import Task
 
 ENDED = "The episode has ended."

@@ -37,8 +37,8 @@ from composer_mesh.mesh.fork_server.protocol import (
 )
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
-from composer_mesh.mesh.peer_user import is_own_user
 from composer_mesh.mesh.processes import BOOTSTRAP, exit_in_words
+from composer_mesh.mesh.tcp_peer import is_own_user
 
 REQUEST_S = 10.0
 ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT

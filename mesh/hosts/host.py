@@ -1,28 +1,51 @@
 """The port to a host: starting, watching and ending processes there.
 
 The controller's machine as a host: its processes are children of this one.
+
+Shuts Monarch's client down at the exit of a process, and waits until it has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import math
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch.actor import HostMesh, this_host
+from monarch.actor import HostMesh, context, shutdown_context, this_host
 
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.environment import python_module, without_noise
 from composer_mesh.mesh.fork_server.owner import ForkServers
 from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
-from composer_mesh.mesh.monarch_exit import end_client_at_exit
 from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.supervision import HostLost
 from composer_mesh.mesh.waiting import cancel_and_wait
+
+FLUSH_S = 0.3
+"""Longest wait for each last flush, which is never confirmed by a host that is gone; Monarch's."""
+EXIT_S = 10.0
+
+
+@functools.cache
+def end_client_at_exit() -> None:
+    """End Monarch's client before this process exits. Called once the client may start.
+
+    Monarch's own handler gives up after a second, less than the flushes may take on a busy machine;
+    its threads then need an interpreter that is gone, and abort the process.
+    """
+    context()  # which registers that handler: ours, registered later, runs before it
+    atexit.register(_end_client, os.getpid())
+
+
+def _end_client(pid: int) -> None:
+    if pid == os.getpid():  # a forked process has none of Monarch's threads
+        shutdown_context(host_timeout=FLUSH_S).get(timeout=EXIT_S)
 
 
 class LocalHost:

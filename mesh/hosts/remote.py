@@ -22,8 +22,7 @@ from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, python_module, w
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAgent, HostDescription, differences, versions
-from composer_mesh.mesh.hosts.host import is_lost, unless_lost
-from composer_mesh.mesh.monarch_exit import end_client_at_exit
+from composer_mesh.mesh.hosts.host import end_client_at_exit, is_lost, unless_lost
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.process_readiness import until_ready
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER

@@ -1,11 +1,10 @@
 """The formats of tool calls that are known. Several may share a name: variants of one family."""
 
 from composer_mesh.rollouts.call_formats.gemma_calls import GemmaCalls
-from composer_mesh.rollouts.call_formats.harmony import HarmonyCalls
 from composer_mesh.rollouts.call_formats.json_calls import HermesCalls, ListedJson, LlamaJson
 from composer_mesh.rollouts.call_formats.port import CallFormat
 from composer_mesh.rollouts.call_formats.pythonic_calls import PythonicCalls
-from composer_mesh.rollouts.call_formats.token_calls import MistralArgs, TokenFramed
+from composer_mesh.rollouts.call_formats.token_calls import HarmonyCalls, MistralArgs, TokenFramed
 from composer_mesh.rollouts.call_formats.xml_calls import GlmXml, QwenXml
 
 HERMES = HermesCalls()

@@ -24,7 +24,7 @@ from composer_mesh.services.commands.parser import command
 from composer_mesh.services.commands.training import prepare, refuse_or_set_aside
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.resume import with_chat_date
-from composer_mesh.services.evaluation.output import about, open_output
+from composer_mesh.services.evaluation.report import about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target, target_of
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.tasks.loading import make_task

@@ -23,8 +23,7 @@ from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, TraceRow
 from composer_mesh.services.traces.command import config_of, find
 from composer_mesh.services.traces.list_page import question, trained, versions
-from composer_mesh.services.traces.listing import Listed
-from composer_mesh.services.traces.rollout import Acted, Rollout, acted
+from composer_mesh.services.traces.listing import Acted, Listed, Rollout, acted
 from composer_mesh.services.traces.rollout_page import UNLIKELY, outcome_text
 from composer_mesh.services.traces.whole import own_tokenizer, whole_rollout
 

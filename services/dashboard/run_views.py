@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.configs.toml import TomlRefused, read_text
+from composer_mesh.configs.load import TomlRefused, read_text
 from composer_mesh.services.dashboard.catalog import RunSummary
 from composer_mesh.services.dashboard.charted import charts_of_run
 from composer_mesh.services.dashboard.open_runs import OpenRun

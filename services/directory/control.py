@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from composer_mesh.mesh.peer_user import peer_user
+from composer_mesh.mesh.tcp_peer import peer_user
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.mesh.waiting import BackgroundTasks, Failed, told_to_loop
 from composer_mesh.services.directory.status import RunUnavailable

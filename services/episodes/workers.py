@@ -27,9 +27,9 @@ from typing import Any
 
 from composer_mesh.actors.rollout_workers.lockstep import Round
 from composer_mesh.actors.rollout_workers.peers import Neighbours
-from composer_mesh.mesh.activity import ActivityLog
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
+from composer_mesh.mesh.heartbeat import ActivityLog
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.rollouts.episode import Played, Sample

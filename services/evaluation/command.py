@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.metering import LedgerMeter
+from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.provider.client import ProviderClient, Timeouts
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderError
@@ -27,7 +26,6 @@ from composer_mesh.rollouts.group_rewards import SMALLEST_GROUP
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.evaluation.figures import figures_by_task
 from composer_mesh.services.evaluation.in_process import (
     EndpointEvaluation,
     InProcessEvaluation,
@@ -38,6 +36,7 @@ from composer_mesh.services.evaluation.in_process import (
 from composer_mesh.services.evaluation.report import (
     evaluation_json,
     evaluation_table,
+    figures_by_task,
     write_json,
 )
 from composer_mesh.services.evaluation.target import EvalRefused

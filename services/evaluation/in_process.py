@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
-from composer_mesh.actors.provider.bill import Meter
 from composer_mesh.actors.provider.client import ProviderClient
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import (
@@ -25,6 +24,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderError,
     ProviderPaymentError,
 )
+from composer_mesh.actors.provider.money import Meter
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.episode import seed_of

@@ -14,8 +14,8 @@ from composer_mesh.configs.load import Table, read_table, resolve_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.untrusted_json import MIB
+from composer_mesh.services.directory.claim import is_signed
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.directory.signatures import is_signed
 
 CONFIG_FILE = "config.toml"
 MODEL_FILE = "config.json"

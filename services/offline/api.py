@@ -26,8 +26,13 @@ from composer_mesh.actors.panel.configured import CACHE_FILE
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.rollouts.consensus import decide
-from composer_mesh.rollouts.pair_records import pair_record
-from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, StudentState, TeacherReply
+from composer_mesh.rollouts.pairs import (
+    FrozenState,
+    PreferencePair,
+    StudentState,
+    TeacherReply,
+    pair_record,
+)
 from composer_mesh.rollouts.tool_calls import message_text
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.offline.config import offline_config, openrouter_teacher

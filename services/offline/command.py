@@ -19,7 +19,7 @@ from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.waiting import cancel_and_wait
-from composer_mesh.rollouts.pair_records import pair_record
+from composer_mesh.rollouts.pairs import pair_record
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.offline.config import offline_config
 from composer_mesh.services.offline.index import TraceIndex

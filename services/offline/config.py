@@ -15,7 +15,7 @@ from composer_mesh.configs.load import Table, read_table, resolve_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.untrusted_json import MIB
-from composer_mesh.services.directory.signatures import is_signed
+from composer_mesh.services.directory.claim import is_signed
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.offline.traces import CONFIG_FILE
 

@@ -14,8 +14,13 @@ from typing import Any
 
 import httpx
 
-from composer_mesh.actors.experts.http import TOKEN_ENV, ExpertServer, new_token
-from composer_mesh.actors.experts.panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import (
+    TOKEN_ENV,
+    Expert,
+    ExpertPanel,
+    ExpertServer,
+    new_token,
+)
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel, with_prices
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from composer_mesh.actors.models.chat import open_chat
+from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
@@ -51,8 +51,8 @@ from composer_mesh.services.schedule.stopping import until_interrupted
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import FirstReasons
+from composer_mesh.services.steps.logprob_mismatch import Trained
 from composer_mesh.services.steps.ports import Store
-from composer_mesh.services.steps.recomputation_check import Trained
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer

@@ -25,17 +25,16 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
+from composer_mesh.services.steps.logprob_mismatch import Differences, Trained
 from composer_mesh.services.steps.ports import MayTrain, Store, Training, Watcher, WeightSync
-from composer_mesh.services.steps.recomputation_check import Differences, Trained
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState, Where
-from composer_mesh.services.traces.rollout import acted
-from composer_mesh.services.training.step import Ranks
+from composer_mesh.services.traces.listing import acted
+from composer_mesh.services.training.step import Ranks, published
 from composer_mesh.services.training.teaching import SdpoTeachers
-from composer_mesh.services.training.weight_sync import published
 
 READABLE = (GroupState.FINISHED, GroupState.TRAINED)
 

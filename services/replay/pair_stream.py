@@ -24,8 +24,8 @@ from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.replay.teacher_queries import Replay
-from composer_mesh.services.replay.teacher_query_record import (
+from composer_mesh.services.replay.teacher_queries import (
+    Replay,
     TeacherQueryRecord,
     query_record_to_json,
 )

@@ -25,7 +25,7 @@ from composer_mesh.actors.checkpoints.folder import (
     UnreadableCheckpoint,
 )
 from composer_mesh.actors.learning.not_finite import GradientNotFinite
-from composer_mesh.actors.models.chat import open_chat
+from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change

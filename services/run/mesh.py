@@ -11,8 +11,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from composer_mesh.actors.expert_server import ExpertServerActor
-from composer_mesh.actors.experts.http import new_token
-from composer_mesh.actors.experts.panel import Expert
+from composer_mesh.actors.experts.http import Expert, new_token
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.configs.schema import Config

@@ -5,6 +5,8 @@ The timeline of a run: what each actor did for the controller, one line of a fil
     {"step": 12, "began": ..., "ended": ..., "busy": [["trainer", "train", began, ended], ...]}
 
 Times are seconds since 1970. Calls that only ask how an actor is are left out.
+
+Makes the order of a run's training episodes, with what the run has measured so far.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from functools import partial
 from typing import Any
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.activity import Busy
+from composer_mesh.mesh.heartbeat import Busy
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, InOrder, Source
 from composer_mesh.rollouts.number_words import load_rules
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
@@ -29,7 +33,6 @@ from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
-from composer_mesh.services.run.episode_order import make_episode_order
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.resume_loader import (
     ResumeContents,
@@ -37,19 +40,52 @@ from composer_mesh.services.run.resume_loader import (
     resume_state_of,
     trained_steps,
 )
-from composer_mesh.services.schedule.resume_state import ResumeState
+from composer_mesh.services.schedule.groups import ResumeState
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import FirstReasons, HintWriting
-from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
+from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor, Trained
 from composer_mesh.services.steps.ports import Watcher
-from composer_mesh.services.steps.recomputation_check import Trained
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
-from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
-from composer_mesh.services.training.weight_sync import MeshWeightSync
+from composer_mesh.services.training.step import MeshTraining, MeshWeightSync, RestoredTeachers
+from composer_mesh.tasks.errors import TaskError, code_error
 from composer_mesh.tasks.task import Task
+
+
+def make_episode_order(config: Config, task: Task, past: ResumeContents) -> EpisodeOrder:
+    """Return the order of a new or resumed run; an error of the task's own code names its line."""
+    islands = config.islands
+    share = (islands.rank, islands.world_size) if islands.on else (0, 1)
+    if config.data.curriculum is None:
+        return InOrder(*share)
+    weights = [one.weight for one in config.data.tasks]
+    sources = [
+        Source(part.name, weight, _different_episodes(part))
+        for part, weight in zip(task.parts, weights, strict=True)
+    ]
+    order = Curriculum(config.data.curriculum, config.run.seed, sources, task, *share)
+    for step, results in past.results:
+        order.settle(step, results)
+    for group_id, stored in past.waiting.items():
+        if stored.traces:
+            order.restore(group_id, stored.traces[0].index)
+    return order
+
+
+def _different_episodes(task: Task) -> int | None:
+    """Return the number of a task's training rows; None if it generates them."""
+    try:
+        rows = task.rows("train")
+        return None if rows is None else len(rows)
+    except (TaskError, ValueError):
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise code_error(f"reading the rows of task {task.name!r}", error) from error
+
 
 NOT_WORK = frozenset({"describe", "hang_up", "forget", "hold", "waiting", "connect", "release"})
 SHORTEST_S = 0.001

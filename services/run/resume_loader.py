@@ -23,11 +23,11 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.replay.pair_stream import PairStream
-from composer_mesh.services.replay.teacher_query_record import query_record_from_json
-from composer_mesh.services.schedule.resume_state import ResumeState, StoredGroup
+from composer_mesh.services.replay.teacher_queries import query_record_from_json
+from composer_mesh.services.schedule.groups import ResumeState, StoredGroup
 from composer_mesh.services.schedule.step_builder import Group, StepBuilder
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
-from composer_mesh.services.steps.recomputation_check import Trained
+from composer_mesh.services.steps.logprob_mismatch import Trained
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair

@@ -5,25 +5,59 @@
 A group that an earlier process of the run has stored is reused unmodified. How far ahead groups may
 enter is decided by the rollout window, what they are used for by the controller. With dynamic
 sampling a group whose rewards are all equal is stored, and nothing else is done with it.
+
+State recovered on resume; empty for a new run.
+
+Plain values; `resume_loader` reads them from a run directory.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.curriculum import EpisodeOrder, InOrder
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.traces import Split, Trace, equal_rewards
+from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
-from composer_mesh.services.schedule.resume_state import StoredGroup
-from composer_mesh.services.schedule.step_builder import Group
+from composer_mesh.services.schedule.step_builder import Group, PlannedStep
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints, worded_to_json
+from composer_mesh.services.steps.logprob_mismatch import Trained
 from composer_mesh.services.steps.ports import Store
 from composer_mesh.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """A finished group; `worded` is None where no hint texts were requested."""
+
+    traces: list[Trace]
+    worded: WordedHints | None = None
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """Progress recovered on resume: `steps` steps are done, and the trainer has their version.
+
+    `past` are the done steps after the checkpoint, which are recomputed; `planned` is the next step
+    where its manifest was written but its training did not finish. `groups` are the stored groups
+    that no step has taken, and `next_group` is the first group, stored or not, that none has taken.
+    """
+
+    steps: int = 0
+    checkpoint: Checkpoint | None = None
+    past: list[Trained] = field(default_factory=list)
+    planned: PlannedStep | None = None
+    groups: dict[int, StoredGroup] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    next_group: int = 0
+
 
 Sampled = asyncio.Task[Trace | None]
 

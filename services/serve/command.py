@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.models.chat import open_chat
+from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import HeartbeatRules
 from composer_mesh.mesh.spawn import MeshHost

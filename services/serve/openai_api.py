@@ -28,8 +28,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
     Exchange,
     TooManyTurns,
 )
-from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer
-from composer_mesh.actors.rollout_workers.openai_completions import CompletionAnswer
+from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer, CompletionAnswer
 from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
 from composer_mesh.configs.base import Temperature, TopP
 from composer_mesh.configs.validation import validated_json

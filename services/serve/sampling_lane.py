@@ -23,8 +23,12 @@ from numpy.typing import NDArray
 from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.actors.served_models.messages import ScoreRequest, Scores
 from composer_mesh.mesh.waiting import BackgroundTasks
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
-from composer_mesh.rollouts.stop_texts import tokens_to_stop
+from composer_mesh.rollouts.generation import (
+    GenerationRequest,
+    GenerationResult,
+    Truncation,
+    tokens_to_stop,
+)
 from composer_mesh.services.serve import operation_log as log
 from composer_mesh.services.serve.backend import SERVER_FAULTS, BackendLost, SampleBackend
 from composer_mesh.services.serve.executing import MOST_ATTEMPTS, Executing

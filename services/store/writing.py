@@ -26,13 +26,13 @@ from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.directory.claim import sign
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     TIMELINE_FILE,
     Evaluation,
 )
-from composer_mesh.services.directory.signatures import sign
 from composer_mesh.services.store.divergence_files import write_divergences
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.reading import RunReader

@@ -16,8 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from composer_mesh.rollouts.pair_records import pair_record
-from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.pairs import PreferencePair, pair_record
 from composer_mesh.rollouts.traces import trace_to_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair

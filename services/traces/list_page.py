@@ -23,8 +23,7 @@ from rich.text import Text
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.store.rows import GroupState
-from composer_mesh.services.traces.listing import Listed, Listing, Tally
-from composer_mesh.services.traces.rollout import Acted, acted
+from composer_mesh.services.traces.listing import Acted, Listed, Listing, Tally, acted
 from composer_mesh.services.traces.text import content_of, message_line, one_line
 
 WIDE = 140

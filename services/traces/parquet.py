@@ -11,8 +11,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
-from composer_mesh.rollouts.pair_records import pair_record
-from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.pairs import PreferencePair, pair_record
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.traces.listing import Both, Listed
 

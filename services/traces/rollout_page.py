@@ -15,7 +15,7 @@ from composer_mesh.rollouts.pairs import TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.list_page import MARKS, trained, versions
-from composer_mesh.services.traces.rollout import Acted, Paired, Rollout, acted
+from composer_mesh.services.traces.listing import Acted, Paired, Rollout, acted
 from composer_mesh.services.traces.text import (
     GUTTER,
     QuotedText,

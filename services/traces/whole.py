@@ -20,17 +20,15 @@ from tokenizers import Tokenizer
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.untrusted_json import short_reason
-from composer_mesh.rollouts.hint_counts import HintCounts
-from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written
+from composer_mesh.rollouts.hint_sources import Hint, HintCounts, HintSources, Place, Written
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.directory.signatures import is_own
+from composer_mesh.services.directory.claim import is_own
 from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import damaged, object_row, stored_pair
-from composer_mesh.services.traces.listing import Listed
-from composer_mesh.services.traces.rollout import Paired, Rollout
+from composer_mesh.services.traces.listing import Listed, Paired, Rollout
 
 TOKENIZER_FILE = "tokenizer.json"
 

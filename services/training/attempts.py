@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.steps.recomputation_check import Metrics, Trained
+from composer_mesh.services.steps.logprob_mismatch import Metrics, Trained
 from composer_mesh.services.training.checkpoint_writes import KeepsAverage, Writer
 
 T = TypeVar("T")

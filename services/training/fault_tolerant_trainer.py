@@ -30,8 +30,8 @@ from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.services.steps.logprob_mismatch import Differences, Metrics, Trained
 from composer_mesh.services.steps.ports import MayTrain, WeightSync
-from composer_mesh.services.steps.recomputation_check import Differences, Metrics, Trained
 from composer_mesh.services.training.attempts import Attempts, Earlier, Ranks, Step, Teachers
 from composer_mesh.services.training.checkpoint_writes import CheckpointWrites
 

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoints.manifest import Written
 from composer_mesh.actors.models.rank_actor import RankActor
-from composer_mesh.actors.models.ranks import Division
-from composer_mesh.actors.models.rendezvous import Meeting
+from composer_mesh.actors.models.ranks import Division, Meeting
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost

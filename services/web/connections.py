@@ -27,8 +27,7 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from composer_mesh.mesh.byte_budget import ByteBudget
 from composer_mesh.mesh.json_server import for_others, most_connections
-from composer_mesh.mesh.peer_user import ROOT_USER
-from composer_mesh.mesh.tcp_peer import user_at
+from composer_mesh.mesh.tcp_peer import ROOT_USER, user_at
 from composer_mesh.services.web.errors import BAD_REQUEST, UNAVAILABLE
 
 HEAD_S, BODY_S, SENDING_S, LINGER_S = 20.0, 60.0, 60.0, 2.0

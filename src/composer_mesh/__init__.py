@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
     from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, ToolError
     from composer_mesh.tasks.judges import Judge, Judgement, JudgeQuestion, JudgeReply, quoted
+    from composer_mesh.tasks.playing import SyncSession
     from composer_mesh.tasks.reward import Transcript, group_reward, reward, turn_reward
     from composer_mesh.tasks.rows import Row, read_rows
     from composer_mesh.tasks.session import Reply, Session
-    from composer_mesh.tasks.sync_session import SyncSession
     from composer_mesh.tasks.task import Task, TaskSettings
     from composer_mesh.tasks.tool import tool
     from composer_mesh.tasks.workflow import (

@@ -26,7 +26,7 @@ from composer_mesh.tasks.code.task import CodeTask
 from composer_mesh.tasks.code.work import CodeWork
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.mistakes import calls_and_results
-from composer_mesh.tasks.plans import question_of
+from composer_mesh.tasks.planned import question_of
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.sandbox import Sandbox
 

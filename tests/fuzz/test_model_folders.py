@@ -13,7 +13,7 @@ import pytest
 from broken_files import Breaker, watched
 from safetensors.numpy import save_file
 
-from composer_mesh.actors.engines.attention_shape import AttentionShape
+from composer_mesh.actors.engines.vllm_settings import AttentionShape
 from composer_mesh.configs.policy import ModelSizes, PolicyConfig
 from composer_mesh.planning.model_folder import UnfitModelFolder, check_model_folder
 from composer_mesh.planning.model_sizes import UnknownSizes, decoder_weights, sizes_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from composer_mesh.actors.engines.radix_tree import RadixTree
+from composer_mesh.actors.engines.kv_cache import RadixTree
 
 Value = list[tuple[int, ...]]
 """For each token the sequence up to it, so that a wrong value shows."""

@@ -18,25 +18,24 @@ from itertools import product
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.untrusted_text import clean
+from composer_mesh.actors.mcp_servers.stdio import clean
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.reply import Reply, read_reply
-from composer_mesh.actors.rollout_workers.openai_chat import ChatRequest
-from composer_mesh.actors.rollout_workers.openai_completions import CompletionRequest
+from composer_mesh.actors.rollout_workers.openai_chat import ChatRequest, CompletionRequest
 from composer_mesh.actors.rollout_workers.openai_wire import read_as
-from composer_mesh.configs.toml import TomlRefused, parse_toml
+from composer_mesh.configs.load import TomlRefused, parse_toml
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
 from composer_mesh.rollouts.call_formats.known import KNOWN
 from composer_mesh.rollouts.call_formats.port import CallFormat
+from composer_mesh.rollouts.captured_episode import ThinkingStyle
 from composer_mesh.rollouts.hint_prompts import one_line_hint
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.near_duplicates import shingles
 from composer_mesh.rollouts.pair_filters import action_content, special_ratio, word_count
-from composer_mesh.rollouts.thinking import ThinkingStyle
 from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
 from composer_mesh.services.serve.requests import Sample, parsed
 from composer_mesh.services.serve_env.errors import Refused as FrameRefused

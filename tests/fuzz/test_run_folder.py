@@ -49,8 +49,8 @@ from run_readers import (
 
 from composer_mesh.actors.checkpoints.manifest import write_manifest, written
 from composer_mesh.configs.schema import Config
+from composer_mesh.services.directory.claim import STATE_HOME
 from composer_mesh.services.directory.report import Evaluation, write_summary
-from composer_mesh.services.directory.signatures import STATE_HOME
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask

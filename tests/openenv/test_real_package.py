@@ -30,7 +30,7 @@ from openenv_server import OpenEnvServer  # noqa: E402
 from composer_mesh.rollouts.tool_calls import call_text  # noqa: E402
 from composer_mesh.tasks.openenv.errors import ServerFull  # noqa: E402
 from composer_mesh.tasks.openenv.task import OpenEnvTask  # noqa: E402
-from composer_mesh.tasks.sync_session import SyncSession  # noqa: E402
+from composer_mesh.tasks.playing import SyncSession  # noqa: E402
 from composer_mesh.tasks.task import TaskSettings  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)

@@ -6,10 +6,10 @@ import sys
 PROGRAM = """
 from monarch._src.actor import actor_mesh
 
-from composer_mesh.mesh import monarch_exit
+from composer_mesh.mesh.hosts import host
 from composer_mesh.mesh.hosts.host import LocalHost
 
-shut_down = monarch_exit.shutdown_context
+shut_down = host.shutdown_context
 
 
 def told(**limits):
@@ -17,7 +17,7 @@ def told(**limits):
     return shut_down(**limits)
 
 
-monarch_exit.shutdown_context = told
+host.shutdown_context = told
 LocalHost().mesh
 """
 

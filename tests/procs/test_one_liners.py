@@ -17,8 +17,8 @@ from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.code.expressions import CALLS, DIGITS, FIRST, INFIX, NAMES, Expression
 from composer_mesh.tasks.code.hints import HINTS
 from composer_mesh.tasks.code.one_liners import HEAD, OneLiners
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.sandbox import FileTree, Sandbox
-from composer_mesh.tasks.sync_session import SyncSession
 
 VALUES = {"a": 7, "b": -5, "c": 3}
 PROGRAM = """

@@ -12,11 +12,10 @@ import learning
 import pytest
 from torch import distributed as dist
 
-from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rendezvous import open_store
+from composer_mesh.actors.models.ranks import Ranks, open_store
 from composer_mesh.mesh.process_resources import ADDRESS
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.rollouts.packed_batch import PackedBatch
+from composer_mesh.rollouts.packing import PackedBatch
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.rank_processes import TrainerRanks
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.environment import EnvironmentActor
-from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
-from composer_mesh.actors.rollout_workers.peers import Peer, Peers
+from composer_mesh.actors.rollout_workers.peers import Peer, PeerEnvironments, Peers
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.call_stream import CallStream

@@ -14,8 +14,7 @@ import pytest
 from gated_provider import GatedProvider
 
 from composer_mesh.actors.expert_server import ExpertServerActor
-from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
-from composer_mesh.actors.experts.panel import Expert
+from composer_mesh.actors.experts.http import TOKEN_ENV, Expert, new_token
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts
@@ -38,7 +37,7 @@ from composer_mesh.rollouts.pairs import (
 from composer_mesh.services import service
 from composer_mesh.services.service import Service
 from composer_mesh.tasks.loading import make_task
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 
 CONFIG = Config.model_validate(
     {"run": {"name": "t", "seed": 4, "steps": 1}, "data": {"task": "toolbox"}}

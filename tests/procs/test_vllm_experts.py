@@ -26,8 +26,12 @@ from mixture_runs import (
 from model_families import family_folder
 from vllm_agreement import ONE_THREAD, config
 
-from composer_mesh.actors.engines.attention_shape import AttentionShape
-from composer_mesh.actors.engines.vllm_settings import GB, engine_arguments, process_environment
+from composer_mesh.actors.engines.vllm_settings import (
+    GB,
+    AttentionShape,
+    engine_arguments,
+    process_environment,
+)
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import build_tokenizer, load_model
 from composer_mesh.actors.models.ranks import Ranks

@@ -19,7 +19,7 @@ from composer_mesh.tasks.packages.textarena import (
 from composer_mesh.tasks.packages.textarena import (
     _way as shortest_path,
 )
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
 SETTINGS = TaskSettings(max_turns=400)

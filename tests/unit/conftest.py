@@ -17,7 +17,7 @@ from hypothesis import settings
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK
 from composer_mesh.mesh.private_folder import PRIVATE
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -61,7 +61,7 @@ class Client:
         )
 
     def _opening(self, index: int) -> Any:
-        from composer_mesh.tasks.sync_session import SyncSession
+        from composer_mesh.tasks.playing import SyncSession
 
         with SyncSession(self._task, self._task.episode("train", index)) as session:
             return session.messages

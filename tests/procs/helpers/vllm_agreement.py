@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from engine_probe import State
 
-from composer_mesh.actors.engines.embedded_sampling import truncated
+from composer_mesh.actors.engines.embedded_requests import truncated
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult

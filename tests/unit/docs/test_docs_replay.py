@@ -15,9 +15,8 @@ from pytest_httpserver import HTTPServer
 
 from composer_mesh.actors.provider import errors as provider_errors
 from composer_mesh.actors.provider.errors import ProviderError
-from composer_mesh.configs.filters import DEFAULT_FILTERS
-from composer_mesh.configs.gate import GateConfig
 from composer_mesh.configs.load import load_config
+from composer_mesh.configs.replay import DEFAULT_FILTERS, GateConfig
 from composer_mesh.rollouts.consensus import Outcome
 from composer_mesh.rollouts.pairs import FailureKind
 from composer_mesh.services.cli import main

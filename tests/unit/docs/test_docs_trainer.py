@@ -8,8 +8,7 @@ import tomllib
 import pytest
 from guides import ROOT, Guide, as_a_run, names_in_code
 
-from composer_mesh.configs.moe import MoeConfig
-from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig, TrainerConfig
+from composer_mesh.configs.trainer import PROJECTIONS, LoraConfig, MoeConfig, TrainerConfig
 
 PAGE = Guide.read("trainer.md")
 ROWS = dict(re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", PAGE.text, re.MULTILINE))

@@ -31,13 +31,13 @@ from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.parts import make_pair_stream
-from composer_mesh.services.schedule.resume_state import ResumeState
+from composer_mesh.services.schedule.groups import ResumeState
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.ports import MayTrain, Player
 from composer_mesh.tasks.heldout import heldout_indices
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 CHANNELS = {

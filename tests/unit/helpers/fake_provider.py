@@ -12,10 +12,10 @@ from typing import Any, ParamSpec
 import httpx
 import pytest
 
-from composer_mesh.actors.provider.bill import Meter
 from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
+from composer_mesh.actors.provider.money import Meter
 from composer_mesh.rollouts.pairs import TeacherAnswer
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.checkpoints.manifest import Written, written
-from composer_mesh.actors.models.rendezvous import Address
+from composer_mesh.actors.models.ranks import Address
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
 
 MEETING = Address("10.0.0.5", 4711)

@@ -19,8 +19,8 @@ from composer_mesh.actors.checkpoints.manifest import Written, written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.services.steps.logprob_mismatch import Trained
 from composer_mesh.services.steps.ports import MayTrain
-from composer_mesh.services.steps.recomputation_check import Trained
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 

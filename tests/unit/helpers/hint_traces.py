@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 EXPERT = "expert"

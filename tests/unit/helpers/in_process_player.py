@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from in_process_calls import peers
 
-from composer_mesh.actors.engines.rounds import Rounds
+from composer_mesh.actors.engines.loop import Rounds
 from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
 from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
-from composer_mesh.rollouts.episode_ports import Environments, Generation
+from composer_mesh.rollouts.episode import Environments, EpisodePlayer, Generation, Played, Sample
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode

@@ -20,9 +20,9 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_to_json
-from composer_mesh.services.directory.signatures import sign
+from composer_mesh.services.directory.claim import sign
 from composer_mesh.services.store.records import RunRecords
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 COST = 0.0001

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from composer_mesh.configs.filters import ExactDuplicatesFilter
+from composer_mesh.configs.replay import ExactDuplicatesFilter
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.pair_filters import PairFilters
@@ -24,7 +24,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.replay.pair_stream import PairStream, Refining, Taken
 from composer_mesh.services.replay.teacher_queries import Replay
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPTS, STEPS = 2, 3

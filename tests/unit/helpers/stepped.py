@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.open_requests import OpenRequests
+from composer_mesh.actors.engines.loop import OpenRequests
 from composer_mesh.actors.engines.port import Admitted, PromptTokens, ResultCallback, Weights
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 

@@ -16,8 +16,8 @@ import pytest
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import Skipped, StepBatch
+from composer_mesh.services.steps.logprob_mismatch import COMPARED
 from composer_mesh.services.steps.ports import Training
-from composer_mesh.services.steps.recomputation_check import COMPARED
 from composer_mesh.services.training.attempts import Step
 
 

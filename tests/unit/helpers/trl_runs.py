@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import Task
 
 GROUP, PROMPTS, LONGEST = 4, 2, 512

@@ -7,7 +7,7 @@ from typing import Any
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import Task
 
 

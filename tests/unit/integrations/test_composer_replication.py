@@ -14,7 +14,7 @@ from composer_mesh.channels.harness import compose_loss
 from composer_mesh.integrations import composer_replication as theirs
 from composer_mesh.losses.taid import TaidSchedule
 from composer_mesh.services.offline.options import ReplayRefused
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from composer_mesh.configs.filters import DEFAULT_FILTERS, LengthFilter
+from composer_mesh.configs.replay import DEFAULT_FILTERS, LengthFilter
 from composer_mesh.integrations.data_juicer import recipe, write_recipes
 
 

@@ -31,7 +31,7 @@ from composer_mesh.services.run.assembly import FAILED
 from composer_mesh.services.schedule.groups import Groups
 from composer_mesh.services.service import Service
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.services.training.weight_sync import StaleReceiver
+from composer_mesh.services.training.step import StaleReceiver
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and what it imports

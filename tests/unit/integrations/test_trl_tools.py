@@ -20,7 +20,7 @@ from composer_mesh.integrations.trl.traces import (
     said_last,
     trace_of_completion,
 )
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # of TRL and what it imports

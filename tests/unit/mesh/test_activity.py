@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.activity import MOST, ActivityLog, Busy
+from composer_mesh.mesh.heartbeat import MOST, ActivityLog, Busy
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.run.parts import MOST_OF_A_STEP, TimelineView, timeline_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_mesh.mesh.garbage_collection import RARELY, leave_out_loaded
+from composer_mesh.mesh.actor import RARELY, leave_out_loaded
 from composer_mesh.mesh.spawn import MeshHost
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.backend import optimizers_of
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.optimizer_offload import plain
+from composer_mesh.actors.models.optimizer_state import plain
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.trainer import OptimizerName

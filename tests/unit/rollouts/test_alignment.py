@@ -15,7 +15,7 @@ from composer_mesh.rollouts.alignment import HintedView, MisalignedError, hinted
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import render_hint
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPT = [7, 8]

@@ -14,7 +14,7 @@ from composer_mesh.actors.models.policy import build_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 # Of the manner of today's Qwen models: a system part of its own, tools described in it, tool

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from composer_mesh.configs.curriculum import CurriculumConfig
+from composer_mesh.configs.data import CurriculumConfig
 from composer_mesh.rollouts.curriculum import Curriculum, GroupResult, InOrder, Source
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.tasks.mixture import TaskMixture
+from composer_mesh.tasks.loading import TaskMixture
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 CONFIG = CurriculumConfig(low=0.25, high=0.75, explore=0.25)

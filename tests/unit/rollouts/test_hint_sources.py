@@ -12,12 +12,18 @@ from hint_traces import NO_JSON, QUIT, SCRIPTS, WRONG_KEY, group_of, play
 from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.rollouts.batches import HintedSites, hint_sources, hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_counts import HintCounts
-from composer_mesh.rollouts.hint_sources import Hint, HintSources, Place, Written, shortened
+from composer_mesh.rollouts.hint_sources import (
+    Hint,
+    HintCounts,
+    HintSources,
+    Place,
+    Written,
+    shortened,
+)
+from composer_mesh.rollouts.hints import chosen_sibling
 from composer_mesh.rollouts.leaks import holds_answer
-from composer_mesh.rollouts.sibling_hints import chosen_sibling
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 NOBODY = "no answer looks like this"

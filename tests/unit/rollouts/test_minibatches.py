@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.rollouts.batches import Skipped, StepBatch
-from composer_mesh.rollouts.minibatches import minibatches, plan_views
-from composer_mesh.rollouts.step_plan import plan_step
+from composer_mesh.rollouts.step_plan import minibatches, plan_step, plan_views
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=9)
 

@@ -10,7 +10,7 @@ from typing import Any
 from step_batches import batch_of
 
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
-from composer_mesh.rollouts.packed_batch import TURN_BYTES, PackedBatch
+from composer_mesh.rollouts.packing import TURN_BYTES, PackedBatch
 
 
 async def test_a_batch_arrives_as_it_was(build_model: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from preferences import ADD, ANSWER, LOOK, pair_of
 from pydantic import TypeAdapter
 
-from composer_mesh.configs.filters import DEFAULT_FILTERS, FilterConfig
+from composer_mesh.configs.replay import DEFAULT_FILTERS, FilterConfig
 from composer_mesh.rollouts.pair_filters import (
     Filtered,
     PairFilters,

@@ -11,8 +11,7 @@ import pytest
 from preferences import ADD, ANSWER, BROKEN, LOOK, answer, failure, pair_of, student
 
 from composer_mesh.rollouts.consensus import decide
-from composer_mesh.rollouts.pair_records import pair_record, spoken_message
-from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.pairs import PreferencePair, pair_record, spoken_message
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.tasks.tool import tools_of
 from composer_mesh.tasks.toolbox import ToolboxSession

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.configs.gate import GateConfig
+from composer_mesh.configs.replay import GateConfig
 from composer_mesh.rollouts.pairs import StudentState
-from composer_mesh.rollouts.state_choice import select_states, student_state
-from composer_mesh.rollouts.state_value import Novelty
+from composer_mesh.rollouts.state_choice import Novelty, select_states, student_state
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 

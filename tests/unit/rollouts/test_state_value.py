@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.configs.gate import GateConfig
+from composer_mesh.configs.replay import GateConfig
 from composer_mesh.rollouts.actions import ActionKey
 from composer_mesh.rollouts.pairs import FrozenState, StudentState
-from composer_mesh.rollouts.state_value import (
+from composer_mesh.rollouts.state_choice import (
     LONGEST_NAME,
     Novelty,
     StateSignals,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from composer_mesh.rollouts.generation import GenerationResult
-from composer_mesh.rollouts.stop_texts import cut_at, tokens_to_stop
+from composer_mesh.rollouts.generation import GenerationResult, cut_at, tokens_to_stop
 from composer_mesh.services.serve.sampling_lane import cut_after
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", "é".encode(), b"\xc3", b"\xa9", "日".encode()]

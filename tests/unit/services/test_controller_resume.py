@@ -13,8 +13,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.replay.teacher_query_record import TeacherQueryRecord
-from composer_mesh.services.schedule.resume_state import ResumeState
+from composer_mesh.services.replay.teacher_queries import TeacherQueryRecord
+from composer_mesh.services.schedule.groups import ResumeState
 from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.tasks.toolbox import ToolboxTask
 

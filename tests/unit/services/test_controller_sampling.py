@@ -14,7 +14,7 @@ from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import Trace, equal_rewards
-from composer_mesh.services.schedule.resume_state import ResumeState, StoredGroup
+from composer_mesh.services.schedule.groups import ResumeState, StoredGroup
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPTS, STEPS = 2, 5

@@ -11,16 +11,15 @@ import pytest
 
 from composer_mesh.actors.mcp_servers.servers import McpServers, attached, with_tools
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.load import dump_toml, resolve_config
+from composer_mesh.configs.load import dump_toml, parse_toml, resolve_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.toml import parse_toml
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
-from composer_mesh.tasks.external_tools import ExternalTool
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.tool import ExternalTool
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 EXAMPLE = {"name": "example", "transport": "module", "module": "mcp_example_server:server"}

@@ -18,7 +18,7 @@ from composer_mesh.tasks.gsm8k import Gsm8kTask, is_right
 from composer_mesh.tasks.gsm8k_rows import DataError, normalized, read_problems
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.numbers import Number, format_number
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
 REAL = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.tasks.arithmetic import NotArithmetic, append_steps
+from composer_mesh.tasks.gsm8k_rows import NotArithmetic, append_steps
 from composer_mesh.tasks.numbers import Number, calculate
-from composer_mesh.tasks.plans import Step
+from composer_mesh.tasks.planned import Step
 
 
 def chain(text: str) -> tuple[list[Step], float]:

@@ -13,16 +13,21 @@ from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks import silent_mistakes
 from composer_mesh.tasks.demonstrations import demonstrate
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.home_devices import HomeDevices
 from composer_mesh.tasks.home_devices import plan as plan_of_request
-from composer_mesh.tasks.loading import make_task
-from composer_mesh.tasks.mixture import TaskMixture
-from composer_mesh.tasks.planned import LongTask
-from composer_mesh.tasks.plans import Reference, Step, accepted_results, skipped_call, value_or_text
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.loading import TaskMixture, make_task
+from composer_mesh.tasks.mistakes import off_by_one, stale_value, wrong_operation
+from composer_mesh.tasks.planned import (
+    LongTask,
+    Reference,
+    Step,
+    accepted_results,
+    skipped_call,
+    value_or_text,
+)
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import Task, TaskSettings
 from composer_mesh.tasks.tool_chains import ToolChains
 from composer_mesh.tasks.tool_chains import plan as plan_of_chain
@@ -303,13 +308,13 @@ def test_silent_mistakes_are_of_their_kind_or_none() -> None:
         assert isinstance(action, ToolCall)
         return action.arguments
 
-    assert arguments(silent_mistakes.off_by_one(call, messages)) == {**call.arguments, "b": 6}
-    assert arguments(silent_mistakes.stale_value(call, messages)) == {**call.arguments, "a": 12}
-    assert arguments(silent_mistakes.wrong_operation(call, messages))["op"] == "subtract"
+    assert arguments(off_by_one(call, messages)) == {**call.arguments, "b": 6}
+    assert arguments(stale_value(call, messages)) == {**call.arguments, "a": 12}
+    assert arguments(wrong_operation(call, messages))["op"] == "subtract"
     words = ToolCall("lookup", {"key": "lamp"})
-    assert silent_mistakes.off_by_one(words, messages) is None
-    assert silent_mistakes.wrong_operation(words, messages) is None
-    assert silent_mistakes.stale_value(call, said(LOOKUP)) is None
+    assert off_by_one(words, messages) is None
+    assert wrong_operation(words, messages) is None
+    assert stale_value(call, said(LOOKUP)) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

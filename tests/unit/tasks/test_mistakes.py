@@ -17,7 +17,7 @@ from composer_mesh.tasks.mistakes import (
     corrupt,
     recover_or_give_up,
 )
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is it?"}]

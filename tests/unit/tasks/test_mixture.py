@@ -13,8 +13,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.schedule.metrics import success_of_tasks
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.loading import make_task
-from composer_mesh.tasks.mixture import TaskMixture
+from composer_mesh.tasks.loading import TaskMixture, make_task
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 

@@ -12,8 +12,8 @@ from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.numbers import format_number
-from composer_mesh.tasks.plans import Reference, Step
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.planned import Reference, Step
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings, split_of
 from composer_mesh.tasks.toolbox import ToolboxTask, plan
 

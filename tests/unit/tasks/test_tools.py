@@ -17,7 +17,7 @@ from composer_mesh.rollouts.tool_calls import (
 )
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.numbers import LARGEST, format_number
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.tool import tools_of
 from composer_mesh.tasks.toolbox import ToolboxSession, ToolboxTask

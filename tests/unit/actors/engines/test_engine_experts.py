@@ -13,7 +13,7 @@ from mixture_runs import answers, chosen_by, intercepted, prompts_of, told_by
 from model_families import family_model
 
 from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.engines.long_prompts import PromptLimits
+from composer_mesh.actors.engines.embedded_requests import PromptLimits
 from composer_mesh.actors.engines.port import ExpertsUnknown
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 

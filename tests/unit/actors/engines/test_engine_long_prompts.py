@@ -21,7 +21,7 @@ from engine_requests import (
 from repetition import crossed
 
 from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.engines.long_prompts import LongPrompt, PromptLimits
+from composer_mesh.actors.engines.embedded_requests import LongPrompt, PromptLimits
 
 LIMITS = PromptLimits(at_once=32, beside_decoding=8)
 

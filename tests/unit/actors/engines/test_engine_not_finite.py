@@ -11,7 +11,7 @@ import torch
 from engine_requests import Plain, ask, assert_faithful, serve
 
 from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.engines.embedded_sampling import sample
+from composer_mesh.actors.engines.embedded_requests import sample
 from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.rollouts.generation import GenerationRequest, Truncation
 

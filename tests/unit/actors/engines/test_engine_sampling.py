@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from composer_mesh.actors.engines.embedded_sampling import sample, truncated
+from composer_mesh.actors.engines.embedded_requests import sample, truncated
 from composer_mesh.rollouts.generation import WHOLE, Truncation
 
 ALMOST_ONE = 1 - 2**-53

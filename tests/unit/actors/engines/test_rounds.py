@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from fake_host import turns
 
-from composer_mesh.actors.engines.rounds import Rounds
+from composer_mesh.actors.engines.loop import Rounds
 from composer_mesh.rollouts.generation import GenerationRequest
 
 

@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 from stepped import FakeLlm, Plain, completion, request
 from torch import Tensor
 
-from composer_mesh.actors.engines.vllm_adapters import (
-    AdapterRefused,
-    AdapterSlots,
-    VllmAdapters,
-    adapter_shapes,
-)
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits
 from composer_mesh.actors.engines.vllm_engine import Limits, VllmEngine
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS, lora_slot
-from composer_mesh.actors.engines.vllm_weights import WeightsIncomplete
+from composer_mesh.actors.engines.vllm_weights import (
+    AdapterRefused,
+    AdapterSlots,
+    VllmAdapters,
+    WeightsIncomplete,
+    adapter_shapes,
+)
 from composer_mesh.actors.models.adapter_files import PREFIX, adapter_files
 from composer_mesh.configs.trainer import LoraConfig
 

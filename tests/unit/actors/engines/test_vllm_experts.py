@@ -17,14 +17,14 @@ from composer_mesh.actors.engines.port import ExpertsUnknown
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits
 from composer_mesh.actors.engines.vllm_engine import EngineFault, Experts, Limits, VllmEngine
 from composer_mesh.actors.engines.vllm_expert_slots import ExpertSlots, ExpertsNotNoted
-from composer_mesh.actors.engines.vllm_experts import (
+from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
+from composer_mesh.actors.engines.vllm_settings import expert_arguments, process_environment
+from composer_mesh.actors.engines.vllm_start import (
     ExpertLayers,
     NotedExperts,
     ReturnedExperts,
     refuse_without_experts,
 )
-from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
-from composer_mesh.actors.engines.vllm_settings import expert_arguments, process_environment
 from composer_mesh.actors.engines.vllm_worker import CHOSEN_EXPERTS, NOTE_EXPERTS, PolicyWorker
 from composer_mesh.actors.models.expert_routing import numbers_of
 from composer_mesh.planning.model_refusals import UnsupportedRouting

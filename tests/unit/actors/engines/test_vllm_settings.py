@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from composer_mesh.actors.engines.attention_shape import AttentionShape
 from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.engines.vllm_installed import (
     VllmUnavailable,
@@ -17,12 +16,13 @@ from composer_mesh.actors.engines.vllm_installed import (
     refuse_without_numa,
 )
 from composer_mesh.actors.engines.vllm_settings import (
+    AttentionShape,
     engine_arguments,
     process_environment,
     refuse_unknown,
 )
+from composer_mesh.configs.generator import OWNED
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.vllm import OWNED
 
 ON_GPU = {"generator": {"gpus": 1.0}}
 BUILT_FOR_CUDA = "torchvision, torchaudio are built for CUDA .* uninstall -y torchvision torchaudio"

@@ -12,8 +12,7 @@ import httpx
 import pytest
 from raised_kinds import NAMES, raised
 
-from composer_mesh.actors.experts.http import LARGEST_REQUEST, ExpertServer
-from composer_mesh.actors.experts.panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import LARGEST_REQUEST, Expert, ExpertPanel, ExpertServer
 from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderRequestError
 from composer_mesh.rollouts.tool_calls import call_text

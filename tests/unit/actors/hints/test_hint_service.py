@@ -14,8 +14,12 @@ import pytest
 
 from composer_mesh.actors.hint_writer import ONCE, PATIENCE
 from composer_mesh.actors.hints.hint_service import REPAIR, HintCache, HintService, open_meter
-from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
-from composer_mesh.actors.provider.coalescing import ClientClosed
+from composer_mesh.actors.provider.client import (
+    ClientClosed,
+    ProviderClient,
+    TeacherEndpoint,
+    Timeouts,
+)
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest

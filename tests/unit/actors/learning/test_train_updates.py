@@ -15,7 +15,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.losses.policy import decoupled_ppo_loss, grpo_loss
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.minibatches import minibatches
+from composer_mesh.rollouts.step_plan import minibatches
 
 RATE = 0.1
 

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.weight_update import WeightUpdate
 from composer_mesh.actors.models.backend import optimizers_of
-from composer_mesh.actors.models.optimizer_offload import OffloadedOptimizers, mapped, plain
 from composer_mesh.actors.models.optimizer_state import (
+    OffloadedOptimizers,
+    mapped,
     optimizer_state_of,
+    plain,
     restore_optimizer_state,
 )
 from composer_mesh.actors.models.ranks import CPU, Ranks

@@ -13,8 +13,8 @@ from step_batches import ALL_ON, Make, batch_of, largest_change, taught, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
+from composer_mesh.actors.models.hidden_states import Packed
 from composer_mesh.actors.models.language_model import LanguageModel
-from composer_mesh.actors.models.packed import Packed
 from composer_mesh.planning.model_refusals import UnsupportedPacking
 from composer_mesh.rollouts.packing import microbatches
 

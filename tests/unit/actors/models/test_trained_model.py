@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from step_batches import batch_of, begun_with, largest_change, weights_of
 
 from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.backend import optimizers_of
-from composer_mesh.actors.models.export import export_state
 from composer_mesh.actors.models.lora import OtherAdapters, adapted_layers
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.metering import LedgerMeter
+from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.provider.errors import ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import Account, BudgetRules, SettledTwice

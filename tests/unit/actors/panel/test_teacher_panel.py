@@ -18,8 +18,7 @@ from scripted_provider import ENVIRON, KEY, ScriptedProvider, answer, state, tea
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.client import Retries
-from composer_mesh.actors.provider.coalescing import ClientClosed
+from composer_mesh.actors.provider.client import ClientClosed, Retries
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import BudgetRules

@@ -18,9 +18,7 @@ from typing import Any
 import pytest
 from fake_provider import CeilingMeter
 
-from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.metering import LedgerMeter
-from composer_mesh.actors.provider.bill import Meter
+from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,
@@ -29,6 +27,7 @@ from composer_mesh.actors.provider.client import (
     Timeouts,
 )
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
+from composer_mesh.actors.provider.money import Meter
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer

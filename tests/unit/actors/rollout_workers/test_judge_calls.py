@@ -10,8 +10,7 @@ import pytest
 from in_process_calls import open_in_process
 
 from composer_mesh import JudgeFailed, JudgeQuestion, JudgesSpent
-from composer_mesh.actors.rollout_workers.judge_calls import PeerJudges
-from composer_mesh.actors.rollout_workers.peers import Peer
+from composer_mesh.actors.rollout_workers.peers import Peer, PeerJudges
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure, TeacherReply
 

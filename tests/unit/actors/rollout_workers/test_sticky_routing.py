@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from composer_mesh.actors.rollout_workers.sticky_routing import FACTOR, SLACK, StickyRouting
+from composer_mesh.actors.rollout_workers.peers import FACTOR, SLACK, StickyRouting
 
 NAMES = ["g-0", "g-1", "g-2"]
 

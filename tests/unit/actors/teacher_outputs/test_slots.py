@@ -8,8 +8,7 @@ import pickle
 import pytest
 import torch
 
-from composer_mesh.actors.teacher_outputs.messages import StepOver
-from composer_mesh.actors.teacher_outputs.slots import SlotPool
+from composer_mesh.actors.teacher_outputs.messages import SlotPool, StepOver
 
 EMPTY = torch.zeros(0, dtype=torch.uint8)
 """A payload for which nothing need be registered with Monarch."""

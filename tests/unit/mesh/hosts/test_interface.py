@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.actors.models.rendezvous import IFNAMES, Address, talk_over
+from composer_mesh.actors.models.ranks import IFNAMES, Address, talk_over
 from composer_mesh.mesh.hosts.interface import NoAddress, cluster_address, interface_of
 from composer_mesh.mesh.process_resources import ADDRESS
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.services.directory.claim import set_aside
-from composer_mesh.services.directory.signatures import is_own, sign, signature_file
+from composer_mesh.services.directory.claim import is_own, set_aside, sign, signature_file
 
 CONTENT = b"[run]\nname = 'mine'\n"
 

@@ -10,12 +10,12 @@ import pytest
 from controller_world import World
 from in_process_calls import peers, update
 
-from composer_mesh.actors.rollout_workers.environments import PeerEnvironments
+from composer_mesh.actors.rollout_workers.peers import PeerEnvironments
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.episode_ports import Environments
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.rollouts.episode import Environments
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 A, B = "train-000000-000", "train-000000-001"

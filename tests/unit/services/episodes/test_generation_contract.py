@@ -13,12 +13,12 @@ from controller_world import World
 from in_process_calls import peers
 
 from composer_mesh.actors.generator import GeneratorActor
-from composer_mesh.actors.rollout_workers.generation import PooledGeneration
 from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
+from composer_mesh.actors.rollout_workers.peers import PooledGeneration
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.episode_ports import Generation
+from composer_mesh.rollouts.episode import Generation
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.tasks.toolbox import ToolboxTask
 

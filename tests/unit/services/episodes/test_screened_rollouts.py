@@ -12,7 +12,7 @@ from controller_world import CHANNELS, World, finished, trace_of
 from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sample, Sampling
-from composer_mesh.rollouts.sibling_hints import chosen_sibling
+from composer_mesh.rollouts.hints import chosen_sibling
 from composer_mesh.rollouts.traces import Trace, trace_from_json, trace_to_json
 from composer_mesh.services.steps.advantages import make_advantages, trajectory_advantages
 from composer_mesh.services.store.group_files import group_bytes, traces_of

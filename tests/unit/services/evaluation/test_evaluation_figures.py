@@ -8,7 +8,7 @@ import pytest
 
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import wilson_interval
-from composer_mesh.services.evaluation.figures import figures_by_task, pass_at_k
+from composer_mesh.services.evaluation.report import figures_by_task, pass_at_k
 
 
 def trace(index: int, sample: int, success: bool, task: str = "t", **rewards: float) -> Trace:

@@ -25,12 +25,12 @@ from composer_mesh.services.evaluation.command import (
     left_of,
     report,
 )
-from composer_mesh.services.evaluation.output import ABOUT_FILE, about, open_output
+from composer_mesh.services.evaluation.report import ABOUT_FILE, about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 PRICES = Prices.per_million(1.0, 2.0)

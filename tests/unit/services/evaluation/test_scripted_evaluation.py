@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.services import cli
-from composer_mesh.services.evaluation.output import ABOUT_FILE
+from composer_mesh.services.evaluation.report import ABOUT_FILE
 
 TASK = """
 import random

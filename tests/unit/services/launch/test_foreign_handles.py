@@ -10,7 +10,7 @@ import pytest
 from fake_programs import FakePrograms, fake_programs
 
 from composer_mesh.services.cli import main
-from composer_mesh.services.directory.signatures import KEY_FILE, key_folder, sign
+from composer_mesh.services.directory.claim import KEY_FILE, key_folder, sign
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.launch.by_ssh import HostsLauncher
 from composer_mesh.services.launch.handle import (

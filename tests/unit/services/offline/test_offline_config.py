@@ -11,7 +11,7 @@ from offline_runs import BUILTIN, paid, replay_section
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml
-from composer_mesh.services.directory.signatures import sign
+from composer_mesh.services.directory.claim import sign
 from composer_mesh.services.offline.config import merged, offline_config
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
 from composer_mesh.tasks.errors import UnusableTask

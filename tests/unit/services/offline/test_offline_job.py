@@ -11,7 +11,7 @@ import pytest
 from offline_runs import BUILTIN, replay_section, traces_of
 from preferences import failure
 
-from composer_mesh.actors.experts.panel import Expert, ExpertPanel
+from composer_mesh.actors.experts.http import Expert, ExpertPanel
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.tool_calls import assistant_message

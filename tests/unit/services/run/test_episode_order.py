@@ -10,9 +10,9 @@ import pytest
 from composer_mesh import Row, Task
 from composer_mesh.rollouts.curriculum import Curriculum, GroupResult, InOrder
 from composer_mesh.rollouts.traces import Split, Trace
-from composer_mesh.services.run.episode_order import make_episode_order
+from composer_mesh.services.run.parts import make_episode_order
 from composer_mesh.services.run.resume_loader import ResumeContents
-from composer_mesh.services.schedule.resume_state import StoredGroup
+from composer_mesh.services.schedule.groups import StoredGroup
 from composer_mesh.tasks.errors import TaskCodeError
 
 BAND: dict[str, Any] = {"curriculum": {"low": 0.4, "high": 0.6, "explore": 1e-9}}

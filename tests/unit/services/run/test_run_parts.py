@@ -17,7 +17,7 @@ from repository import ROOT
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.activity import ActivityLog
+from composer_mesh.mesh.heartbeat import ActivityLog
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.episode import Sampling

@@ -15,8 +15,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.hint_sources import Written
 from composer_mesh.rollouts.traces import Trace, equal_rewards
-from composer_mesh.services.schedule.groups import Groups, first_to_finish
-from composer_mesh.services.schedule.resume_state import StoredGroup
+from composer_mesh.services.schedule.groups import Groups, StoredGroup, first_to_finish
 from composer_mesh.services.schedule.step_builder import Group
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
 from composer_mesh.tasks.toolbox import ToolboxTask

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.schedule.step_builder import Group
-from composer_mesh.services.schedule.step_groups import StepGroups
+from composer_mesh.services.schedule.step_builder import Group, StepGroups
 from composer_mesh.services.steps.hint_writing import WordedHints
 
 PLAIN = ScheduleConfig(prompts_per_step=2)

@@ -12,10 +12,9 @@ import pytest
 from hint_traces import SCRIPTS, WRONG_KEY, group_of, play
 from rich.console import Console
 
-from composer_mesh.actors.experts.panel import Expert, ExpertPanel, UnknownExpert
+from composer_mesh.actors.experts.http import Expert, ExpertPanel, UnknownExpert
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_counts import HintCounts
 from composer_mesh.rollouts.hint_prompts import (
     HINT_WRITER,
     HintReply,
@@ -24,6 +23,7 @@ from composer_mesh.rollouts.hint_prompts import (
     hint_request,
     one_line_hint,
 )
+from composer_mesh.rollouts.hint_sources import HintCounts
 from composer_mesh.rollouts.hints import render_hint
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.traces import ErrorSite, Trace

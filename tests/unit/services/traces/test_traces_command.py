@@ -11,7 +11,7 @@ import pytest
 from inspected_runs import a_pair, group_of, write_run
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.pair_records import pair_record
+from composer_mesh.rollouts.pairs import pair_record
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_from_json
 from composer_mesh.services.cli import main
 from composer_mesh.services.offline.traces import index_traces

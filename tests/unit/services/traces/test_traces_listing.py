@@ -14,9 +14,8 @@ from rich.console import Console
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.store.rows import GroupRow, GroupState, LateReward
 from composer_mesh.services.traces.list_page import ListPage, path_of
-from composer_mesh.services.traces.listing import Listing, fits, listed, listing, where
+from composer_mesh.services.traces.listing import Listing, acted, fits, listed, listing, where
 from composer_mesh.services.traces.options import Filters, TracesOptions, TracesRefused
-from composer_mesh.services.traces.rollout import acted
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 EVIL = "[bold red]x[/] \x1b[2J\u202ey"

@@ -16,7 +16,7 @@ from composer_mesh.rollouts.hint_sources import Hint, Written
 from composer_mesh.rollouts.pairs import FailureKind, Provenance, TeacherVote
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.store.rows import ItemState, LateReward
-from composer_mesh.services.traces.rollout import Paired, Rollout
+from composer_mesh.services.traces.listing import Paired, Rollout
 from composer_mesh.services.traces.rollout_page import MOST_LINES, RolloutPage
 from composer_mesh.services.traces.text import call_line, content_of, one_line, plain_lines
 from composer_mesh.services.traces.whole import TokenCount, hints_of, tokenizer_folder

@@ -17,7 +17,7 @@ from composer_mesh.actors.checkpoints.folder import (
 )
 from composer_mesh.actors.checkpoints.manifest import damage
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.services.steps.recomputation_check import Trained
+from composer_mesh.services.steps.logprob_mismatch import Trained
 from composer_mesh.services.training import checkpoint_writes
 
 DEATH = ActorDied("trainer", "killed by signal 9")

@@ -15,7 +15,7 @@ from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.weights.errors import WeightsMismatch
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.service import Service
-from composer_mesh.services.training.weight_sync import MeshWeightSync, StaleReceiver
+from composer_mesh.services.training.step import MeshWeightSync, StaleReceiver
 
 
 class FakeTrainer(FakeActor):

@@ -20,7 +20,7 @@ from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.services.steps.ports import WeightSync
-from composer_mesh.services.training.weight_sync import MeshWeightSync
+from composer_mesh.services.training.step import MeshWeightSync
 
 VERSION = 3
 DEATH = ActorDied("trainer", "killed")

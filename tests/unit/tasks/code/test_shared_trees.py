@@ -17,9 +17,9 @@ from composer_mesh.tasks.code.shared_trees import restoring_patch
 from composer_mesh.tasks.code.task import CodeTask
 from composer_mesh.tasks.code.task_file import TaskFile
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.mixture import TaskMixture
+from composer_mesh.tasks.loading import TaskMixture
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.running import RunningEpisode
-from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -17,8 +17,8 @@ from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.openenv.errors import ConnectionLost, EnvironmentRaised, ServerFull
 from composer_mesh.tasks.openenv.task import OpenEnvTask
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.running import RunningEpisode
-from composer_mesh.tasks.sync_session import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
 SETTINGS = TaskSettings(call_s=30.0)

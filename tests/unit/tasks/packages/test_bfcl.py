@@ -14,7 +14,7 @@ from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.packages.bfcl.calls import contains, parsed_call
 from composer_mesh.tasks.packages.bfcl.functions import function_tool
 from composer_mesh.tasks.packages.bfcl.task import BfclMultiTurn, BfclSession
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
 RECORDED = json.loads((Path(__file__).parent / "recorded/bfcl.json").read_text())

@@ -12,7 +12,7 @@ from pydantic import create_model
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.packages.tau2_telecom import Tau2Telecom
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.packages.textarena import NAMES, TextArena
-from composer_mesh.tasks.sync_session import SyncSession
+from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
 
