@@ -25,7 +25,6 @@ from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
-import composer_mesh
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.fork_server.owner import ForkServers
@@ -66,7 +65,7 @@ def _version(name: str) -> str:
 
 
 def _digest() -> str:
-    package, found = Path(composer_mesh.__path__[0]), hashlib.sha256()
+    package, found = Path(__file__).parents[2], hashlib.sha256()
     for folder in sorted(path for path in package.iterdir() if path.is_dir()):
         for file in sorted(folder.rglob("*.py")):
             found.update(f"{file.relative_to(package)}\n".encode())

@@ -143,14 +143,25 @@ FAULTS = [
 ]
 """Files, what they must not import, and the contract that says so."""
 
+UNLISTED = [
+    ("", "A layer imports only"),
+    ("services", "A package of services"),
+    ("actors", "A package of actors"),
+]
+"""Packages that have a new folder, and the contract that names it."""
+
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is said of a package with all faults, by the name of the broken contract."""
+    """What is said of a package with all faults and new folders, by the broken contract."""
     copy = copied(tmp_path_factory.mktemp("broken"))
     for file, module, _ in FAULTS:
         path = copy / file
         path.write_text(f"{path.read_text()}\nimport {module}\n")
+    for package, _ in UNLISTED:
+        folder = copy / "src" / "composer_mesh" / package / "unlisted"
+        folder.mkdir()
+        (folder / "__init__.py").write_text('"""New."""\n')
     report = lint_imports(copy)
     assert report.returncode == 1, report.stdout + report.stderr
     said = report.stdout.partition("Broken contracts")[2]
@@ -167,3 +178,11 @@ def test_a_broken_import_layer_is_found(
     importer = f"composer_mesh.{file.removesuffix('.py').removesuffix('/__init__')}"
     imported = module.partition(".")[0] if module.startswith("monarch") else module
     assert f"{importer.replace('/', '.')} -> {imported} (l." in " ".join(said.split())
+
+
+@pytest.mark.parametrize(("package", "contract"), UNLISTED)
+def test_a_new_folder_that_no_layer_lists_is_found(
+    broken: dict[str, str], package: str, contract: str
+) -> None:
+    (said,) = (text for name, text in broken.items() if contract in name)
+    assert ".".join(filter(None, ("composer_mesh", package, "unlisted"))) in said.split()
