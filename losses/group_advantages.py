@@ -80,7 +80,7 @@ def rloo_advantages(
 
     Equal rewards get exactly 0. A group of one has no others: "raw" keeps its reward, as verl's
     `compute_rloo_outcome_advantage` does, "zero" gives 0, as TRL's `RLOOTrainer` and verl's
-    vectorized form do. TRL's normalize_advantages is `grouped_normalization(_, eps=1e-4)` of this.
+    vectorized form do.
     """
     check_choice("singleton", singleton, ("zero", "raw"))
     values, present = select(rewards, present)
@@ -159,27 +159,6 @@ def gpg_advantages(
     # In the dtype of the rewards: a quotient of two counts would be float32.
     rewarded = (values != 0).sum(dtype=values.dtype).clamp(min=1)
     return centre(values, present, singleton) * (present.sum() / rewarded)
-
-
-def remax_advantages(
-    rewards: Float[Tensor, "..."], greedy_rewards: Float[Tensor, "..."]
-) -> Float[Tensor, "..."]:
-    """Rewards less that of the greedy answer to the same prompt (ReMax), detached.
-
-        r - greedy    arXiv 2310.10505
-
-    `greedy_rewards` has the shape of `rewards`, or lacks its last axis: one greedy answer for all
-    G rollouts of a prompt. The form on token rewards is `remax_token_advantages`.
-    """
-    values, greedy = at_least_float32(rewards.detach()), at_least_float32(greedy_rewards.detach())
-    if greedy.shape == values.shape[:-1] and greedy.shape != values.shape:
-        greedy = greedy.unsqueeze(-1)
-    elif greedy.shape != values.shape:
-        raise ValueError(
-            f"greedy rewards have shape {tuple(greedy.shape)} but rewards {tuple(values.shape)}:"
-            " pass one for each rollout, or one for each prompt"
-        )
-    return values - greedy
 
 
 def select(rewards: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,8 @@ from composer_mesh.losses.grpo import cispo_loss, grpo_loss, sapo_loss
 from composer_mesh.losses.kl import KlEstimator, token_kl
 from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT, PolicyLoss, RatioLevel, token_logprobs
 from composer_mesh.losses.prime_rl import (
-    ComponentLoss,
-    prime_rl_component_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
-    prime_rl_ref_kl_loss,
 )
 from composer_mesh.losses.reinforce import reinforce_loss
 from composer_mesh.losses.sequence_losses import gmpo_loss, vespo_loss
@@ -26,7 +23,6 @@ from composer_mesh.losses.sequence_losses import gmpo_loss, vespo_loss
 __all__ = [
     "LOG_RATIO_LIMIT",
     "Aggregation",
-    "ComponentLoss",
     "CorrectionMode",
     "KlEstimator",
     "PolicyLoss",
@@ -42,10 +38,8 @@ __all__ = [
     "grpo_loss",
     "high_entropy_mask",
     "off_policy_weights",
-    "prime_rl_component_loss",
     "prime_rl_ipo_loss",
     "prime_rl_loss",
-    "prime_rl_ref_kl_loss",
     "reinforce_loss",
     "sampling_weights",
     "sapo_loss",

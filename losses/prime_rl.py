@@ -6,9 +6,6 @@ All are against the policy that sampled and sum over tokens; the normalizer (`lo
 number of trainable tokens of the step, at least 1.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -24,7 +21,6 @@ from composer_mesh.losses.logprobs import (
     weighted_terms,
 )
 from composer_mesh.losses.reductions import Number
-from composer_mesh.losses.reinforce import reinforce_loss
 
 
 def prime_rl_loss(
@@ -114,103 +110,6 @@ def prime_rl_ipo_loss(
     )
 
 
-def prime_rl_ref_kl_loss(
-    logprobs: Float[Tensor, "*B T"],
-    sampling_logprobs: Float[Tensor, "*B T"],
-    reference_logprobs: Float[Tensor, "*B T"],
-    mask: Bool[Tensor, "*B T"],
-    *,
-    normalizer: Number | None = None,
-    reduction: Reduction = "sum",
-    mask_low: Number = 0.2,
-    kl_tau: Number = 1e-3,
-    sampling_weights: Float[Tensor, "..."] | None = None,
-) -> PolicyLoss:
-    """PRIME-RL's loss type `ref_kl`, on-policy distillation without rewards.
-
-    `prime_rl_loss` with A = 0 and teacher_tau = 1, which drops tokens that fell by more than
-    mask_low only. Source: PRIME-RL `trainer/rl/loss.py::ref_kl_loss_fn` at 559b4477, where mask_low
-    and kl_tau are fixed to these defaults; its algorithms opd and opsd train with it.
-    """
-    return prime_rl_loss(
-        logprobs,
-        sampling_logprobs,
-        torch.zeros_like(logprobs),
-        mask,
-        normalizer=normalizer,
-        reduction=reduction,
-        mask_low=mask_low,
-        kl_tau=kl_tau,
-        teacher_tau=1.0,
-        reference_logprobs=reference_logprobs,
-        sampling_weights=sampling_weights,
-    )
-
-
-@dataclass(frozen=True)
-class ComponentLoss:
-    """PRIME-RL's loss by component: `loss` is their sum; None for a component without weights."""
-
-    loss: Float[Tensor, ""]
-    rl: PolicyLoss
-    ce: PolicyLoss | None
-    ref_kl: PolicyLoss | None
-
-
-def prime_rl_component_loss(
-    logprobs: Float[Tensor, "*B T"],
-    sampling_logprobs: Float[Tensor, "*B T"],
-    advantages: Float[Tensor, "..."],
-    mask: Bool[Tensor, "*B T"],
-    *,
-    rl_normalizer: Number,
-    ce_normalizer: Number = 0,
-    ref_kl_normalizer: Number = 0,
-    rl_weights: Float[Tensor, "*B T"] | None = None,
-    ce_weights: Float[Tensor, "*B T"] | None = None,
-    ref_kl_weights: Float[Tensor, "*B T"] | None = None,
-    reference_logprobs: Float[Tensor, "*B T"] | None = None,
-    **rl_options: Any,
-) -> ComponentLoss:
-    """PRIME-RL's three components, each with weights per token and a normalizer of its own.
-
-        rl      `prime_rl_loss` with rl_options, on the masked tokens with rl_weights != 0
-        ce      -w logprobs on tokens with ce_weights != 0, also those under no mask
-        ref_kl  `prime_rl_ref_kl_loss` on tokens with ref_kl_weights != 0, also those under no mask
-        loss    sum of (component / its normalizer)
-
-    Components may share tokens. Without rl_weights these are 1; without the others' weights their
-    component is off. A normalizer is the number of its component's tokens in the whole step, so
-    that no component dilutes another. Weights have to be numbers everywhere.
-    Source: PRIME-RL `trainer/rl/loss.py::compute_loss` (559b4477).
-    """
-    policies = (logprobs, sampling_logprobs)
-    rl = prime_rl_loss(
-        *policies,
-        advantages,
-        mask if rl_weights is None else mask & (rl_weights != 0),
-        normalizer=rl_normalizer,
-        sampling_weights=rl_weights,
-        **rl_options,
-    )
-    ce = ref_kl = None
-    if ce_weights is not None:
-        one = torch.ones_like(logprobs)
-        ce = reinforce_loss(
-            logprobs, one, ce_weights != 0, normalizer=ce_normalizer, sampling_weights=ce_weights
-        )
-    if ref_kl_weights is not None:
-        ref_kl = prime_rl_ref_kl_loss(
-            *policies,
-            _reference(reference_logprobs, "ref_kl_weights are given"),
-            ref_kl_weights != 0,
-            normalizer=ref_kl_normalizer,
-            sampling_weights=ref_kl_weights,
-        )
-    parts = [part.loss for part in (rl, ce, ref_kl) if part is not None]
-    return ComponentLoss(torch.stack(parts).sum(), rl, ce, ref_kl)
-
-
 def _masked_loss(
     log_ratio: Float[Tensor, "*B T"],
     signal: Float[Tensor, "*B T"],
@@ -242,17 +141,12 @@ def _reference_gap(
     check_not_negative("teacher_tau", teacher_tau, "use 1.0, or 0 for no teacher")
     if teacher_tau == 0:
         return None
-    reference = _reference(reference_logprobs, f"teacher_tau is {teacher_tau}")
-    return token_kl(logprobs.detach(), reference, mask, estimator="k1")
-
-
-def _reference(logprobs: Tensor | None, why: str) -> Tensor:
-    if logprobs is None:
+    if reference_logprobs is None:
         raise ValueError(
-            f"{why} but reference_logprobs is None: pass the teacher's log-probs of the sampled"
-            " tokens, or leave the teacher's weight out"
+            f"teacher_tau is {teacher_tau} but reference_logprobs is None: pass the teacher's"
+            " log-probs of the sampled tokens, or leave the teacher's weight out"
         )
-    return logprobs
+    return token_kl(logprobs.detach(), reference_logprobs, mask, estimator="k1")
 
 
 def _check_taus(adv_tau: Number, kl_tau: Number) -> None:

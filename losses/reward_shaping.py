@@ -11,55 +11,8 @@ from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from composer_mesh.losses.checks import check_not_negative, check_positive
-from composer_mesh.losses.group_advantages import Std, group_advantages, select
+from composer_mesh.losses.group_advantages import select
 from composer_mesh.losses.reductions import Number, at_least_float32
-
-
-def weighted_rewards(
-    rewards: Float[Tensor, "*B N"],
-    weights: Float[Tensor, "N"],
-    *,
-    present: Bool[Tensor, "*B N"] | None = None,
-) -> Float[Tensor, "*B"]:
-    """Sum of each rollout's rewards times their weights; one that does not apply adds 0.
-
-    Source: TRL `GRPOTrainer`, reward_weights with multi_objective_aggregation
-    "sum_then_normalize", where a reward that does not apply is NaN.
-    """
-    values, _ = select(rewards, present)
-    return (values * weights.detach().to(values.dtype)).sum(-1)
-
-
-def gdpo_advantages(
-    rewards: Float[Tensor, "*B G N"],
-    weights: Float[Tensor, "N"] | None = None,
-    *,
-    eps: Number = 1e-4,
-    std: Std = "unbiased",
-    present: Bool[Tensor, "*B G N"] | None = None,
-) -> Float[Tensor, "*B G"]:
-    """Advantages of several rewards, each normalized in its group first (GDPO, arXiv 2601.05242).
-
-        a_n = (r_n - mean of the group) / (std of the group + eps)
-        a   = sum of w_n a_n
-        A   = (a - mean) / (std + eps), over all rollouts passed
-
-    So a reward of large spread does not dominate one of small spread. `weights` are 1 by default. A
-    rollout without any reward gets 0 and counts in no statistic. Pass the whole batch. Source: TRL
-    `GRPOTrainer`, multi_objective_aggregation "normalize_then_sum". Differs: a group in which only
-    one rollout has a reward gets 0 for it; there NaN, with the same effect.
-    """
-    values, present = select(rewards, present)
-    if values.numel() == 0:
-        return values.sum(-1)
-    parts = group_advantages(
-        values.movedim(-1, -2), eps=eps, std=std, present=present.movedim(-1, -2)
-    )
-    ones = torch.ones(rewards.shape[-1], dtype=values.dtype, device=values.device)
-    summed = weighted_rewards(parts.movedim(-1, -2), ones if weights is None else weights)
-    some = present.any(-1)
-    whole = group_advantages(summed.flatten(), eps=eps, std=std, present=some.flatten())
-    return whole.reshape(summed.shape)
 
 
 def overlong_penalty(

@@ -6,65 +6,13 @@ Tokens outside of the mask (padding, tool output) get 0, and their values, also 
 Callers put rewards on tokens: a reward of the complete answer is on its last token.
 """
 
-from typing import Literal
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.group_advantages import Singleton, centre, select
-from composer_mesh.losses.normalization import masked_whiten
-from composer_mesh.losses.reductions import Number, at_least_float32
-
-Gaps = Literal["carry", "reset"]
-
-
-def remax_token_advantages(
-    token_rewards: Float[Tensor, "*B T"],
-    greedy_rewards: Float[Tensor, "*B"],
-    mask: Bool[Tensor, "*B T"],
-) -> Float[Tensor, "*B T"]:
-    """Reward still to come at each token, less the greedy answer's reward (ReMax), detached.
-
-        A_t = sum of rewards of the masked tokens from t on - greedy
-
-    arXiv 2310.10505. Source: verl `compute_remax_outcome_advantage`, except that NaN under no mask
-    is ignored here and a gap in the mask gets 0, not the reward to come.
-    """
-    rewards = torch.where(mask, at_least_float32(token_rewards.detach()), 0.0)
-    to_go = rewards.flip(-1).cumsum(-1).flip(-1)
-    greedy = at_least_float32(greedy_rewards.detach()).unsqueeze(-1)
-    return torch.where(mask, to_go - greedy, 0.0)
-
-
-def reinforce_plus_plus_advantages(
-    token_rewards: Float[Tensor, "*B T"],
-    mask: Bool[Tensor, "*B T"],
-    gamma: Number = 1.0,
-    *,
-    gaps: Gaps = "carry",
-) -> Float[Tensor, "*B T"]:
-    """Discounted returns, whitened over all masked tokens (REINFORCE++, arXiv 2501.03262).
-
-        R_t = reward_t + gamma R_(t+1)
-        A   = masked_whiten(R, mask)
-
-    A gap inside the mask (tool output) is skipped, undiscounted, and the return carries across it:
-    verl's `compute_reinforce_plus_plus_outcome_advantage` of 2026. `gaps="reset"` starts again from
-    0 before each gap, verl's until then. Both ignore rewards under no mask, so without gaps they
-    agree. Detached; fewer than two tokens give 0, where verl raises.
-    """
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma is {gamma} but has to be in [0, 1]: use 1 for no discount")
-    check_choice("gaps", gaps, ("carry", "reset"))
-    rewards = torch.where(mask, at_least_float32(token_rewards.detach()), 0.0)
-    running, returns = torch.zeros_like(rewards[..., 0]), torch.zeros_like(rewards)
-    for t in reversed(range(rewards.shape[-1])):
-        across = running if gaps == "carry" else 0.0
-        running = torch.where(mask[..., t], rewards[..., t] + gamma * running, across)
-        returns[..., t] = running
-    return masked_whiten(returns, mask)
+from composer_mesh.losses.reductions import at_least_float32
 
 
 def reinforce_plus_plus_baseline_advantages(
@@ -88,3 +36,25 @@ def reinforce_plus_plus_baseline_advantages(
         return values.unsqueeze(-1).expand_as(mask)
     per_token = centre(values, present, singleton).unsqueeze(-1).expand_as(mask)
     return masked_whiten(per_token, mask & present.unsqueeze(-1))
+
+
+def masked_whiten(values: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"]) -> Float[Tensor, "*S"]:
+    """Values less their masked mean, over their masked standard deviation, detached.
+
+        n    = number of masked values + 1e-8        var = unbiased variance
+        mean = sum / n                               (x - mean) / sqrt(var + 1e-8)
+
+    Statistics are taken in float64 over the whole tensor that is passed, so pass the whole batch:
+    nothing is reduced over ranks. Source: verl `torch_functional.masked_whiten`, down to the 1e-8
+    in the count: it is lost in float32, where equal values get 0, and leaves them up to 1e-4 |x| /
+    n in float64. Differs: 0 under no mask (verl's callers multiply by the mask), and fewer than two
+    masked values give 0, where verl raises.
+    """
+    x = torch.where(mask, values.detach().double(), 0.0)
+    dtype = at_least_float32(values).dtype
+    count = mask.sum(dtype=dtype)
+    n = (count + 1e-8).double()
+    mean = x.sum() / n
+    centred = torch.where(mask & (count > 1), x - mean, 0.0)
+    variance = (centred**2).sum() / n * (count / (count - 1).clamp(min=1))
+    return (centred * torch.rsqrt(variance + 1e-8)).to(dtype)

@@ -64,29 +64,6 @@ def check_kl(case: dict[str, Any], dtype: torch.dtype, device: torch.device = CP
     _compare(batch["logprobs"].grad, case["gradient"], dtype, device)
 
 
-def check_components(case: dict[str, Any], dtype: torch.dtype, device: torch.device = CPU) -> None:
-    batch = _batch(case["batch"], dtype, device)
-    weights, shares, mask = batch["weights"], batch["divergences"], batch["mask"]
-    found = policy.prime_rl_component_loss(
-        batch["logprobs"],
-        batch["sampling"],
-        batch["token_advantages"],
-        mask,
-        rl_normalizer=5,
-        ce_normalizer=3,
-        ref_kl_normalizer=4,
-        rl_weights=torch.where(shares > 0.1, weights, 0.0),
-        ce_weights=weights * ~mask,
-        ref_kl_weights=shares * mask,
-        reference_logprobs=batch["reference"],
-        mask_low=0.1,
-        kl_tau=0.01,
-    )
-    found.loss.backward()
-    _compare(found.loss, case["loss"], dtype, device)
-    _compare(batch["logprobs"].grad, case["gradient"], dtype, device)
-
-
 def check_advantages(case: dict[str, Any], dtype: torch.dtype, device: torch.device = CPU) -> None:
     inputs = {name: _tensor(values, dtype, device) for name, values in case["inputs"].items()}
     found = getattr(advantages, case["function"])(**inputs, **case["settings"])

@@ -15,7 +15,6 @@ from composer_mesh.losses.advantages import (
     group_advantages,
     max_rl_advantages,
     opo_advantages,
-    remax_advantages,
     rloo_advantages,
 )
 
@@ -83,15 +82,6 @@ def test_max_rl_weighs_a_rare_success_by_how_rare_it_is() -> None:
 def test_max_rl_gives_no_signal_to_a_group_whose_mean_is_not_positive() -> None:
     found = max_rl_advantages(torch.tensor([[0.0, 0.0], [-1.0, 1.0], [-3.0, 1.0]]))
     assert torch.equal(found, torch.zeros(3, 2))
-
-
-def test_remax_takes_the_greedy_reward_away_for_each_rollout_or_each_prompt() -> None:
-    values, greedy = rewards(2, 3), torch.tensor([0.5, -1.0], dtype=torch.float64)
-    expected = [[r - g for r in row] for row, g in zip(values.tolist(), [0.5, -1.0], strict=True)]
-    assert remax_advantages(values, greedy).tolist() == expected
-    assert remax_advantages(values, greedy.unsqueeze(-1).expand(2, 3)).tolist() == expected
-    with pytest.raises(ValueError, match=r"shape \(3,\) but rewards \(2, 3\)"):
-        remax_advantages(values, torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", OF_A_GROUP)

@@ -11,7 +11,6 @@ from torch import Tensor
 from composer_mesh.losses.policy import (
     PolicyLoss,
     dppo_loss,
-    prime_rl_component_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
     topk_divergences,
@@ -308,15 +307,3 @@ def test_an_impossible_setting_is_named_with_its_bound(
     policy, sampling, advantages, _, mask = batch()
     with pytest.raises(ValueError, match=message):
         loss(policy, sampling, advantages, mask, normalizer=5, **changed)
-
-
-def test_without_weights_of_components_the_loss_is_the_policy_gradient_alone() -> None:
-    policy, sampling, advantages, weights, mask = batch(9)
-    found = prime_rl_component_loss(policy, sampling, advantages, mask, rl_normalizer=7)
-    alone = prime_rl_loss(policy, sampling, advantages, mask, normalizer=7)
-    assert torch.equal(found.loss, alone.loss)
-    assert (found.ce, found.ref_kl) == (None, None)
-    with pytest.raises(ValueError, match="ref_kl_weights are given but reference_logprobs is None"):
-        prime_rl_component_loss(
-            policy, sampling, advantages, mask, rl_normalizer=7, ref_kl_weights=weights
-        )

@@ -13,7 +13,6 @@ from upstream_cases import (
     POLICY,
     TOLERANCES,
     check_advantages,
-    check_components,
     check_distillation,
     check_kl,
     check_policy,
@@ -46,7 +45,6 @@ FAMILIES: dict[str, tuple[Callable[..., None], list[Any]]] = {
     "policy": (check_policy, POLICY["cases"]),
     "sampling weights": (check_weights, POLICY["weights"]),
     "KL": (check_kl, POLICY["kl"]),
-    "components": (check_components, POLICY["components"]),
     "advantages": (check_advantages, stored("advantages")["cases"]),
     "preference": (check_preference, stored("preference")["cases"]),
     "distillation": (

@@ -23,7 +23,6 @@ from composer_mesh.losses.policy import (
     off_policy_weights,
     prime_rl_ipo_loss,
     prime_rl_loss,
-    prime_rl_ref_kl_loss,
     reinforce_loss,
     sampling_weights,
     sapo_loss,
@@ -104,9 +103,6 @@ LOSSES: dict[str, Loss] = {
         prime_rl_loss, "sampling", "reference_logprobs=reference", teacher_tau=0.5
     ),
     "prime-rl ipo": against(prime_rl_ipo_loss, "sampling"),
-    "prime-rl ref_kl": loss_of(
-        prime_rl_ref_kl_loss, "logprobs", "sampling", "reference", "mask", tensors=WEIGHTS
-    ),
     "dppo tv": against(dppo_loss, "sampling"),
     "dppo kl": against(dppo_loss, "sampling", WEIGHTS, divergence="kl", aggregation="grpo"),
     "dppo recomputed": against(dppo_loss, "sampling", "old_logprobs=old", threshold=0.05),

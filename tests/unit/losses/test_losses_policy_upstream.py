@@ -9,7 +9,6 @@ import torch
 from upstream_cases import (
     POLICY,
     TOLERANCES,
-    check_components,
     check_kl,
     check_policy,
     check_weights,
@@ -44,11 +43,3 @@ def test_kl_estimates_are_those_of_the_published_code(
     case: dict[str, Any], dtype: torch.dtype
 ) -> None:
     check_kl(case, dtype)
-
-
-@every_type
-@pytest.mark.parametrize("case", POLICY["components"], ids=lambda case: case["batch"])
-def test_the_loss_by_components_is_that_of_the_published_code(
-    case: dict[str, Any], dtype: torch.dtype
-) -> None:
-    check_components(case, dtype)

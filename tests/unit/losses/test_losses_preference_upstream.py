@@ -72,7 +72,6 @@ def test_ld_dpo_and_wpo_on_whole_logits_are_those_of_the_published_code(
 
 
 NOT_STORED = {
-    "remax_advantages",  # verl has the form on tokens only
     # Computed by hand in test_losses_turn_advantages.
     *("turn_return_advantages", "mt_grpo_advantages", "gigpo_advantages"),
 }

@@ -1,7 +1,6 @@
-"""What is done to rewards before advantages, and baselines of roles, against their definitions."""
+"""What is done to rewards before advantages, against the definitions."""
 
 import math
-import statistics
 from typing import Any
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 from torch import Tensor
 
 from composer_mesh.losses.advantages import (
-    RoleBaselines,
-    gdpo_advantages,
     gpg_advantages,
     group_advantages,
     grpo_lead_length_reward,
@@ -18,7 +15,6 @@ from composer_mesh.losses.advantages import (
     opo_advantages,
     overlong_penalty,
     relative_length_penalty,
-    weighted_rewards,
 )
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}
@@ -26,40 +22,6 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-12}
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_a_reward_that_does_not_apply_adds_nothing_to_the_weighted_sum() -> None:
-    rewards = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
-    present = torch.tensor([[True, False], [True, True]])
-    found = weighted_rewards(rewards, torch.tensor([0.5, 2.0]), present=present)
-    assert found.tolist() == [0.5, 7.0]
-
-
-def test_gdpo_normalizes_each_reward_in_its_group_and_the_sum_over_the_batch() -> None:
-    rewards, weights, eps = normal(2, 4, 3), [0.5, 1.0, 2.0], 1e-4
-    sums = [[0.0] * 4 for _ in range(2)]
-    for b in range(2):
-        for n, weight in enumerate(weights):
-            group = rewards[b, :, n].tolist()
-            mean, deviation = statistics.fmean(group), statistics.stdev(group)
-            for g, reward in enumerate(group):
-                sums[b][g] += weight * (reward - mean) / (deviation + eps)
-    flat = [value for row in sums for value in row]
-    mean, deviation = statistics.fmean(flat), statistics.stdev(flat)
-    expected = [[(value - mean) / (deviation + eps) for value in row] for row in sums]
-    found = gdpo_advantages(rewards, torch.tensor(weights, dtype=torch.float64), eps=eps)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), **TIGHT)
-
-
-def test_a_rollout_without_any_reward_gets_no_gdpo_advantage_and_moves_no_other() -> None:
-    rewards = normal(2, 4, 3)
-    present = torch.ones(2, 4, 3, dtype=torch.bool)
-    present[1, 3] = False
-    dirty = torch.where(present, rewards, math.nan)
-    found = gdpo_advantages(dirty, present=present)
-    assert found[1, 3].item() == 0
-    again = gdpo_advantages(torch.where(present, rewards, 7.0), present=present)
-    assert torch.equal(found, again)
 
 
 def test_opo_weights_the_baseline_by_length() -> None:
@@ -142,16 +104,3 @@ def test_the_relative_length_penalty_is_a_share_of_the_groups_mean_reward() -> N
     found = relative_length_penalty(rewards, lengths, weight=0.2)
     assert found[0].tolist() == pytest.approx([-0.025, -0.1, -0.05, -0.075])
     assert not found[1].any()
-
-
-def test_a_role_is_compared_with_its_own_past_before_its_reward_moves_it() -> None:
-    roles = RoleBaselines(decay=0.5)
-    found = roles.advantages([1.0, -1.0, 1.0, -1.0], ["first", "second", "first", "second"])
-    assert found == [1.0, -1.0, 0.5, -0.5]
-    assert roles.baselines == {"first": 0.75, "second": -0.75}
-    assert RoleBaselines(0.5, dict(roles.baselines)).advantages([1.0], ["first"]) == [0.25]
-
-
-def test_a_baseline_that_never_moves_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"decay is 1 but has to be in \[0, 1\): use 0.95"):
-        RoleBaselines(decay=1)
