@@ -28,8 +28,8 @@ from composer_mesh.mesh.weights.choice import choose, published_dtype
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.packing import PackedBatch
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.tasks.loading import make_task
 
 Source = InlineSource | MeshSource | LostSource

@@ -22,7 +22,7 @@ from composer_mesh.rollouts.traces import Split, Trace, Turn
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.ports import MayTrain
-from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.loading import heldout_indices
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.pool.replicas import discard_event
 from composer_mesh.services.training.teaching import SdpoTeachers

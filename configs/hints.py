@@ -18,7 +18,7 @@ from composer_mesh.configs.base import (
     Section,
     Tokens,
 )
-from composer_mesh.configs.endpoint import ChatEndpoint
+from composer_mesh.configs.teachers import ChatEndpoint
 
 HintSource = Literal["error", "sibling", "feedback"]
 

@@ -23,7 +23,6 @@ from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.generator import GeneratorConfig
 from composer_mesh.configs.islands import IslandsConfig
-from composer_mesh.configs.judges import JudgesConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import GrpoLoss, LossConfig
 from composer_mesh.configs.mcp import McpServer, SandboxConfig
@@ -34,6 +33,7 @@ from composer_mesh.configs.schedule import RolloutsConfig, ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.configs.teachers import JudgesConfig
 from composer_mesh.configs.tracking import TrackingConfig
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.configs.weights import WeightsConfig

@@ -5,6 +5,12 @@
 Cost limits of teachers in dollars, and the policy for unknown prices.
 
 Circuit breaker for model endpoints that keep failing.
+
+OpenAI-compatible chat endpoints: served by the run itself, or any URL.
+
+Contains no credentials: `api_key_env` and `api_key_file` refer to keys.
+
+Judges: language models that reward functions ask, within one dollar ceiling for all of them.
 """
 
 from collections.abc import Sequence
@@ -18,13 +24,80 @@ from composer_mesh.configs.base import (
     Dollars,
     DollarsAboveZero,
     FilePath,
+    Processes,
     Seconds,
     Section,
     Share,
     Temperature,
     Tokens,
 )
-from composer_mesh.configs.endpoint import ChatEndpoint
+
+ADDRESS = ("base_url", "model", "api_key_env", "api_key_file")
+OPENROUTER_URL = "https://openrouter.ai/api/v1"
+OPENROUTER_KEY = "OPENROUTER_API_KEY"
+
+
+class ChatEndpoint(Section):
+    """A chat endpoint; subclasses add the keys of its client."""
+
+    kind: Literal["builtin", "openai", "openrouter"]
+    """"builtin": rules that the run serves itself; "openai": any compatible URL; "openrouter"."""
+
+    base_url: str | None = None
+    """Root URL of the API, up to and including /v1; openrouter has its own."""
+
+    model: str | None = None
+    """Model name in requests."""
+
+    api_key_env: str | None = None
+    """Environment variable that holds the API key; without it and a file no key is sent."""
+
+    api_key_file: FilePath | None = None
+    """File that contains only the API key, instead of an environment variable."""
+
+    @property
+    def url(self) -> str | None:
+        """URL of the endpoint; None if the run serves it."""
+        return self.base_url or (OPENROUTER_URL if self.kind == "openrouter" else None)
+
+    @property
+    def key_variable(self) -> str | None:
+        """Environment variable of the API key; openrouter has a default one."""
+        if self.kind == "openrouter" and self.api_key_file is None:
+            return self.api_key_env or OPENROUTER_KEY
+        return self.api_key_env
+
+    @model_validator(mode="after")
+    def _address_fits_the_kind(self) -> Self:
+        if self.kind == "builtin":
+            self._refuse(ADDRESS)
+            return self
+        for key, value in (("base_url", self.url), ("model", self.model)):
+            if not value:
+                raise ValueError(
+                    f"{key} is not set but kind is {self.kind!r}, which needs base_url and model: "
+                    f"set {key}"
+                )
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"base_url is {self.base_url!r} but must begin with http:// or https://: "
+                "write the whole address"
+            )
+        if self.api_key_env and self.api_key_file:
+            raise ValueError(
+                f"api_key_env is {self.api_key_env!r} and api_key_file is "
+                f"{str(self.api_key_file)!r} but a key comes from one place: remove one of them"
+            )
+        return self
+
+    def _refuse(self, keys: tuple[str, ...]) -> None:
+        """Raise ValueError for keys that this kind does not use."""
+        for key in keys:
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(
+                    f"{key} is {value!r} but kind is {self.kind!r}, which does not read it: "
+                    f"remove {key} or change kind"
+                )
 
 
 class BudgetConfig(Section):
@@ -184,3 +257,69 @@ def check_costs(models: Sequence[TeacherConfig], budget: BudgetConfig, role: str
                 f"budget.usd is 0 but {role} {one.name!r} costs money, so it could never "
                 f"be asked: set {key}.usd to what the run may cost"
             )
+
+
+MOST_JUDGES = 100
+
+
+class JudgeConfig(TeacherConfig):
+    """One judge: a model that speaks the OpenAI chat protocol."""
+
+    kind: Literal["openai", "openrouter"] = "openai"
+    """"openai": any compatible URL; "openrouter"."""
+
+
+class JudgesConfig(Section):
+    """Models that reward functions ask with `self.judge(NAME)`."""
+
+    actors: Processes = 1
+    """Number of judge actors that ask in parallel."""
+
+    timeout_s: Seconds = 60.0
+    """Seconds until a question has failed, with all its retries and waits."""
+
+    connect_timeout_s: Seconds = 5.0
+    """Seconds to establish a connection."""
+
+    read_timeout_s: Seconds | None = None
+    """Seconds without a received byte until a request fails; timeout_s when not set."""
+
+    attempts: Annotated[int, Field(ge=1, le=100)] = 4
+    """Maximum number of times to send one question, while failures are transient."""
+
+    answers: Annotated[int, Field(ge=1, le=10)] = 3
+    """Maximum number of answers to one question until one has the wanted form."""
+
+    when_spent: Literal["stop", "leave_out"] = "stop"
+    """What happens once budget.usd allows no further question.
+
+    "stop": the run ends with a checkpoint, and can be resumed with more; "leave_out": rewards that
+    ask judges are left out, for whole groups."""
+
+    cache: FilePath | None = None
+    """SQLite file of paid answers, shared by runs; that of the teachers when not set."""
+
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    """Cost limits of all judges together."""
+
+    breaker: BreakerConfig = Field(default_factory=BreakerConfig)
+    """Circuit breaker of the judges."""
+
+    models: Annotated[tuple[JudgeConfig, ...], Field(strict=False, max_length=MOST_JUDGES)] = ()
+    """The judges by name."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the run has judges."""
+        return bool(self.models)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a reward may wait for one well-formed answer; 0 without judges."""
+        return self.timeout_s * self.answers if self.on else 0.0
+
+    @model_validator(mode="after")
+    def _names_are_unique_and_costs_bounded(self) -> Self:
+        check_names(self.models, "models")
+        check_costs(self.models, self.budget, "judge", "judges.budget")
+        return self

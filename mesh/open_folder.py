@@ -4,6 +4,8 @@ A run's folder can be a stranger's, as an unpacked archive is. A link below it w
 to a file of the user's own, so every write goes through `OpenFolder`, which follows none. Programs
 of others (SQLite, trackers, safetensors) open files by path: `refuse_links` looks at the complete
 folder before any of them starts. The folder itself may be reached through a link.
+
+Atomic file replacement: a file is complete or absent, however the writing process ends.
 """
 
 from __future__ import annotations
@@ -148,3 +150,9 @@ def link_refused(path: Path) -> UnusableFile:
         "folder of a run: remove the link, or put what it leads to in its place"
     )
     return UnusableFile(errno.ELOOP, said, str(path))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file atomically, also where it is a link; it is on disk on return."""
+    with OpenFolder(path.parent) as folder:
+        folder.write_whole(path.name, content)

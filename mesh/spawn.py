@@ -20,8 +20,7 @@ from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.heartbeat import ActivityLog, HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, LocalHost, is_lost, unless_lost
 from composer_mesh.mesh.machine import NAME
-from composer_mesh.mesh.process_readiness import until_ready
-from composer_mesh.mesh.spawned import Deadlines, SpawnedActor
+from composer_mesh.mesh.spawned import Deadlines, SpawnedActor, until_ready
 from composer_mesh.mesh.supervision import (
     STOPPED,
     ActorDied,

@@ -10,6 +10,8 @@ A call whose deadline has passed may be repeated on the same or another process 
 not tried again under a deadline that it could not meet: in a run, the next one of the same kind and
 endpoint has twice the time. After `most` expiries the error counts as one of the work itself, which
 no new process mends.
+
+Waits until a process that Monarch starts is ready.
 """
 
 from __future__ import annotations
@@ -22,13 +24,41 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
+from monarch.config import get_global_config
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.heartbeat import ActivityLog, LastAnswer
 from composer_mesh.mesh.hosts.host import Host
 from composer_mesh.mesh.progress import Report
-from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder, call
+from composer_mesh.mesh.supervision import (
+    ActorDied,
+    DeadlineExceeded,
+    ProcessLate,
+    Recorder,
+    RemoteError,
+    call,
+)
 from composer_mesh.mesh.waiting import cancel_and_wait
+
+TOO_LATE = "error spawning proc mesh: statuses: Timeout"
+"""How Monarch says that a process was not ready in time: 30 s. With a higher limit, Monarch 0.7
+waits on without ever finding it ready."""
+
+
+async def until_ready(ref: Any, actor: str, host: str, deadline_s: float) -> str:
+    """Wait until the process of the actor mesh `ref` is ready; return Monarch's name of the mesh.
+
+    Raises `ProcessLate` after Monarch's limit, and the errors of `call`.
+    """
+    try:
+        mesh_name: str = await call(ref._name, deadline_s, actor, "spawn")
+    except RemoteError as error:
+        if TOO_LATE in error.text:
+            limit = str(get_global_config()["mesh_proc_spawn_max_idle"])
+            raise ProcessLate(actor, host, limit, 1) from None
+        raise
+    return mesh_name
+
 
 Group = Callable[[], Sequence["SpawnedActor"]]
 

@@ -22,8 +22,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from composer_mesh.rollouts.foreign_text import normal_form
-from composer_mesh.rollouts.tool_calls import THINKING, THINKING_ENDS, ToolCall, parse_action
+from composer_mesh.rollouts.tool_calls import (
+    THINKING,
+    THINKING_ENDS,
+    ToolCall,
+    normal_form,
+    parse_action,
+)
 
 _ANSWER = re.compile(r"Answer:\s*(-?[\d,]*\.?\d+)\s*$")
 

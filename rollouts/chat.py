@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from composer_mesh.rollouts.call_formats.choosing import CallStyle
-from composer_mesh.rollouts.call_formats.known import HERMES
+from composer_mesh.rollouts.call_formats.choosing import HERMES, CallStyle
 from composer_mesh.rollouts.call_formats.port import Schemas
 from composer_mesh.rollouts.chat_template import ACTION, ASKED, ChatTemplate
 from composer_mesh.rollouts.control_tokens import ChatTemplateError, ControlTokens

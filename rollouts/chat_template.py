@@ -18,8 +18,14 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from composer_mesh.rollouts.call_formats.choosing import EXAMPLE, CallStyle, Render, calling, styles
-from composer_mesh.rollouts.call_formats.known import HARMONY
+from composer_mesh.rollouts.call_formats.choosing import (
+    EXAMPLE,
+    HARMONY,
+    CallStyle,
+    Render,
+    calling,
+    styles,
+)
 from composer_mesh.rollouts.call_formats.port import CallFormat, ParsedAction
 from composer_mesh.rollouts.call_formats.token_calls import FINAL
 from composer_mesh.rollouts.control_tokens import ChatTemplateError

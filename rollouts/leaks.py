@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from composer_mesh.rollouts.foreign_text import normal_form
 from composer_mesh.rollouts.number_words import (
     decoded,
     english_words,
@@ -23,6 +22,7 @@ from composer_mesh.rollouts.number_words import (
     views,
     with_digits,
 )
+from composer_mesh.rollouts.tool_calls import normal_form
 
 SMALLEST_WORD = 2
 """Smallest number searched as a word: "one" is too common, so smaller ones match only as digits."""

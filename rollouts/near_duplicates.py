@@ -13,7 +13,7 @@ import numpy as np
 from datasketch import MinHash, MinHashLSH
 from numpy.typing import NDArray
 
-from composer_mesh.rollouts.foreign_text import normal_form
+from composer_mesh.rollouts.tool_calls import normal_form
 
 MISSED = 0.01
 """Largest probability that the index misses a text whose similarity equals the threshold."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
-from composer_mesh.rollouts.foreign_text import normal_form, unescaped
+from composer_mesh.rollouts.tool_calls import normal_form, unescaped
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"))
 _MARKS = str.maketrans({"\u066b": ".", "\u066c": ",", "\u00b7": ".", "\u2027": ".", "\u2219": "."})

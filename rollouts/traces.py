@@ -2,9 +2,12 @@
 
 Token ids are authoritative. The text (`messages`) is stored for people and for teachers, and is
 never tokenized again.
+
+Divergence between student and SDPO teacher at each token of a hinted turn.
 """
 
 import math
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -22,6 +25,20 @@ from composer_mesh.rollouts.message_pickling import (
     unpacked,
     values_of,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDivergences:
+    """One hinted turn: a number in nats for each of its sampled tokens, as a float32 array.
+
+    It is the channel's divergence at that token, before the step's update. Where the teacher
+    returns log-probs of sampled tokens only, it is the student's log-prob minus the teacher's,
+    which may be negative.
+    """
+
+    trace_id: str
+    turn: int
+    values: "array[float]"
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -41,8 +41,7 @@ from composer_mesh.services.schedule.stopping import StopAsked, Stopping
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
 from composer_mesh.services.steps.ports import JudgeCosts, Store, Training, Watcher, WeightSync
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
-from composer_mesh.services.steps.step_manifest import manifest_to_json
+from composer_mesh.services.steps.step_manifest import ReplayOutcome, manifest_to_json
 from composer_mesh.tasks.errors import JudgesSpent
 from composer_mesh.tasks.task import Task
 

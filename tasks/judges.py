@@ -5,6 +5,8 @@
         return (await self.judge("quality").score("Is the last answer helpful?", transcript)).value
 
 Who sends a question, pays for it and keeps the answer is behind the port `Judges`.
+
+What the answer of a panel is to the task that asked a judge.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from pydantic import BaseModel, Field, PydanticSchemaGenerationError, TypeAdapte
 
 from composer_mesh.configs.validation import fail_fast, place_and_text
 from composer_mesh.rollouts.agent_messages import CLOSE, OPEN
+from composer_mesh.rollouts.pairs import FailureKind, TeacherFailure, TeacherReply
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import waiting_for_others
-from composer_mesh.tasks.errors import JudgeFailed, UnusableTask
+from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, UnusableTask
 from composer_mesh.tasks.reward import Transcript
 
 T = TypeVar("T")
@@ -208,3 +211,12 @@ def _reason(value: Any) -> str:
 def _lines(text: Transcript | Sequence[Message]) -> str:
     messages = text.messages if isinstance(text, Transcript) else text
     return "\n".join(json.dumps(one, ensure_ascii=False) for one in messages)
+
+
+def reply_of(judge: str, reply: TeacherReply) -> JudgeReply:
+    """Return a judge's answer; raises JudgesSpent where it was not asked, else JudgeFailed."""
+    if not isinstance(reply, TeacherFailure):
+        return JudgeReply(reply.action_text, reply.usd, reply.cached)
+    if reply.kind is FailureKind.BUDGET:
+        raise JudgesSpent(judge, reply.text)
+    raise JudgeFailed(judge, reply.text)

@@ -27,8 +27,8 @@ from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.models.adapter_files import AdapterFolder
+from composer_mesh.actors.models.checkpoint_names import ModelFolder
 from composer_mesh.actors.models.lora import restore_adapters
-from composer_mesh.actors.models.model_folder import ModelFolder
 from composer_mesh.actors.models.optimizer_state import check_weights
 from composer_mesh.actors.models.ranks import Division, Ranks
 from composer_mesh.actors.models.rows import distinct
@@ -44,7 +44,7 @@ from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_fr
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_folder import TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.rollouts.traces import TurnDivergences
 
 
 class Learner:

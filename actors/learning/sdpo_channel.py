@@ -39,7 +39,7 @@ from composer_mesh.losses.fused import (
 )
 from composer_mesh.losses.reductions import normalized_sum
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.rollouts.traces import TurnDivergences
 
 ENTROPIES = ("sdpo/student_entropy", "sdpo/teacher_entropy")
 

@@ -36,7 +36,6 @@ from composer_mesh.channels.step import StepSums
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.step_plan import (
     RankPlan,
     Rounds,
@@ -47,6 +46,7 @@ from composer_mesh.rollouts.step_plan import (
     rounds_of,
     teacher_rounds,
 )
+from composer_mesh.rollouts.traces import TurnDivergences
 
 UseOfStates = Callable[[LanguageModel, Sequence[PolicySample], HiddenStates], None]
 """What is done with the states of some samples."""

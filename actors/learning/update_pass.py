@@ -19,8 +19,8 @@ from composer_mesh.channels.step import Figures, StepLoss, StepSums, Term, step_
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.step_plan import Microbatch, RankPlan, Rounds
+from composer_mesh.rollouts.traces import TurnDivergences
 
 Choose = Callable[[], Tensor]
 

@@ -3,6 +3,11 @@
 transformers holds some tensors otherwise than checkpoints do: it fuses the experts of a layer, and
 renames. What it converted while reading a folder it converts back here, by its own rules, so that
 vLLM and checkpoints get the names of the folder. Reads headers of files, never weights.
+
+Writes the policy in Hugging Face format during training, for transformers and vLLM.
+
+Holds the model's structure and its tokenizer but no weights, so that it may write in another thread
+while the model is trained.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.models.policy import empty_model
+from composer_mesh.actors.models.policy import empty_model, save_policy
+from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.planning.model_folder import folder_weights
 
 Named = tuple[tuple[str, ...], Tensor]
@@ -111,3 +117,18 @@ def _few(names: set[str]) -> str:
 
 def _verb(names: set[str]) -> str:
     return "is" if len(names) == 1 else "are"
+
+
+class ModelFolder:
+    """Writes folders with the architecture of the initial policy, and its names of tensors."""
+
+    def __init__(self, initial: Path) -> None:
+        from transformers import GenerationConfig
+
+        self._model, self._tokenizer = CheckpointNames(initial).model, load_tokenizer(initial)
+        if (initial / "generation_config.json").exists():
+            self._model.generation_config = GenerationConfig.from_pretrained(initial)
+
+    def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write the policy with these weights, each tensor under its first name."""
+        save_policy(self._model, self._tokenizer, folder, weights)

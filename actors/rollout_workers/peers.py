@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.actors.panel.replies import reply_of
 from composer_mesh.mesh.call_stream import Calls
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
@@ -42,7 +41,7 @@ from composer_mesh.rollouts.pairs import TeacherReply
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import JudgeFailed
-from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
+from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply, reply_of
 
 FACTOR = 2
 SLACK = 16

@@ -30,7 +30,7 @@ from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_runner import TaskRunner
+from composer_mesh.tasks.task_loop import TaskRunner
 
 T = TypeVar("T")
 

@@ -24,10 +24,10 @@ from composer_mesh.mesh.hosts import address as addresses
 from composer_mesh.mesh.hosts.agent import HostAgent, HostDescription, differences, versions
 from composer_mesh.mesh.hosts.host import end_client_at_exit, is_lost, unless_lost
 from composer_mesh.mesh.monarch_log import LOGS
-from composer_mesh.mesh.process_readiness import until_ready
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.processes import BOOTSTRAP
 from composer_mesh.mesh.pyspy import StackDump
+from composer_mesh.mesh.spawned import until_ready
 from composer_mesh.mesh.supervision import HostLost, MeshError, ProcessLate, call
 from composer_mesh.mesh.waiting import BackgroundTasks
 

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.ablation.plan import BASELINE
 from composer_mesh.services.ablation.tables import TITLES
-from composer_mesh.services.store.whole_files import write_whole
 
 PICTURE_FILE = "ablation.png"
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"

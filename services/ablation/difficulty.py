@@ -15,9 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.ablation.curve import COLORS, INK
 from composer_mesh.services.ablation.tables import TITLES
-from composer_mesh.services.store.whole_files import write_whole
 
 DIFFICULTY_FILE = "difficulty.png"
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.ablation.curve import PICTURE_FILE
 from composer_mesh.services.ablation.difficulty import DIFFICULTY_FILE, panels_of
 from composer_mesh.services.ablation.report import settings_of
 from composer_mesh.services.ablation.tables import TITLES, Rows, notes, step_rows, summary_rows
-from composer_mesh.services.store.whole_files import write_whole
 
 PAGE_FILE = "ablation.md"
 

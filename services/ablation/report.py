@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
 from composer_mesh.services.ablation.arms import arms_of
 from composer_mesh.services.ablation.figures import INTERVAL
@@ -20,7 +21,6 @@ from composer_mesh.services.ablation.plan import Ablation
 from composer_mesh.services.ablation.power import Deviation, deviations_of
 from composer_mesh.services.ablation.settings import Study
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.store.whole_files import write_whole
 
 REPORT_FILE = "ablation.json"
 LARGEST_REPORT = 64 * MIB

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.provider.keys import Keys
-from composer_mesh.configs.endpoint import ChatEndpoint
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.teachers import ChatEndpoint
 
 ASKING = ("teacher_replay", "hint_writer", "judge")
 """Kinds of processes that query model APIs."""

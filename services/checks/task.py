@@ -21,8 +21,8 @@ from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.services.checks.timed_episode import TimedEpisode
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
-from composer_mesh.tasks.heldout import heldout_indices
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
+from composer_mesh.tasks.loading import heldout_indices
 from composer_mesh.tasks.sandbox import DescribedSandbox
 from composer_mesh.tasks.task import Task
 

@@ -49,8 +49,7 @@ from composer_mesh.services.directory.resume import (
 )
 from composer_mesh.services.inspection.placement_table import print_placement, print_plan
 from composer_mesh.services.schedule.signals import CommandSignals
-from composer_mesh.tasks.heldout import fewer_episodes
-from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.loading import fewer_episodes, make_task
 
 
 @command("print the resolved run and its mesh; plays a dry episode, starts nothing", add_config)

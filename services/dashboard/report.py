@@ -16,6 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.dashboard.catalog import Catalog, RunSummary, differing
 from composer_mesh.services.dashboard.charted import charts_of_run, charts_of_runs
 from composer_mesh.services.dashboard.open_runs import OpenRun
@@ -27,7 +28,6 @@ from composer_mesh.services.dashboard.tokens import Tokenizers
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import StoreMissing, Where
-from composer_mesh.services.store.whole_files import write_whole
 
 STYLE = Path(__file__).parent / "static" / "style.css"
 MOST_RUNS = 8

@@ -26,12 +26,12 @@ from rich.text import Text
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import wilson_interval
 from composer_mesh.services.evaluation.target import EvalRefused, Target
 from composer_mesh.services.inspection.page import plain_text
-from composer_mesh.services.store.whole_files import write_whole
 
 
 @dataclass(frozen=True)

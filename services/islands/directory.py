@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.store.whole_files import write_whole
 
 ISLANDS_FILE = "islands.json"
 MOST_BYTES = 1 << 20

@@ -15,10 +15,10 @@ from pathlib import Path
 from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.mesh.object_store.port import StoreUnavailable
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.islands.jobs import CONFIG
 from composer_mesh.services.islands.records import RunRecords
-from composer_mesh.services.store.whole_files import write_whole
 
 SEND_S = 15.0
 """Seconds between two copies of the records."""

@@ -18,6 +18,7 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.object_store.port import ObjectStore, StoreUnavailable
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.directory.status import read_status
@@ -25,7 +26,6 @@ from composer_mesh.services.islands.ports import ENDED, Replica, ReplicaState, S
 from composer_mesh.services.islands.records import RunRecords
 from composer_mesh.services.islands.states import failure_of, wait_for_all
 from composer_mesh.services.launch.ports import LaunchFailed
-from composer_mesh.services.store.whole_files import write_whole
 
 JOBS_FILE = "jobs.json"
 MOST_BYTES = 1 << 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from composer_mesh.mesh.object_store.port import LARGEST_OBJECT, ObjectStore, StoreUnavailable
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -17,7 +18,6 @@ from composer_mesh.services.directory.report import (
 )
 from composer_mesh.services.directory.resume import CONFIG_FILE
 from composer_mesh.services.directory.status import EVENTS_FILE, STATUS_FILE
-from composer_mesh.services.store.whole_files import write_whole
 
 RECORDS = (
     *(CONFIG_FILE, EVENTS_FILE, METRICS_FILE, EVALUATIONS_FILE, TIMELINE_FILE),

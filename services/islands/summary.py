@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.islands.directory import IslandsDirectory
 from composer_mesh.services.islands.ports import ReplicaState
-from composer_mesh.services.store.whole_files import write_whole
 
 SUMMARY_FILE = "summary.json"
 MOST_BYTES = 1 << 24

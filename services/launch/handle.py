@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from composer_mesh.configs.cluster import ClusterKind
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import validated
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
 from composer_mesh.services.directory.claim import is_signed, sign
 from composer_mesh.services.directory.status import RunUnavailable, commands_for
 from composer_mesh.services.launch.ports import Handle
 from composer_mesh.services.launch.ssh_words import unstorable
-from composer_mesh.services.store.whole_files import write_whole
 
 LAUNCH_FILE = "launch.json"
 THERE = "COMPOSER_MESH_REACHED"

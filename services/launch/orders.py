@@ -8,9 +8,9 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.hosts.certificates import write_private
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.checks.keys import all_key_variables
 from composer_mesh.services.launch.ports import Order, Plan
-from composer_mesh.services.store.whole_files import write_whole
 
 FOLDER, CONFIG_FILE = "launch", "config.toml"
 AUTHORITY = ".tls"

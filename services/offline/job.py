@@ -23,7 +23,7 @@ from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
 from composer_mesh.services.offline.teacher_client import Stopped, TeacherClient
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.services.steps.ports import Teachers
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 AHEAD = 2
 """States of groups in flight, as a multiple of the query concurrency."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed
 from composer_mesh.services.offline.options import ReplayRefused
-from composer_mesh.services.store.whole_files import write_whole
 
 FOLDER_SUFFIX = ".replay"
 JOB_FILE, REPORT_FILE = "job.json", "report.json"

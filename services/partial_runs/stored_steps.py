@@ -27,8 +27,11 @@ from composer_mesh.services.schedule.step_builder import Group, PlannedStep, Ste
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
 from composer_mesh.services.steps.logprob_mismatch import Differences, Trained
 from composer_mesh.services.steps.ports import MayTrain, Store, Training, Watcher, WeightSync
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
-from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
+from composer_mesh.services.steps.step_manifest import (
+    ReplayOutcome,
+    StepManifest,
+    manifest_from_json,
+)
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState, Where

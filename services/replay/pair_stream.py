@@ -30,7 +30,7 @@ from composer_mesh.services.replay.teacher_queries import (
     query_record_to_json,
 )
 from composer_mesh.services.steps.ports import Reference
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 TOO_LONG = "too_long"
 """Name of the built-in filter for pairs that exceed the policy's context."""

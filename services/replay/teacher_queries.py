@@ -31,8 +31,7 @@ from composer_mesh.rollouts.pairs import (
 from composer_mesh.rollouts.state_choice import Novelty, Selection, select_states
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.ports import Teachers
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
-from composer_mesh.services.steps.step_manifest import figures_of, replay_outcome_of
+from composer_mesh.services.steps.step_manifest import ReplayOutcome, figures_of, replay_outcome_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,7 @@ from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore, disk_error
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 from composer_mesh.tasks.errors import JudgesSpent
-from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
-from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.loading import fewer_episodes, heldout_indices, make_task
 from composer_mesh.tasks.task import Task
 
 OF_DISKS = frozenset(

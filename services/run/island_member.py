@@ -5,8 +5,8 @@ from pathlib import Path
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.store.whole_files import write_whole
 
 MEMBER_FILE = ".island"
 DIGITS = 16

@@ -17,6 +17,6 @@ PRELOAD = (
     *("composer_mesh.actors.learning.replay_channel", "composer_mesh.actors.checkpoints.writer"),
     *("composer_mesh.actors.models.trained_model", "composer_mesh.actors.models.adapter_files"),
     *("composer_mesh.actors.models.warm_start", "composer_mesh.actors.engines.choice"),
-    *("composer_mesh.actors.engines.loop", "composer_mesh.actors.hints.hint_service"),
+    *("composer_mesh.actors.engines.loop", "composer_mesh.actors.hint_writer"),
     "composer_mesh.actors.panel.panel",
 )

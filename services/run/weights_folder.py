@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.mesh.weights.choice import Transport, choose
 from composer_mesh.mesh.weights.errors import TransportUnavailable
 from composer_mesh.mesh.weights.transports.disk import FOLDER_PREFIX
 from composer_mesh.planning.mesh_layout import host_count
-from composer_mesh.services.store.whole_files import write_whole
 
 NOTES_FILE = ".weights-folders"
 """File in the run's directory: one line per folder that the run made and has not removed."""

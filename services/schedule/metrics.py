@@ -9,7 +9,7 @@ from composer_mesh.rollouts.pairs import teachers_margin
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 MOST_TURNS = 10
 """Turns whose rewards are in the metrics."""

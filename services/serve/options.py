@@ -12,7 +12,7 @@ from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.store.whole_files import write_whole
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.web.options import (
     SHORTEST_TOKEN,
     ListenOptions,

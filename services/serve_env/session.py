@@ -44,8 +44,7 @@ from composer_mesh.tasks.openenv.wire import (
 )
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import LoopBlocked, LoopLost
-from composer_mesh.tasks.task_runner import TaskRunner
+from composer_mesh.tasks.task_loop import LoopBlocked, LoopLost, TaskRunner
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from composer_mesh.services.serve_env.errors import Refused, capacity_reached
 from composer_mesh.services.serve_env.session import EnvSession
 from composer_mesh.services.serve_env.session_counts import SessionCounts
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_runner import TaskRunner
+from composer_mesh.tasks.task_loop import TaskRunner
 
 
 class SessionPool:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.services.serve_env.session import LARGEST_INDEX
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_runner import TaskRunner
+from composer_mesh.tasks.task_loop import TaskRunner
 
 SPLITS: tuple[dict[str, str], ...] = (
     {"name": "train", "type": "train"},

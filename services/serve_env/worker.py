@@ -36,8 +36,7 @@ from composer_mesh.services.web.access import Access
 from composer_mesh.services.web.http_server import http_config, listening
 from composer_mesh.services.web.open_sockets import OpenSocket
 from composer_mesh.tasks.loading import make_task
-from composer_mesh.tasks.task_loop import TooManyBlocked
-from composer_mesh.tasks.task_runner import TaskRunner
+from composer_mesh.tasks.task_loop import TaskRunner, TooManyBlocked
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

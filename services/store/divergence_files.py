@@ -25,7 +25,7 @@ from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
-from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.directory.file_checksums import FileSum, difference
 from composer_mesh.services.store.rows import DamagedRecord
 

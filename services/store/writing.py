@@ -21,11 +21,10 @@ from composer_mesh.actors.checkpoints.folder import FOLDER as CHECKPOINTS
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.mesh.open_folder import OpenFolder, write_whole
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.poison import PoisonedInput
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import Trace, TurnDivergences
 from composer_mesh.services.directory.claim import sign
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
@@ -43,7 +42,6 @@ from composer_mesh.services.store.records import (
     repair_on_open,
 )
 from composer_mesh.services.store.schema import KIND
-from composer_mesh.services.store.whole_files import write_whole
 from composer_mesh.services.store.writer_thread import Lines, WriterThread
 
 CONFIG_FILE = "config.toml"

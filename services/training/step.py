@@ -21,9 +21,9 @@ from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.packing import PackedBatch
 from composer_mesh.rollouts.step_plan import minibatches, plan_views
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.service import Service
 from composer_mesh.services.steps.ports import MayTrain
 from composer_mesh.services.training.checkpoint_writes import AverageLost

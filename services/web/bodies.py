@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from composer_mesh.mesh.byte_budget import BudgetSpent, ByteBudget, HeldBytes
+from composer_mesh.mesh.json_server import BudgetSpent, ByteBudget, HeldBytes
 from composer_mesh.services.web.errors import (
     BAD_REQUEST,
     TOO_LARGE,

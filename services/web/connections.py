@@ -25,8 +25,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
-from composer_mesh.mesh.byte_budget import ByteBudget
-from composer_mesh.mesh.json_server import for_others, most_connections
+from composer_mesh.mesh.json_server import ByteBudget, for_others, most_connections
 from composer_mesh.mesh.tcp_peer import ROOT_USER, user_at
 from composer_mesh.services.web.errors import BAD_REQUEST, UNAVAILABLE
 

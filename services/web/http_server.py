@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from composer_mesh.mesh.byte_budget import ByteBudget
+from composer_mesh.mesh.json_server import ByteBudget
 from composer_mesh.services.web.connections import (
     Connections,
     HttpConnection,

@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import BytesMessage, CloseConnection, TextMessage
 
-from composer_mesh.mesh.byte_budget import BudgetSpent
+from composer_mesh.mesh.json_server import BudgetSpent
 from composer_mesh.services.web.connections import EndsStalled
 
 TRY_AGAIN_LATER, LONGEST_REASON = 1013, 120

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from composer_mesh.rollouts.tasks import Episode, Outcome
     from composer_mesh.rollouts.traces import ErrorSite, Message
     from composer_mesh.services.commands.parser import Command
-    from composer_mesh.tasks.agents import AgentWorkflow, CommandAgent, FunctionAgent
     from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, ToolError
     from composer_mesh.tasks.judges import Judge, Judgement, JudgeQuestion, JudgeReply, quoted
     from composer_mesh.tasks.playing import SyncSession
@@ -36,9 +35,12 @@ if TYPE_CHECKING:
     from composer_mesh.tasks.tool import tool
     from composer_mesh.tasks.workflow import (
         Agent,
+        AgentWorkflow,
+        CommandAgent,
         ContextFull,
         Conversation,
         Engine,
+        FunctionAgent,
         Generated,
         Trajectory,
         Workflow,

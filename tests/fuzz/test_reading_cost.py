@@ -29,7 +29,7 @@ from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
-from composer_mesh.rollouts.call_formats.known import KNOWN
+from composer_mesh.rollouts.call_formats.choosing import KNOWN
 from composer_mesh.rollouts.call_formats.port import CallFormat
 from composer_mesh.rollouts.captured_episode import ThinkingStyle
 from composer_mesh.rollouts.hint_prompts import one_line_hint

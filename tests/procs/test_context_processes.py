@@ -10,7 +10,7 @@ import pytest
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining

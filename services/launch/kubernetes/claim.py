@@ -16,7 +16,7 @@ from pathlib import Path
 
 from composer_mesh.mesh.hosts import address
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, read_roster, withdraw
-from composer_mesh.services.store.whole_files import write_whole
+from composer_mesh.mesh.open_folder import write_whole
 
 LAUNCH = ".launch"
 REFUSED = 2

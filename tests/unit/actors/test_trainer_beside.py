@@ -18,8 +18,8 @@ from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.packing import PackedBatch
+from composer_mesh.rollouts.traces import TurnDivergences
 
 LONG_ENOUGH_S = 0.05
 """What something that should wait, and does not, is given to show it."""

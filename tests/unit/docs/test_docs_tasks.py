@@ -13,7 +13,7 @@ from guides import ROOT, Guide, as_a_run, names_in_code
 import composer_mesh
 from composer_mesh import SyncSession
 from composer_mesh.configs.data import CurriculumConfig
-from composer_mesh.configs.judges import JudgesConfig
+from composer_mesh.configs.teachers import JudgesConfig
 from composer_mesh.services.checks.task import ExampleJudges
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.tasks.errors import TaskError

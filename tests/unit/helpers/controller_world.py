@@ -36,7 +36,7 @@ from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.ports import MayTrain, Player
-from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.loading import heldout_indices
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -26,8 +26,8 @@ from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.manifest import WeightManifest
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.packing import PackedBatch
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.step import MeshTraining
 from composer_mesh.services.training.teaching import SdpoTeachers

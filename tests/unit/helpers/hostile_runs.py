@@ -15,7 +15,7 @@ from composer_mesh.services.replay.teacher_queries import (
     TeacherQueryRecord,
     query_record_to_json,
 )
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import ReplayOutcome
 from composer_mesh.services.store.writing import RunStore
 
 LONG_LINE = 5_000_000

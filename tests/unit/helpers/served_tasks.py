@@ -25,7 +25,7 @@ from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_runner import TaskRunner
+from composer_mesh.tasks.task_loop import TaskRunner
 from composer_mesh.tasks.tool import tool
 
 SECRET = "the answer is 4217"

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from composer_mesh.mesh.byte_budget import BudgetSpent, ByteBudget
+from composer_mesh.mesh.json_server import BudgetSpent, ByteBudget
 
 
 def test_a_client_is_bounded_by_its_own_bytes_and_by_those_of_all() -> None:

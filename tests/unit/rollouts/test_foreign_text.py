@@ -8,9 +8,14 @@ import unicodedata
 
 import pytest
 
-from composer_mesh.rollouts.foreign_text import MOST_MARKS, normal_form, unescaped
 from composer_mesh.rollouts.leaks import holds_answer
-from composer_mesh.rollouts.tool_calls import MalformedCall, parse_action
+from composer_mesh.rollouts.tool_calls import (
+    MOST_MARKS,
+    MalformedCall,
+    normal_form,
+    parse_action,
+    unescaped,
+)
 
 SIGNS = ["a", "\u0301", "\u0323", "\u00e9", "\uac00", "\u3099", "\u304b", "\ufb01", "\u0345", " "]
 

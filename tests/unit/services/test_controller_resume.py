@@ -15,7 +15,7 @@ from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.replay.teacher_queries import TeacherQueryRecord
 from composer_mesh.services.schedule.groups import ResumeState
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import ReplayOutcome
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS, START = 5, 3

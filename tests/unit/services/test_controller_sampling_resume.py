@@ -26,7 +26,7 @@ from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.loading import heldout_indices
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 PROMPTS, STEPS = 2, 4

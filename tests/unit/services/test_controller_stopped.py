@@ -46,7 +46,7 @@ from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import GroupState
 from composer_mesh.services.store.schema import KIND
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.loading import heldout_indices
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS, PROMPTS, EVERY = 4, 2, 3

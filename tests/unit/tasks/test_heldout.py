@@ -13,7 +13,7 @@ from repository import ROOT
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.cli import main
 from composer_mesh.tasks.gsm8k import Gsm8kTask
-from composer_mesh.tasks.heldout import fewer_episodes, heldout_indices
+from composer_mesh.tasks.loading import fewer_episodes, heldout_indices
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
 

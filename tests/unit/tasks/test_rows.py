@@ -18,7 +18,7 @@ import pytest
 from composer_mesh import Task, TaskSettings
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.gsm8k import Gsm8kTask
-from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.loading import heldout_indices
 from composer_mesh.tasks.rows import read_rows, row_identity
 
 HELD_OUT = (

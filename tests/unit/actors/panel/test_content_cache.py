@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_mesh.actors.hints.hint_service import HintCache
+from composer_mesh.actors.hint_writer import HintCache
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.response_cache import ContentCache, content_key
 from composer_mesh.actors.sqlite_file import StoreError

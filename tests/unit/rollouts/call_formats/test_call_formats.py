@@ -10,8 +10,7 @@ from chat_templates import IDS_FOR_NAMES, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_mesh.rollouts.call_formats.choosing import calling
-from composer_mesh.rollouts.call_formats.known import HARMONY, HERMES, KNOWN
+from composer_mesh.rollouts.call_formats.choosing import HARMONY, HERMES, KNOWN, calling
 from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat

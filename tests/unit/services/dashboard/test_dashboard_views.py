@@ -16,7 +16,7 @@ from inspected_runs import a_trace, group_of, write_run
 
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.dashboard.catalog import Catalog, differing, state_of
 from composer_mesh.services.dashboard.charts import Chart, figure, sparkline, ticks
 from composer_mesh.services.dashboard.live import Changes

@@ -38,7 +38,7 @@ from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.tasks.heldout import heldout_indices
+from composer_mesh.tasks.loading import heldout_indices
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS = 4

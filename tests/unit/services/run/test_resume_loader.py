@@ -32,8 +32,7 @@ from composer_mesh.services.run.resume_loader import (
 )
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_to_json
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
-from composer_mesh.services.steps.step_manifest import StepManifest, manifest_to_json
+from composer_mesh.services.steps.step_manifest import ReplayOutcome, StepManifest, manifest_to_json
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.writing import RunStore
 

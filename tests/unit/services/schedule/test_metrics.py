@@ -13,7 +13,7 @@ from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.schedule.metrics import step_metrics
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
+from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 SITE = ErrorSite(0, "no_answer", "no_answer", {})
 VIEW = HintedView("g0-0", 0, [1, 2, 3], [0, 1], [0, 1], [2, 3])

@@ -16,8 +16,11 @@ from composer_mesh.services.schedule.step_builder import Group, StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import WordedHints
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
-from composer_mesh.services.steps.step_manifest import manifest_from_json, manifest_to_json
+from composer_mesh.services.steps.step_manifest import (
+    ReplayOutcome,
+    manifest_from_json,
+    manifest_to_json,
+)
 from composer_mesh.services.store.rows import LateReward
 from composer_mesh.tasks.toolbox import ToolboxTask
 

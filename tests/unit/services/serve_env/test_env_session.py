@@ -12,7 +12,7 @@ from composer_mesh.services.serve_env.errors import Refused
 from composer_mesh.services.serve_env.session import EnvSession
 from composer_mesh.tasks.openenv.wire import ErrorCode, ObservationData, StateData
 from composer_mesh.tasks.task import TaskSettings
-from composer_mesh.tasks.task_runner import TaskRunner
+from composer_mesh.tasks.task_loop import TaskRunner
 
 
 def session_of(limit_s: float = 30.0, **settings: int) -> EnvSession:

@@ -11,8 +11,14 @@ import pytest
 from in_process_host import InProcessHost
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.hint_writer import ONCE, PATIENCE, HintWriterActor
-from composer_mesh.actors.hints.hint_service import HintCache, HintService, open_meter
+from composer_mesh.actors.hint_writer import (
+    ONCE,
+    PATIENCE,
+    HintCache,
+    HintService,
+    HintWriterActor,
+    open_meter,
+)
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.hints import HintWriterConfig

@@ -10,8 +10,8 @@ from hypothesis import strategies as some
 
 from composer_mesh.rollouts.hint_sources import Written
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json, worded_to_json
-from composer_mesh.services.steps.replay_outcome import ReplayOutcome
 from composer_mesh.services.steps.step_manifest import (
+    ReplayOutcome,
     StepManifest,
     TakenFigures,
     UnreadableManifest,

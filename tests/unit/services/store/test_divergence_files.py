@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.divergences import TurnDivergences
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.store.divergence_files import (
     divergences_path,
     read_divergences,

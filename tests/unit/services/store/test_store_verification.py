@@ -17,9 +17,9 @@ from composer_mesh.actors.checkpoints.folder import Draft
 from composer_mesh.actors.checkpoints.manifest import written
 from composer_mesh.actors.sqlite_file import checksum_of
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.report import write_summary
 from composer_mesh.services.store.group_files import path_of

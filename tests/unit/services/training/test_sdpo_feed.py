@@ -13,8 +13,8 @@ from fake_teachers import BUDGET, Ring, batch, config, training
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.divergences import TurnDivergences
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.training.step import MeshTraining, joined
 from composer_mesh.services.training.teacher_output_requests import requests_for
 

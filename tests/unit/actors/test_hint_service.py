@@ -12,8 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from composer_mesh.actors.hint_writer import ONCE, PATIENCE
-from composer_mesh.actors.hints.hint_service import REPAIR, HintCache, HintService, open_meter
+from composer_mesh.actors.hint_writer import (
+    ONCE,
+    PATIENCE,
+    REPAIR,
+    HintCache,
+    HintService,
+    open_meter,
+)
 from composer_mesh.actors.provider.client import (
     ClientClosed,
     ProviderClient,

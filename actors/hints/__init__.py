@@ -1,1 +1,0 @@
-"""LLM-written hints: a cache, then a provider within the budget."""
