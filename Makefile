@@ -82,18 +82,29 @@ vllm: $(STAMPS)/vllm
 
 verifiers: $(VERIFIERS)/.stamps/verifiers
 
-# The suites are in tests/selection.toml. The shared runs are made side by side by one process.
-RUNS := RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs
+# The suites are in tests/selection.toml. Unit tests and shared runs, which one process makes side by side, are tested at
+# the same time: runs wait often. What the runs print is shown when they have ended.
+RUNS := $(STAMPS)/runs.txt
 LOADFILE := -n $(RUN_JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest tests/unit --suite core -n $(TEST_JOBS) $(PYTEST_ARGS)
-	$(RUNS) $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory --jobs=2 unit-core shared-runs
 
 test-all: $(STAMPS)/dev
-	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
-	$(RUNS) $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory --jobs=2 unit-all shared-runs
 	$(BIN)/python -m pytest tests/procs --ignore=tests/procs/runs $(LOADFILE) $(PYTEST_ARGS)
+
+.PHONY: unit-core unit-all shared-runs
+
+unit-core: $(STAMPS)/dev
+	$(BIN)/python -m pytest tests/unit --suite core -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+unit-all: $(STAMPS)/dev
+	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+shared-runs: $(STAMPS)/dev
+	@RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs $(PYTEST_ARGS) >$(RUNS) 2>&1; \
+		status=$$?; cat $(RUNS); exit $$status
 
 # The smallest form of every benchmark. Takes about half an hour.
 benchmarks-quick: $(STAMPS)/dev
