@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.validation import MANY_ERRORS, errors_of
 
 # error type -> (bound, repair), filled from the error's own context
@@ -61,7 +62,7 @@ def unknown_key(root: type[BaseModel], path: Sequence[str | int], value: object)
     """Return the error line of an unknown key, with the most similar known key."""
     return (
         f"{dotted(path)} = {shown(value)}: unknown key, must be one the schema has: "
-        f"{_nearest(root, path)}"
+        f"{_nearest(root, path)}{'' if path[0] in root.model_fields else plugins.missing()}"
     )
 
 
@@ -178,7 +179,8 @@ def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[
     for part in path:
         fields = [section.model_fields.get(str(part)) for section in sections]
         if isinstance(part, str) and len(sections) > 1 and not any(fields):
-            sections = [s for s in sections if _tag(s) == part] or sections
+            chosen = [s for s in sections if _tag(s) == part]
+            sections = chosen or [s for s in sections if _tag(s) is None] or sections
             continue
         found.append(part)
         if isinstance(part, str):

@@ -9,13 +9,14 @@ Raises `TomlRefused`, with the line or the key in its message. Nothing here know
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.errors import (
     MOST_WORDED,
     ConfigError,
@@ -27,7 +28,7 @@ from composer_mesh.configs.errors import (
     unknown_key,
 )
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.configs.schema import Config
+from composer_mesh.configs.schema import Config, ExtendedConfig
 
 LARGEST_FILE = 256 * 1024
 MOST_DOTS = 64
@@ -165,7 +166,8 @@ def resolve_config(
 
     Error messages start with `source`.
     """
-    problems = [line for text in overrides if (line := _override(table, text))]
+    schema = _schema([*table, *(text.partition(".")[0].strip() for text in overrides)])
+    problems = [line for text in overrides if (line := _override(schema, table, text))]
     if problems:
         raise _error(source, problems)
     try:
@@ -173,9 +175,11 @@ def resolve_config(
     except TomlRefused as error:
         raise _error(source, [f"it {error}"]) from None
     try:
-        config = Config.model_validate(table)
+        config = schema.model_validate(table)
     except ValidationError as error:
-        raise _error(source, describe_all(Config, error)) from None
+        raise _error(source, describe_all(schema, error)) from None
+    if schema is not Config:
+        config = ExtendedConfig.model_construct(**dict(config))  # its class can be pickled
     if problems := _missing_files(config, model_later):
         raise _error(source, problems)
     return config
@@ -213,7 +217,17 @@ def _error(source: str, problems: Sequence[str]) -> ConfigError:
     return ConfigError("\n  ".join([f"{source}: {len(problems)} problems", *lines]))
 
 
-def _override(table: Table, text: str) -> str | None:
+def _schema(names: Iterable[str]) -> type[Config]:
+    """Return the schema with those of the sections that plugins register."""
+    sections = {
+        name: (plugins.load("config_sections", name), ...)
+        for name in names
+        if name not in Config.model_fields and plugins.find("config_sections", name)
+    }
+    return create_model("Config", __base__=Config, **sections) if sections else Config  # type: ignore[call-overload]
+
+
+def _override(schema: type[Config], table: Table, text: str) -> str | None:
     """Apply one `a.b=v` to the table; return the error line, or None."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
@@ -224,8 +238,8 @@ def _override(table: Table, text: str) -> str | None:
         given = _value(value)
     except TomlRefused as error:
         return f"--set {dotted(path)}: the value {error}"
-    if not is_key(Config, path):
-        return f"--set {unknown_key(Config, path, given)}"
+    if not is_key(schema, path):
+        return f"--set {unknown_key(schema, path, given)}"
     try:
         _put(table, path, given)
     except (TypeError, KeyError, IndexError):

@@ -83,9 +83,13 @@ def registered(kind: str) -> AfterValidator:
 
 
 def known(kind: str) -> str:
-    """List the names of a kind for a message, which says too if the plugins are missing."""
-    without = "" if _plugins() else f" ({PLUGINS} is missing, so names of plugins are unknown)"
-    return f"the {kind} {', '.join(names(kind))}{without}"
+    """Return the part of a message that lists the names of a kind."""
+    return f"the {kind} {', '.join(names(kind))}{missing()}"
+
+
+def missing() -> str:
+    """Return the part of a message that says that the folder of plugins is missing, if it is."""
+    return "" if _plugins() else f" ({PLUGINS} is missing, so names of plugins are unknown)"
 
 
 @cache

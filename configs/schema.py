@@ -3,9 +3,9 @@
 Performs no I/O; `load` reads files. Imports neither torch nor Monarch.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from composer_mesh.configs.advantages import TURN_ADVANTAGES, AdvantageConfig, GroupAdvantage
 from composer_mesh.configs.base import (
@@ -38,6 +38,7 @@ from composer_mesh.configs.tracking import TrackingConfig
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.configs.weights import WeightsConfig
 
+S = TypeVar("S", bound=Section)
 LARGEST_SEED = 2**31 - 1
 MOST_SERVERS = 32
 MOST_TRACKERS = 20
@@ -214,6 +215,11 @@ class Config(Section):
         tuple[TrackingConfig, ...], Field(strict=False, max_length=MOST_TRACKERS)
     ] = ()
     """Experiment trackers that get the run's figures: tables [[tracking]]."""
+
+    def section(self, kind: type[S]) -> S:
+        """Return a section that a plugin registers; its defaults where the file has none."""
+        given = (self.model_extra or {}).values()
+        return next((one for one in given if isinstance(one, kind)), None) or kind()
 
     @property
     def weighted_channels(self) -> dict[str, ChannelSection]:
@@ -397,3 +403,9 @@ class Config(Section):
                 f"{groups}, and each update trains whole groups: lower it to {groups} or less"
             )
         return self
+
+
+class ExtendedConfig(Config):
+    """A config with sections that plugins register, which it has as attributes too."""
+
+    model_config = ConfigDict(extra="allow")

@@ -2,7 +2,7 @@
 
 The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md,
 docs/verifiers.md), losses and advantages (docs/losses.md), the trainer's backend (docs/trainer.md),
-trackers (docs/trackers.md), commands (docs/plugins.md).
+trackers (docs/trackers.md), commands and sections of configs (docs/plugins.md).
 Each is imported when it is first used, so that reading a config never loads torch or Monarch.
 Everything else may change.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
+    from composer_mesh.configs.base import Section
     from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
     from composer_mesh.integrations.verifiers.workflow import VerifiersEnvironment, VerifiersTask
     from composer_mesh.losses.custom_types import (
@@ -73,6 +74,7 @@ _MODULES = {
     "Outcome": "rollouts.tasks",
     "Reply": "tasks.session",
     "Row": "tasks.rows",
+    "Section": "configs.base",
     "Session": "tasks.session",
     "SyncSession": "tasks.playing",
     "Task": "tasks.task",
@@ -125,6 +127,7 @@ __all__ = [
     "Outcome",
     "Reply",
     "Row",
+    "Section",
     "Session",
     "SyncSession",
     "Task",

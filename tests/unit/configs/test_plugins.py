@@ -10,35 +10,22 @@ from pathlib import Path
 
 import pytest
 from repository import ROOT
-from strangers import Environment, install
+from strangers import CONFIG, Environment, install
 
 from composer_mesh.configs import plugins
 from composer_mesh.services.commands.parser import Command
 
 FOLDERS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/plugin.py"))
 TABLES = [plugins.CORE, *(f"{plugins.PLUGINS}.{name}.plugin" for name in FOLDERS)]
-HELLO = """
-import sys
-from composer_mesh import Command
-
-def add(parser):
-    parser.add_argument("--to", default="all")
-
-hello = Command("greet", add, lambda arguments: print(f"hello {arguments.to}") or 0)
-"""
 MARKS = "from pathlib import Path\nPath('imported').touch()\n"
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Has a package that registers a command of its own and one of ours, and another with both."""
-    made = Environment.make(tmp_path_factory.mktemp("environment"))
-    install(
-        made.packages,
-        "polite",
-        {"polite.py": HELLO, "rude.py": MARKS},
-        {"composer_mesh.commands": "hello = polite:hello\ntrain = rude:train\ntwice = rude:one"},
-    )
+    """Has a package with names of its own, one with a name of ours, and one with a name of that."""
+    made = Environment.with_polite(tmp_path_factory.mktemp("environment"))
+    both = {"composer_mesh.commands": "train = rude:train\ntwice = rude:one"}
+    install(made.packages, "rude", {"rude.py": MARKS}, both)
     install(made.packages, "other", {}, {"composer_mesh.commands": "twice = rude:other"})
     return made
 
@@ -73,11 +60,63 @@ def test_only_the_command_that_is_run_is_imported() -> None:
 def test_a_command_of_another_package_runs_and_is_listed(
     environment: Environment, tmp_path: Path
 ) -> None:
-    assert environment.run("hello", "--to", "you", cwd=tmp_path).stdout == "hello you\n"
+    (tmp_path / "run.toml").write_text(CONFIG)
+    done = environment.run("greet", "run.toml", "--to", "you", cwd=tmp_path)
+    assert done.stdout == "good day you\n", done.stderr
     listed = environment.run("--help", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
-    assert "hello" in listed.stdout
+    assert "greet" in listed.stdout
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_config_may_name_what_another_package_registers(
+    environment: Environment, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    done = environment.run("check", "run.toml", "--set", "manners.greeting=hi", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for line in ('[manners]\ngreeting = "hi"\n', 'task = "echo"\n', 'type = "notes"'):
+        assert line in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("manners.greting=hi", "did you mean manners.greeting?"),
+        ("manners.greeting=1", "manners.greeting = 1"),
+        (
+            "generator.engine=vlm",
+            "'vlm' is not registered: write one of the engines embedded, vllm",
+        ),
+        ("cluster.kind=cloud", "'cloud' is not registered: write one of the launchers local"),
+        ("data.task=eco", "one of the tasks toolbox"),
+        ("tracking=[{type='note'}]", "type must be one of 'tensorboard'"),
+        ("tracking=[{type='notes', file='x'}]", "tracking[0].file"),
+    ],
+)
+def test_what_nobody_registers_is_refused_with_the_names_that_are(
+    environment: Environment, tmp_path: Path, override: str, said: str
+) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    done = environment.run("check", "run.toml", "--set", override, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_config_with_a_section_of_another_package_crosses_processes(
+    tmp_path: Path, environment: Environment
+) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    code = (
+        "import pickle; from pathlib import Path; from composer_mesh.configs.load import *; "
+        "config = load_config(Path('run.toml')); sent = pickle.loads(pickle.dumps(config)); "
+        "again = resolve_config(parse_toml(dump_toml(config)), [], 'again'); import polite; "
+        "bare = config.model_copy(update={'manners': None}).section(polite.Manners); "
+        "print(sent == config == again, sent.section(polite.Manners).greeting, bare.greeting)"
+    )
+    command = [str(environment.folder / "bin" / "python"), "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "True good day hello\n", done.stderr
 
 
 def test_a_name_of_ours_is_not_replaced_and_both_are_named(
@@ -86,7 +125,7 @@ def test_a_name_of_ours_is_not_replaced_and_both_are_named(
     done = environment.run("train", "x.toml", cwd=tmp_path)
     assert done.returncode == 2
     assert "composer_mesh.services.commands.training:train of the core" in done.stderr
-    assert "the package polite registers it as rude:train" in done.stderr
+    assert "the package rude registers it as rude:train" in done.stderr
     assert not (tmp_path / "imported").exists()
     assert "x.toml does not exist" in environment.run("check", "x.toml", cwd=tmp_path).stderr
 
@@ -94,7 +133,7 @@ def test_a_name_of_ours_is_not_replaced_and_both_are_named(
 def test_a_name_of_two_packages_is_neither(environment: Environment, tmp_path: Path) -> None:
     done = environment.run("twice", cwd=tmp_path)
     assert done.returncode == 2
-    assert "the package polite" in done.stderr
+    assert "the package rude" in done.stderr
     assert "the package other" in done.stderr
     assert not (tmp_path / "imported").exists()
 
@@ -110,7 +149,7 @@ def test_metadata_in_the_working_directory_registers_nothing(
     done = environment.run("hi", cwd=tmp_path, **({"PYTHONPATH": searched} if searched else {}))
     assert done.returncode == 2
     assert "'hi' is not registered" in done.stderr
-    assert "hello" in done.stderr
+    assert "greet" in done.stderr
     assert not (tmp_path / "imported").exists()
 
 
@@ -124,7 +163,15 @@ def test_without_the_folder_of_plugins_the_core_says_what_is_missing(tmp_path: P
     bare = Environment.make(tmp_path / "environment", tmp_path / "src")
     checked = bare.run("check", str(ROOT / "configs" / "quickstart.toml"), cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
-    refused = bare.run("dashboard", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "'dashboard' is not registered" in refused.stderr
-    assert "composer_mesh.plugins is missing" in refused.stderr
+    preset = str(ROOT / "configs" / "quickstart.toml")
+    wandb = "tracking=[{type='wandb'}]"
+    for words, said in {
+        ("dashboard",): "'dashboard' is not registered",
+        ("check", preset, "--set", "data.task=code"): "data.task is 'code'",
+        ("check", preset, "--set", wandb): "'wandb' is not registered",
+        ("check", preset, "--set", "manners.greeting=x"): "unknown key",
+    }.items():
+        refused = bare.run(*words, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert said in refused.stderr
+        assert "composer_mesh.plugins is missing" in refused.stderr

@@ -1,4 +1,4 @@
-"""An environment of its own, in which packages are installed that register names with ours."""
+"""A package of somebody else, and an environment of its own in which it is installed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,110 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from repository import ROOT
+
+POLITE = '''
+import random
+
+from composer_mesh import Command, Message, Section, TrackedRun, TrackedStep
+from composer_mesh import Row, Task, Transcript, reward
+from composer_mesh.configs.load import load_config
+
+
+class Manners(Section):
+    """How it greets."""
+
+    greeting: str = "hello"
+
+
+def arguments(parser):
+    parser.add_argument("config")
+    parser.add_argument("--to", default="all")
+
+
+def run(arguments):
+    print(f"{load_config(arguments.config).section(Manners).greeting} {arguments.to}")
+    return 0
+
+
+greet = Command("greet", arguments, run)
+
+
+class Echo(Task):
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    def generate(self, rng: random.Random) -> Row:
+        return {"text": " ".join(rng.choices(("one", "two", "three"), k=self.words))}
+
+    def prompt(self, row: Row) -> str:
+        return row["text"]
+
+    def expert(self, messages: list[Message]) -> str:
+        return messages[-1]["content"]
+
+    @reward
+    def same(self, transcript: Transcript) -> float:
+        return float(transcript.answer == transcript.row["text"])
+
+
+class Notes:
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def _write(self, text: str) -> None:
+        with open(self.file, "a") as notes:
+            notes.write(f"{text}\\n")
+
+    def start(self, run: TrackedRun) -> str:
+        self._write(f"start {run.config['manners']['greeting']}")
+        return self.file
+
+    def log(self, step: TrackedStep) -> None:
+        self._write(f"step {step.step}")
+
+    def finish(self, state: str) -> None:
+        self._write(state)
+'''
+"""A module with one object of each kind."""
+
+REGISTERS = {
+    "composer_mesh.commands": "greet = polite:greet",
+    "composer_mesh.config_sections": "manners = polite:Manners",
+    "composer_mesh.tasks": "echo = polite:Echo",
+    "composer_mesh.trackers": "notes = polite:Notes",
+}
+CONFIG = """
+[run]
+name = "strangers"
+steps = 1
+
+[data]
+task = "echo"
+options = {words = 5}
+
+[manners]
+greeting = "good day"
+
+[[tracking]]
+type = "notes"
+kwargs = {file = "notes.txt"}
+
+[replay]
+beta = 0.0
+
+[schedule]
+prompts_per_step = 2
+group_size = 2
+
+[policy.warm_start]
+steps = 2
+demonstrations = 10
+error_rate = 0.0
+
+[eval]
+episodes = 2
+"""
+"""A run that uses all of them."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +131,13 @@ class Environment:
         made = cls(folder, source)
         seen_too = [str(source), sysconfig.get_path("purelib")]
         (made.packages / "seen_too.pth").write_text("\n".join(seen_too))
+        return made
+
+    @classmethod
+    def with_polite(cls, folder: Path) -> Environment:
+        """An environment in which the package is installed."""
+        made = cls.make(folder)
+        install(made.packages, "polite", {"polite.py": POLITE}, REGISTERS)
         return made
 
     @property
@@ -54,7 +165,6 @@ def install(
 ) -> None:
     """Write a package's modules and metadata as pip does; `entry_points` are lines by group."""
     for file, text in files.items():
-        (place / file).parent.mkdir(parents=True, exist_ok=True)
         (place / file).write_text(text)
     about = place / f"{name}-1.0.dist-info"
     about.mkdir()

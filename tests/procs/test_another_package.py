@@ -1,0 +1,26 @@
+"""A run with a task, a tracker and a section of a package that is installed beside ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from strangers import CONFIG, Environment
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_a_run_plays_the_task_and_feeds_the_tracker_of_another_package(tmp_path: Path) -> None:
+    environment = Environment.with_polite(tmp_path / "environment")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    done = environment.run("train", "run.toml", "--output", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 1
+    notes = (tmp_path / "notes.txt").read_text().splitlines()
+    assert notes[0] == "start good day"
+    assert "step 1" in notes
+    assert notes[-1] == "finished"
+    greeted = environment.run("greet", "run/config.toml", cwd=tmp_path)
+    assert greeted.stdout == "good day all\n"
