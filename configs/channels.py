@@ -1,11 +1,15 @@
-"""What every channel but the policy's has: a weight over the run, and bounds of its share."""
+"""What every channel but the policy's has, and the sections of channels that are not ours.
+
+A weight over the run, and bounds of its share.
+"""
 
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from composer_mesh.configs.base import Section
+from composer_mesh.configs.base import NotNegative, Section
 from composer_mesh.configs.channel_schedule import ChannelSchedule
+from composer_mesh.configs.custom_function import CustomFunction
 
 UpperShare = Annotated[float, Field(gt=0, le=1)]
 LowerShare = Annotated[float, Field(ge=0, lt=1)]
@@ -66,3 +70,30 @@ class ChannelSection(UpdateShare):
     def on(self) -> bool:
         """Whether the channel is active in the run."""
         return self.peak > 0
+
+
+class ChannelConfig(CustomFunction, ChannelSection):
+    """A channel that is not ours: its class by import path, its weight and its share."""
+
+    weight_key: ClassVar[str] = "weight"
+
+    weight: NotNegative = 0.0
+    """Weight of the channel's loss in the total; 0 turns the channel off."""
+
+    weight_schedule: ChannelSchedule = Field(default_factory=ChannelSchedule)
+    """How the weight changes over the run; weight is its peak."""
+
+
+def _of_no_own_channel(name: str) -> str:
+    if name in OWN:
+        raise ValueError(f"{name!r} is a channel already: give yours another name")
+    return name
+
+
+OWN = ("policy", "sdpo", "replay", "total")
+"""Names that no other channel can have: each is that of a loss in the metrics."""
+ChannelName = Annotated[
+    str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), AfterValidator(_of_no_own_channel)
+]
+ForeignChannels = Annotated[dict[ChannelName, ChannelConfig], Field(max_length=16)]
+"""Channels that are not ours, by name."""

@@ -18,7 +18,7 @@ from composer_mesh.configs.base import (
     Share,
     Temperature,
 )
-from composer_mesh.configs.channels import ChannelSection
+from composer_mesh.configs.channels import ChannelSection, ForeignChannels
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.generator import GeneratorConfig
@@ -188,6 +188,9 @@ class Config(Section):
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """The teacher-replay channel."""
 
+    channels: ForeignChannels = Field(default_factory=dict)
+    """Channels of your own, by name: tables [channels.NAME]."""
+
     judges: JudgesConfig = Field(default_factory=JudgesConfig)
     """Models that reward functions ask."""
 
@@ -224,7 +227,7 @@ class Config(Section):
     @property
     def weighted_channels(self) -> dict[str, ChannelSection]:
         """The channels that are added to the policy's, by name, in the order of their losses."""
-        return {"sdpo": self.sdpo, "replay": self.replay}
+        return {"sdpo": self.sdpo, "replay": self.replay, **self.channels}
 
     @property
     def pairs_wait(self) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +34,20 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     for task in done:
         task.result()
     return [task.result() for task in tasks]
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Start work in a thread that never keeps a process alive; return its future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return future
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:

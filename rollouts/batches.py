@@ -4,7 +4,7 @@ Batches are built from traces by pure functions in the controller; the trainer c
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 
 from composer_mesh.configs.hints import HintsConfig
@@ -74,6 +74,14 @@ class PairSample:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelSample:
+    """What a channel of a user's trains of a trajectory: a value for each id, 0 where nothing."""
+
+    trace_id: str
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class Skipped:
     """Samples that are left out of a batch because their loss is 0, but count in its normalizer.
 
@@ -115,6 +123,8 @@ class StepBatch:
     skipped: Skipped = Skipped()
     success: float | None = None
     agreement: float | None = None
+    channels: Mapping[str, Sequence[ChannelSample]] = field(default_factory=dict)
+    """Samples of the channels that are not ours, by name; each belongs to a sample of the batch."""
 
     @property
     def version(self) -> int:
@@ -191,12 +201,12 @@ def _by_id(trace: Trace, advantages: Sequence[float]) -> list[float]:
 
 
 def without_zero_advantages(
-    samples: Sequence[PolicySample], views: Sequence[HintedView]
+    samples: Sequence[PolicySample], others: Iterable[HintedView | ChannelSample]
 ) -> tuple[list[PolicySample], Skipped]:
-    """Leave out the samples with advantage 0 that no view belongs to, and count them."""
-    viewed = {view.trace_id for view in views}
-    skipped = [one for one in samples if one.is_zero and one.trace_id not in viewed]
-    kept = [one for one in samples if not one.is_zero or one.trace_id in viewed]
+    """Leave out the samples with advantage 0 that no other belongs to, and count them."""
+    trained = {one.trace_id for one in others}
+    skipped = [one for one in samples if one.is_zero and one.trace_id not in trained]
+    kept = [one for one in samples if not one.is_zero or one.trace_id in trained]
     return kept, Skipped(len(skipped), sum(sum(sample.mask) for sample in skipped))
 
 

@@ -288,6 +288,10 @@ def minibatches(batch: StepBatch, updates: int, epochs: int = 1) -> list[StepBat
                 batch,
                 samples=own,
                 views=[view for view in batch.views if view.trace_id in names],
+                channels={
+                    channel: [one for one in found if one.trace_id in names]
+                    for channel, found in batch.channels.items()
+                },
                 pairs=batch.pairs[pairs[number] : pairs[number + 1]],
                 skipped=Skipped() if number else batch.skipped,
             )

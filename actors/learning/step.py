@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients
 from composer_mesh.actors.learning.channel_weights import ChannelWeights
+from composer_mesh.actors.learning.foreign_channel import ForeignChannel
 from composer_mesh.actors.learning.mixture_losses import MixtureLosses
 from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
@@ -82,7 +83,13 @@ class ThreeChannelStep:
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
         replay = ReplayChannel(config.replay, self._budget)
-        self._channels: list[TrainedChannel] = [self._policy, self._sdpo, replay]
+        custom = custom or RunningCall(config.supervision.custom_function_s)
+        others = [
+            ForeignChannel(name, section, config.generator.temperature, custom)
+            for name, section in config.channels.items()
+            if section.on
+        ]
+        self._channels: list[TrainedChannel] = [self._policy, self._sdpo, replay, *others]
         self._weights = ChannelWeights(config)
         self._experts = MixtureLosses(config.trainer.moe)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)

@@ -26,7 +26,6 @@ from composer_mesh.mesh.islands.all_reduce import (
     WrongMean,
     number_of,
 )
-from composer_mesh.mesh.islands.background import in_background
 from composer_mesh.mesh.islands.outer_gradient import count_not_finite, mixed, outer_gradient
 from composer_mesh.mesh.islands.outer_optimizer import (
     OuterOptimizer,
@@ -40,6 +39,7 @@ from composer_mesh.mesh.islands.rounds import Manifest, Unanswered
 from composer_mesh.mesh.object_store.blobs import delete_folder, head_of, payload_of, put_blob
 from composer_mesh.mesh.object_store.port import CorruptObject, StoreUnavailable
 from composer_mesh.mesh.object_store.write_once import decide, decided
+from composer_mesh.mesh.waiting import in_background
 
 LAST = "-last"
 Tell = Callable[[str, str], None]

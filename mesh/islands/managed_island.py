@@ -18,7 +18,6 @@ import numpy as np
 
 from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.mesh.islands.all_reduce import Clock, RoundLost
-from composer_mesh.mesh.islands.background import in_background
 from composer_mesh.mesh.islands.common_state import FragmentStates
 from composer_mesh.mesh.islands.fragment_sync import Counts
 from composer_mesh.mesh.islands.fragments import cut
@@ -26,6 +25,7 @@ from composer_mesh.mesh.islands.island import FIGURES, Weights, layout_of, sched
 from composer_mesh.mesh.islands.outer_gradient import OuterGradient, mixed, outer_gradient
 from composer_mesh.mesh.islands.outer_optimizer import OuterState, Vector, make_outer
 from composer_mesh.mesh.islands.torchft_all_reduce import Offer, Outcome, TorchftAllReduce
+from composer_mesh.mesh.waiting import in_background
 
 Residuals = dict[int, Vector]
 

@@ -18,11 +18,17 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.ablation.plan import BASELINE
-from composer_mesh.services.ablation.tables import TITLES
+from composer_mesh.services.ablation.tables import title_of
 
 PICTURE_FILE = "ablation.png"
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = {"neither": "#52606d", "sdpo": "#7c3aed", "replay": "#059669", "both": "#d97706"}
+OTHER = "#0e7490"
+
+
+def color_of(arm: str) -> str:
+    """Return the color of an arm."""
+    return COLORS.get(arm, OTHER)
 
 
 def draw_ablation(report: Mapping[str, Any], path: Path) -> None:
@@ -42,7 +48,7 @@ def draw_ablation(report: Mapping[str, Any], path: Path) -> None:
 def _draw_means(axes: Axes, report: Mapping[str, Any]) -> None:
     """Plot the means of all arms together, without bands, which would overlap."""
     for arm in report["arms"]:
-        label = f"{TITLES[arm]}: {_reached(report, arm)}"
+        label = f"{title_of(arm)}: {_reached(report, arm)}"
         _plot_mean(axes, arm, report, label=label, marker="o", markersize=4, linewidth=2.4)
     _finish(axes, report)
     axes.set_ylabel("held-out success", color=INK)
@@ -61,7 +67,7 @@ def _draw_means(axes: Axes, report: Mapping[str, Any]) -> None:
 
 def _draw_arm(axes: Axes, arm: str, report: Mapping[str, Any]) -> None:
     """Plot one arm with its 95 % band and its seeds, over the baseline's mean."""
-    color, points = COLORS[arm], report["arms"][arm]["curve"]
+    color, points = color_of(arm), report["arms"][arm]["curve"]
     if points:
         low, high = zip(*(point["interval_95"] for point in points), strict=True)
         steps = [point["step"] for point in points]
@@ -75,13 +81,13 @@ def _draw_arm(axes: Axes, arm: str, report: Mapping[str, Any]) -> None:
     _plot_mean(axes, arm, report, linewidth=2)
     _finish(axes, report)
     axes.tick_params(labelsize=8)
-    axes.set_title(f"{TITLES[arm]}, 95 % band", loc="left", fontsize=10, color=color)
+    axes.set_title(f"{title_of(arm)}, 95 % band", loc="left", fontsize=10, color=color)
 
 
 def _plot_mean(axes: Axes, arm: str, report: Mapping[str, Any], **style: Any) -> None:
     if points := report["arms"][arm]["curve"]:
         steps, means = [p["step"] for p in points], [p["mean"] for p in points]
-        axes.plot(steps, means, color=COLORS[arm], clip_on=False, **style)
+        axes.plot(steps, means, color=color_of(arm), clip_on=False, **style)
 
 
 def _reached(report: Mapping[str, Any], arm: str) -> str:

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.services.ablation.curve import COLORS, INK
-from composer_mesh.services.ablation.tables import TITLES
+from composer_mesh.services.ablation.curve import INK, color_of
+from composer_mesh.services.ablation.tables import title_of
 
 DIFFICULTY_FILE = "difficulty.png"
 
@@ -63,8 +63,8 @@ def _draw_panel(axes: Axes, title: str, settings: list[Mapping[str, Any]], key: 
         at, ends = [value for value, _ in points], [point["interval_95"] for _, point in points]
         means = [point["mean"] for _, point in points]
         low, high = zip(*ends, strict=True)
-        axes.fill_between(at, low, high, color=COLORS[arm], alpha=0.1, linewidth=0)
-        axes.plot(at, means, color=COLORS[arm], marker="o", linewidth=2, label=TITLES[arm])
+        axes.fill_between(at, low, high, color=color_of(arm), alpha=0.1, linewidth=0)
+        axes.plot(at, means, color=color_of(arm), marker="o", linewidth=2, label=title_of(arm))
     axes.set_ylim(-0.02, 1.02)
     named = {float(one["values"][key]): str(one["values"][key]) for one in settings}
     axes.set_xticks(sorted(named), [named[value] for value in sorted(named)])

@@ -10,7 +10,7 @@ from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.ablation.curve import PICTURE_FILE
 from composer_mesh.services.ablation.difficulty import DIFFICULTY_FILE, panels_of
 from composer_mesh.services.ablation.report import settings_of
-from composer_mesh.services.ablation.tables import TITLES, Rows, notes, step_rows, summary_rows
+from composer_mesh.services.ablation.tables import Rows, notes, step_rows, summary_rows, title_of
 
 PAGE_FILE = "ablation.md"
 
@@ -48,7 +48,7 @@ def _by_difficulty(report: Mapping[str, Any]) -> Iterator[str]:
         if title:
             yield f"{title}:"
             yield ""
-        yield from _table([key, *(TITLES[arm] for arm in arms)], rows)
+        yield from _table([key, *(title_of(arm) for arm in arms)], rows)
 
 
 def _last(arm: Mapping[str, Any]) -> str:
@@ -70,7 +70,7 @@ def _setting(report: Mapping[str, Any], usd_per_hour: float | None) -> Iterator[
     yield f"![held-out success by step]({Path(name, PICTURE_FILE).as_posix()})"
     yield ""
     yield from _table(
-        ["step", *(TITLES[arm] for arm in report["arms"])],
+        ["step", *(title_of(arm) for arm in report["arms"])],
         [*step_rows(report), *summary_rows(report)],
     )
     for line in notes(report, usd_per_hour):

@@ -31,7 +31,6 @@ CHANNELS_OF = {
 }
 """The weights that each arm keeps; it sets the others to 0."""
 
-WEIGHTS = CHANNELS_OF["both"]
 EVALUATIONS_OF_A_RUN = 10
 SIGNALLED = 128
 TARGET = 0.8
@@ -104,11 +103,11 @@ def plan_ablation(
     _check_choices(overrides, arms, seeds, eval_every, target)
     overrides = [*overrides, *(f"{key}={value}" for key, value in values)]
     base = load_config(file, overrides)
+    _check_arms(arms, base)
     every = eval_every or base.eval.every or max(1, base.run.steps // EVALUATIONS_OF_A_RUN)
     runs = []
     for seed in seeds:
         for arm in arms:
-            _check_weights(arm, base)
             changes = list(_changes(base, arm, seed, every, setting))
             config = load_config(file, [*overrides, *changes])
             runs.append(PlannedRun(arm, seed, config, setting))
@@ -130,7 +129,19 @@ def _changes(base: Config, arm: str, seed: int, every: int, setting: str) -> Ite
     yield f"run.name={base.run.name}{between}-{arm}-seed-{seed}"
     yield f"run.seed={seed}"
     yield f"eval.every={every}"
-    yield from (f"{key}=0" for key in WEIGHTS if key not in CHANNELS_OF[arm])
+    kept = arms_of(base)[arm]
+    yield from (f"{key}=0" for key in _weights(base) if key not in kept)
+
+
+def arms_of(base: Config) -> dict[str, tuple[str, ...]]:
+    """Return the weights that each arm keeps; a channel that is not ours is an arm of its name."""
+    return CHANNELS_OF | {name: (f"channels.{name}.weight",) for name in base.channels}
+
+
+def _weights(base: Config) -> dict[str, float]:
+    """Return the weight of each channel by its key."""
+    own = {f"channels.{name}.weight": one.weight for name, one in base.channels.items()}
+    return {"sdpo.alpha": base.sdpo.alpha, "replay.beta": base.replay.beta, **own}
 
 
 def _check_choices(
@@ -143,11 +154,6 @@ def _check_choices(
     if not 0 < target <= 1:
         raise ConfigError(
             f"--target is {target} but must be a share of success above 0: write for example 0.8"
-        )
-    if unknown := [arm for arm in arms if arm not in CHANNELS_OF]:
-        raise ConfigError(
-            f"--arms names {unknown[0]!r} but an arm is one of {', '.join(CHANNELS_OF)}: "
-            "correct the name"
         )
     for option, values in (("--arms", arms), ("--seeds", seeds)):
         if not values or len(set(values)) < len(values):
@@ -163,14 +169,19 @@ def _check_choices(
         raise ConfigError("--set run.seed has no effect here: name the seeds with --seeds")
 
 
-def _check_weights(arm: str, base: Config) -> None:
-    weights = {"sdpo.alpha": base.sdpo.alpha, "replay.beta": base.replay.beta}
-    for key in CHANNELS_OF[arm]:
-        if not weights[key]:
+def _check_arms(arms: Sequence[str], base: Config) -> None:
+    known, weights = arms_of(base), _weights(base)
+    for arm in arms:
+        if arm not in known:
             raise ConfigError(
-                f"{key} is 0 but arm {arm!r} needs the channel: set {key} above 0, or leave the "
-                "arm out with --arms"
+                f"--arms names {arm!r} but an arm is one of {', '.join(known)}: correct the name"
             )
+        for key in known[arm]:
+            if not weights[key]:
+                raise ConfigError(
+                    f"{key} is 0 but arm {arm!r} needs the channel: set {key} above 0, or leave "
+                    "the arm out with --arms"
+                )
 
 
 def run_ablation(

@@ -11,11 +11,16 @@ from rich.text import Text
 
 from composer_mesh.services.inspection.page import plain_text
 
-TITLES = {"neither": "neither", "sdpo": "+sdpo", "replay": "+replay", "both": "both"}
+TITLES = {"neither": "neither", "both": "both"}
 NEVER = "never"
 
 Arm = Mapping[str, Any]
 Rows = list[list[str]]
+
+
+def title_of(arm: str) -> str:
+    """Return the heading of an arm: that of a single channel is its name with a plus."""
+    return TITLES.get(arm, f"+{arm}")
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
@@ -25,7 +30,7 @@ def report_table(report: Mapping[str, Any]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(title))
     table.add_column("step", justify="right", style="cyan")
     for arm in report["arms"]:
-        table.add_column(TITLES[arm], justify="right")
+        table.add_column(title_of(arm), justify="right")
     for row in step_rows(report):
         table.add_row(*row)
     table.add_section()

@@ -66,7 +66,7 @@ def check_custom_functions(config: Config) -> None:
         if isinstance(section, CustomFunction)
     ]
     backend = config.trainer.backend
-    if not sections and backend is None:
+    if not sections and not config.channels and backend is None:
         return
     add_import_paths(config.run.import_paths)
     from composer_mesh.losses.custom import check_needs
@@ -77,6 +77,11 @@ def check_custom_functions(config: Config) -> None:
         check_signature(function, section.import_path, section.kwargs)
         if isinstance(section, CustomLoss):
             check_needs(function, section.import_path, section.needs)
+    if config.channels:
+        from composer_mesh.channels.port import make_channel
+
+        for name, channel in config.channels.items():
+            make_channel(name, channel)
     if backend is not None:
         from composer_mesh.actors.models.users_backend import check_backend
 

@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from composer_mesh.configs.regular_files import open_regular
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json
-from composer_mesh.services.directory.report import CHANNELS, Evaluation, unreadable_copy
+from composer_mesh.services.directory.report import Evaluation, channels_of, unreadable_copy
 
 LONGEST_LINE = MIB
 LAST_PART = 64 * 1024
@@ -95,9 +95,10 @@ def draw_reward_curve(
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(9, 6), dpi=150, layout=layout, facecolor="white")
     canvas = FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, len(CHANNELS), height_ratios=(2.3, 1))
+    channels = channels_of(metrics)
+    grid = figure.add_gridspec(2, len(channels), height_ratios=(2.3, 1))
     _draw_reward(figure.add_subplot(grid[0, :]), metrics, evaluations, title)
-    for column, channel in enumerate(CHANNELS):
+    for column, channel in enumerate(channels):
         _draw_channel(figure.add_subplot(grid[1, column]), metrics, channel)
     last = max([1, *(int(step["step"]) for step in metrics), *(e.step for e in evaluations)])
     for axes in figure.axes:
@@ -173,13 +174,15 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
 
 def _draw_channel(axes: Axes, metrics: Sequence[Mapping[str, Any]], channel: str) -> None:
     steps, losses = _series(metrics, f"loss/{channel}")
-    color = CHANNEL_COLORS[channel]
+    color = CHANNEL_COLORS.get(channel, SUCCESS)
     axes.plot(steps, losses, color=color, linewidth=1.4, marker=".", markersize=2.5)
     if all(math.isnan(loss) for loss in losses):
         axes.text(0.5, 0.5, "off", transform=axes.transAxes, ha="center", va="center", color=MUTED)
         axes.set_yticks([])
     _finish(axes)
-    axes.set_title(CHANNEL_TITLES[channel], loc="left", fontsize=10, color=color)
+    axes.set_title(
+        CHANNEL_TITLES.get(channel, f"{channel} loss"), loc="left", fontsize=10, color=color
+    )
     axes.set_xlabel("optimizer step", color=INK, fontsize=9)
     axes.tick_params(labelsize=8)
 

@@ -129,7 +129,9 @@ def summarize(
             "initial": _evaluation(evaluations[0]) if evaluations else None,
             "final": _evaluation(evaluations[-1]) if len(evaluations) > 1 else None,
         },
-        "channels": {name: {"active_steps": _active_steps(metrics, name)} for name in CHANNELS},
+        "channels": {
+            name: {"active_steps": _active_steps(metrics, name)} for name in channels_of(metrics)
+        },
         "replay": _replay([*metrics, rest or {}]),
         "restarts": restarts,
         **_hints(metrics),
@@ -138,6 +140,13 @@ def summarize(
         "rollouts": _total(metrics, "rollouts/count"),
         "tokens_trained": _total(metrics, "tokens/trained"),
     }
+
+
+def channels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names of the run's channels: ours, then those that only its metrics have."""
+    losses = (key for step in metrics for key in step if key.startswith("loss/"))
+    found = dict.fromkeys([*CHANNELS, *(key.removeprefix("loss/") for key in losses)])
+    return tuple(name for name in found if name != "total")
 
 
 def write_summary(
@@ -182,7 +191,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("held-out success after", _success(summary["eval"]["final"])),
         *(
             (f"{name} channel", _activity(summary["channels"][name]["active_steps"], steps))
-            for name in CHANNELS
+            for name in summary["channels"]
         ),
         ("replay", f"{replay['pairs']:,} pairs for ${replay['usd']:.2f}"),
         *_asked(replay),

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from composer_mesh.services.directory.report import CHANNELS, Evaluation
+from composer_mesh.services.directory.report import Evaluation, channels_of
 
 WIDE = 128
 EVENTS_SHOWN = 5
@@ -190,7 +190,7 @@ def _success(evaluations: Sequence[Evaluation]) -> str:
 
 def _losses(step: Mapping[str, Any]) -> Text:
     parts: list[tuple[str, str]] = []
-    for channel in CHANNELS:
+    for channel in channels_of([step]):
         value = _figure(step, f"loss/{channel}", ".4f")
         parts += [(f"{channel} ", "dim"), (value, "dim" if value in "-off" else "default")]
         parts.append(("  ", "default"))

@@ -6,12 +6,14 @@ forward. Pure; the order of everything in a batch depends only on its groups.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from operator import attrgetter
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import (
+    ChannelSample,
     HintedSites,
     PolicySample,
     Skipped,
@@ -25,13 +27,14 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
+from composer_mesh.services.steps.channel_samples import ChannelSamples
 from composer_mesh.services.steps.hint_writing import WordedHints, templates_of
 from composer_mesh.tasks.task import Task
 
 
 @dataclass(frozen=True)
 class Batcher:
-    """Packs the samples of the three loss channels into steps.
+    """Packs the samples of the loss channels into steps.
 
     `report` is called with the reason of a hint that could not be written.
     """
@@ -60,18 +63,28 @@ class Batcher:
         packed = pair_samples(pairs, self.chat, most, weight)
         sites = self._sites(groups, worded or WordedHints()) if self.config.sdpo.on else None
         views, counts = (sites.views, sites.counts) if sites else ([], None)
-        samples, skipped = self._needed([*self._samples(groups), *corrections], views)
+        every = [one for group in groups for trace in group for one in trace.trajectories()]
+        channels = self._channels.of([one for one in every if one.turns])
+        others: list[HintedView | ChannelSample] = [*views]
+        others += (one for found in channels.values() for one in found)
+        samples, skipped = self._needed([*self._samples(every, groups), *corrections], others)
         success = _success(groups)
-        return StepBatch(step, samples, views, packed, counts, skipped, success, agreement)
+        return StepBatch(
+            step, samples, views, packed, counts, skipped, success, agreement, channels
+        )
+
+    @cached_property
+    def _channels(self) -> ChannelSamples:
+        return ChannelSamples(self.config)
 
     def _needed(
-        self, samples: list[PolicySample], views: Sequence[HintedView]
+        self, samples: list[PolicySample], others: Sequence[HintedView | ChannelSample]
     ) -> tuple[list[PolicySample], Skipped]:
         """Return the samples that the trainer computes, and the count of the others."""
         config = self.config
         if config.loss.trains_zero_advantages or config.logprob_mismatch.all_tokens:
             return samples, Skipped()
-        return without_zero_advantages(samples, views)
+        return without_zero_advantages(samples, others)
 
     def _sites(self, groups: Sequence[Sequence[Trace]], worded: WordedHints) -> HintedSites:
         # Iterates sample by sample over the groups, so that each prompt gets its share of the
@@ -94,8 +107,9 @@ class Batcher:
         sites.counts.requests, sites.counts.usd = worded.requests, worded.usd
         return sites
 
-    def _samples(self, groups: Sequence[Sequence[Trace]]) -> list[PolicySample]:
-        every = [one for group in groups for trace in group for one in trace.trajectories()]
+    def _samples(
+        self, every: Sequence[Trace], groups: Sequence[Sequence[Trace]]
+    ) -> list[PolicySample]:
         self._refuse_turn_advantages(every)
         found = trajectory_advantages(self.advantages, groups)
         return [policy_sample(one, found[one.trace_id]) for one in every if one.turns]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
+    from composer_mesh.channels.port import Channel, ChannelRows
     from composer_mesh.configs.base import Section
     from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
     from composer_mesh.integrations.verifiers.workflow import VerifiersEnvironment, VerifiersTask
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         LossOutputs,
         loss_needs,
     )
+    from composer_mesh.rollouts.batches import ChannelSample
     from composer_mesh.rollouts.tasks import Episode, Outcome
     from composer_mesh.rollouts.traces import ErrorSite, Message
     from composer_mesh.services.commands.parser import Command
@@ -53,6 +55,9 @@ _MODULES = {
     "Agent": "tasks.workflow",
     "AgentWorkflow": "tasks.workflow",
     "BackendContext": "actors.models.backend",
+    "Channel": "channels.port",
+    "ChannelRows": "channels.port",
+    "ChannelSample": "rollouts.batches",
     "Command": "services.commands.parser",
     "CommandAgent": "tasks.workflow",
     "ContextFull": "tasks.workflow",
@@ -106,6 +111,9 @@ __all__ = [
     "Agent",
     "AgentWorkflow",
     "BackendContext",
+    "Channel",
+    "ChannelRows",
+    "ChannelSample",
     "Command",
     "CommandAgent",
     "ContextFull",

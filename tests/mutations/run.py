@@ -173,6 +173,8 @@ def caught_by(tree: Tree, tests: Sequence[str], path: Path, changed: str, until:
         status, _ = tree.pytest(failed[:1], until)
         if status == 0:
             return str(failed[0])
+        if failed[0] in tree.broken:
+            raise SystemExit(f"{failed[0]} fails without a fault, and cannot be left out: mend it")
         print(f"  {failed[0]} fails without the fault too: left out", flush=True)
         tree.broken.append(failed[0])
 
