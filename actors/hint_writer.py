@@ -1,6 +1,6 @@
 """The hint-writer actor: has a language model write hints for error sites.
 
-Prompts are in `rollouts.hint_prompts`; cache, budget and requests in `actors.hint_writer`. Whether
+Prompts are in `rollouts.hints`; cache, budget and requests in `actors.hint_writer`. Whether
 a hint may be used is decided elsewhere. Neither this module nor its imports load torch.
 
 Writes hints with a language model: from the cache, else from the provider within the budget.
@@ -35,10 +35,10 @@ from composer_mesh.actors.provider.client import (
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.configs.hints import HintWriterConfig
+from composer_mesh.configs.sdpo import HintWriterConfig
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, one_line_hint
+from composer_mesh.rollouts.hints import HintReply, HintRequest, one_line_hint
 from composer_mesh.rollouts.money import dollars, nano
 
 

@@ -20,8 +20,7 @@ from composer_mesh.actors.checkpoints.teacher_average import (
     write_average,
 )
 from composer_mesh.actors.models.policy import converted, load_model
-from composer_mesh.actors.models.rows import distinct
-from composer_mesh.actors.models.sharding import own_weights
+from composer_mesh.actors.models.sharding import distinct, own_weights
 from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
     Layout,

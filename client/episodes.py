@@ -15,9 +15,9 @@ from typing import Any
 from tinker import types
 
 from composer_mesh.client.sequences import Hinted, Pair, Rollout, Turn
-from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.tasks.playing import Sampled, play_episodes

@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from composer_mesh.configs.base import NotNegative, Section, Share, Tokens, by_type
-from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.base import CustomFunction, NotNegative, Section, Share, Tokens, by_type
 
 
 class NoLengthPenalty(Section):

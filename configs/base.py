@@ -2,6 +2,8 @@
 
 Every number has a lower and an upper bound, every text and list a longest length, so that no value
 overflows or exhausts what computes with it.
+
+A function of the user's, named in a config by its import path.
 """
 
 import math
@@ -130,3 +132,13 @@ def by_type(default: str) -> Callable[[Any], str | None]:
         return found if isinstance(found, str) else None
 
     return tag
+
+
+class CustomFunction(Section):
+    """A user-defined function or class and its keyword arguments."""
+
+    import_path: ImportPath
+    """Import path, as my_module.my_function; searched in run.import_paths too."""
+
+    kwargs: FreeTable = Field(default_factory=dict)
+    """Its keyword arguments."""

@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from composer_mesh.configs.base import NotNegative, Section
+from composer_mesh.configs.base import CustomFunction, NotNegative, Section
 from composer_mesh.configs.channel_schedule import ChannelSchedule
-from composer_mesh.configs.custom_function import CustomFunction
 
 UpperShare = Annotated[float, Field(gt=0, le=1)]
 LowerShare = Annotated[float, Field(ge=0, lt=1)]

@@ -9,13 +9,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from composer_mesh.configs.base import (
     LARGEST,
+    CustomFunction,
     NotNegative,
     Number,
     Positive,
     Section,
     by_type,
 )
-from composer_mesh.configs.custom_function import CustomFunction
 from composer_mesh.configs.loss_options import (
     Aggregation,
     BuiltInLoss,

@@ -9,8 +9,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from composer_mesh.configs import plugins
-from composer_mesh.configs.base import Count, FilePath, FreeTable, Seconds, Section, by_type
-from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.base import (
+    Count,
+    CustomFunction,
+    FilePath,
+    FreeTable,
+    Seconds,
+    Section,
+    by_type,
+)
 
 TrackerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]

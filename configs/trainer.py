@@ -14,6 +14,7 @@ from composer_mesh.configs.base import (
     Cores,
     Count,
     CountOrZero,
+    CustomFunction,
     NotNegative,
     Positive,
     Processes,
@@ -22,7 +23,6 @@ from composer_mesh.configs.base import (
     Tokens,
 )
 from composer_mesh.configs.channel_schedule import Decay
-from composer_mesh.configs.custom_function import CustomFunction
 
 
 class MoeConfig(Section):

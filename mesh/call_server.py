@@ -24,8 +24,7 @@ from functools import partial
 from typing import Any
 
 from composer_mesh.mesh.waiting import cancel_and_wait
-from composer_mesh.tasks.call_marks import current_call
-from composer_mesh.tasks.calls import is_requested
+from composer_mesh.tasks.calls import current_call, is_requested
 
 PAUSE_S = 0.01
 """Least time between two messages of one batcher that has no tick."""

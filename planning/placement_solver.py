@@ -20,9 +20,15 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.placement import KINDS, PlacementConfig
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
-from composer_mesh.planning.host_capacity import HostCapacity, HostResources, Placed
+from composer_mesh.planning.host_capacity import (
+    WHOLE,
+    HostCapacity,
+    HostResources,
+    Placed,
+    Process,
+    processes_of,
+)
 from composer_mesh.planning.memory import GB, SHARED_CODE, in_gb, in_words, total
-from composer_mesh.planning.process_specs import WHOLE, Process, processes_of
 
 
 class CannotPlace(ConfigError):

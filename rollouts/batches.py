@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
-from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.configs.replay import PairWeight
-from composer_mesh.configs.sdpo import SitesConfig
+from composer_mesh.configs.sdpo import HintsConfig, SitesConfig
 from composer_mesh.rollouts.alignment import HintedView, compared_view, hinted_view
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.expert_choices import ExpertChoices

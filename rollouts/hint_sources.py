@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from composer_mesh.configs.hints import HintsConfig, HintSource
-from composer_mesh.configs.sdpo import RightAction, Sites
+from composer_mesh.configs.sdpo import HintsConfig, HintSource, RightAction, Sites
 from composer_mesh.rollouts.hints import (
     PREFIX,
     HintLeak,

@@ -3,17 +3,33 @@
 A step's batch, pickled once for all ranks in pieces.
 
 A message that holds it costs its sender and its receiver one copy of the bytes each.
+
+Grouping of sequences that begin alike into microbatches, so that most of it is computed once.
+
+    units -> families: neighbours in the order of their ids -> parts that fit -> microbatches
+
+A unit is what needs one forward together: a sample, or both sides of a pair.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise, zip_longest
 from typing import Any
 
+from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.prefix_tree import (
+    MIN_SHARED,
+    ROW_CAPACITY,
+    WORTH,
+    PrefixTree,
+    shared_length,
+    unique_ids,
+)
 
 Pieces = tuple[bytes, ...]
 TURN_BYTES = 1 << 20
@@ -136,4 +152,156 @@ class Rows:
         self.rows[place].append(index)
         self.free[place] -= length
         self.taken.append(index)
+        return True
+
+
+Unit = Sequence[list[int]]
+Shape = list[tuple[int, int]]
+"""Rows and width of each level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Indices of units that share a beginning, and the size of their forwards."""
+
+    units: list[int]
+    shape: Shape
+
+    @property
+    def tokens(self) -> int:
+        """Number of positions that are computed, padding included."""
+        return positions(self.shape)
+
+
+def parts_of(units: Sequence[Unit], budget: int, sharing: Sharing = "levels") -> list[Part]:
+    """Divide units into parts that compute at most `budget` tokens; a larger unit is a part alone.
+
+    What a family shares is computed again in each of its parts.
+    """
+    parts = []
+    for family in families(units):
+        while family:
+            parts.append(_first_part(units, family, budget, sharing))
+            family = family[len(parts[-1].units) :]
+    return parts
+
+
+def _first_part(
+    units: Sequence[Unit], family: Sequence[int], budget: int, sharing: Sharing
+) -> Part:
+    """Return a part of as many units of a family as fit the budget, at least the first."""
+    count = _fitting(units, family, budget)
+    while True:
+        part = _part(units, family[:count], sharing)
+        if part.tokens <= budget or count == 1:
+            return part
+        count = max(1, min(count - 1, count * budget // part.tokens))  # rows are padded
+
+
+def _part(units: Sequence[Unit], members: Sequence[int], sharing: Sharing) -> Part:
+    """Return the part of some units."""
+    tree = PrefixTree.planned([ids for index in members for ids in units[index]], sharing)
+    return Part(list(members), [(level.rows, level.width) for level in tree.levels])
+
+
+def balanced_parts(units: Sequence[Unit], budget: int, ranks: int, sharing: Sharing) -> list[Part]:
+    """Divide units into parts as `parts_of`, further where that clearly spares the busiest rank.
+
+    The largest part is halved again and again, until ranks have about the same, or computing what
+    halves share twice would make all of them busier than the busiest one was.
+    """
+    best = found = parts_of(units, budget, sharing)
+    while _busiest(best, ranks) * WORTH > _tokens(found) / ranks:
+        divisible = [part for part in found if len(part.units) > 1]
+        if not divisible or _busiest(found, ranks) * ranks * WORTH <= _tokens(found):
+            break
+        largest = max(divisible, key=lambda part: part.tokens)
+        middle = len(largest.units) // 2
+        halves = (largest.units[:middle], largest.units[middle:])
+        rest = [part for part in found if part is not largest]
+        found = rest + [_part(units, half, sharing) for half in halves]
+        if _busiest(found, ranks) <= WORTH * _busiest(best, ranks):
+            best = found
+    return best
+
+
+def _tokens(parts: Sequence[Part]) -> int:
+    return sum(part.tokens for part in parts)
+
+
+def _busiest(parts: Sequence[Part], ranks: int) -> int:
+    """Return the tokens of the rank that has most."""
+    tokens = [part.tokens for part in parts]
+    return max(sum(tokens[index] for index in share) for share in spread(tokens, ranks))
+
+
+def families(units: Sequence[Unit]) -> list[list[int]]:
+    """Group units that begin with `MIN_SHARED` ids or more in common, in the order of their ids."""
+    order = sorted(range(len(units)), key=lambda index: units[index][0])
+    found: list[list[int]] = []
+    for index in order:
+        if found and shared_length(units[found[-1][-1]][0], units[index][0]) >= MIN_SHARED:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def _fitting(units: Sequence[Unit], family: Sequence[int], budget: int) -> int:
+    """Return how many units of a family have at most `budget` distinct tokens, at least one."""
+    tokens = unique_ids(units[family[0]])
+    for count, (before, index) in enumerate(pairwise(family), 1):
+        tokens += unique_ids(units[index]) - shared_length(units[before][0], units[index][0])
+        if tokens > budget:
+            return count
+    return len(family)
+
+
+def shared_microbatches(
+    parts: Sequence[Part], budget: int, sharing: Sharing = "levels"
+) -> list[list[int]]:
+    """Group parts, by their indices, into microbatches of at most `budget` tokens: first fit.
+
+    A part is not added where that pads more than `ROW_CAPACITY` tokens: a forward more costs less.
+    """
+    groups: list[_Group] = []
+    joined = _in_one_row if sharing == "row" else _side_by_side
+    for index in sorted(range(len(parts)), key=lambda index: (-parts[index].tokens, index)):
+        if not any(group.take(index, parts[index], budget) for group in groups):
+            groups.append(_Group([index], parts[index].shape, joined))
+    return [group.parts for group in groups]
+
+
+def positions(shape: Shape) -> int:
+    """Return the number of positions of rows, padded to the width of their level."""
+    return sum(rows * width for rows, width in shape)
+
+
+def _side_by_side(one: Shape, other: Shape) -> Shape:
+    """Return the shape of two parts whose rows are padded to the widest of each level."""
+    levels = zip_longest(one, other, fillvalue=(0, 0))
+    return [(rows + more, max(width, wider)) for (rows, width), (more, wider) in levels]
+
+
+def _in_one_row(one: Shape, other: Shape) -> Shape:
+    """Return the shape of two parts that are one row."""
+    return [(1, positions(one) + positions(other))]
+
+
+@dataclass
+class _Group:
+    """Parts of one microbatch, and the shape of its forwards."""
+
+    parts: list[int]
+    shape: Shape
+    joined: Callable[[Shape, Shape], Shape]
+
+    def take(self, index: int, part: Part, budget: int) -> bool:
+        """Add a part, unless that would exceed the budget or pad too much."""
+        shape = self.joined(self.shape, part.shape)
+        tokens = positions(shape)
+        if tokens > budget or tokens - positions(self.shape) - part.tokens > ROW_CAPACITY:
+            return False
+        self.parts.append(index)
+        self.shape = shape
         return True

@@ -24,7 +24,7 @@ from composer_mesh.configs.replay import (
     SpecialCharactersFilter,
     WordsFilter,
 )
-from composer_mesh.rollouts.actions import canonical_action
+from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action, text_before_calls
 from composer_mesh.rollouts.traces import Message

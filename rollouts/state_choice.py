@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance
 
 from composer_mesh.configs.replay import GateConfig
-from composer_mesh.rollouts.actions import ActionKey, canonical_action
+from composer_mesh.rollouts.consensus import ActionKey, canonical_action
 from composer_mesh.rollouts.pairs import FrozenState, StudentState
 from composer_mesh.rollouts.tool_calls import ToolCall, message_text, parse_action
 from composer_mesh.rollouts.traces import Trace

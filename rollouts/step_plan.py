@@ -13,14 +13,16 @@ from itertools import accumulate, zip_longest
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, Skipped, StepBatch
-from composer_mesh.rollouts.packing import check_fits, microbatches, spread
-from composer_mesh.rollouts.prefix_tree import PrefixTree
-from composer_mesh.rollouts.shared_plan import (
+from composer_mesh.rollouts.packing import (
     Part,
     balanced_parts,
+    check_fits,
+    microbatches,
     parts_of,
     shared_microbatches,
+    spread,
 )
+from composer_mesh.rollouts.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)

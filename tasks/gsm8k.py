@@ -6,7 +6,7 @@ The expert turns a problem's own annotations into calculator calls. `gsm8k_rows`
 import random
 from typing import cast
 
-from composer_mesh.rollouts.actions import read_answer
+from composer_mesh.rollouts.consensus import read_answer
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.gsm8k_rows import DataError, Problem, normalized, read_problems

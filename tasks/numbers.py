@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from composer_mesh.rollouts.actions import read_answer
+from composer_mesh.rollouts.consensus import read_answer
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.session import Reply
 

@@ -31,13 +31,7 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.judges import Judge, Judges
-from composer_mesh.tasks.reward import (
-    GROUP_MARK,
-    TURN_MARK,
-    RewardFunction,
-    Transcript,
-    rewards_of,
-)
+from composer_mesh.tasks.reward import GROUP_MARK, TURN_MARK, RewardFunction, Transcript, rewards_of
 from composer_mesh.tasks.rows import Row, held_out, read_rows, row_identity
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.session import Session

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.call_marks import CallMarks
-from composer_mesh.tasks.calls import Calls, is_requested
+from composer_mesh.tasks.calls import CallMarks, Calls, is_requested
 from composer_mesh.tasks.errors import TaskError, code_error
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task

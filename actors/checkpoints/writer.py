@@ -25,7 +25,7 @@ from composer_mesh.actors.checkpoints.state import (
     without_ranks,
 )
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.sharding import local
 from composer_mesh.mesh.progress import made_progress
 
 Export = Callable[[Path, dict[str, Tensor]], None]

@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.mesh.json_server import LOOPBACK, JsonHandler, JsonServer, Refusal
-from composer_mesh.rollouts.hint_prompts import HINT_WRITER, builtin_wording
+from composer_mesh.rollouts.hints import HINT_WRITER, builtin_wording
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import code_error

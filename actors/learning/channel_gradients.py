@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import is_dtensor
-from composer_mesh.actors.models.sharding import is_sharded, keep_head
+from composer_mesh.actors.models.sharding import is_dtensor, is_sharded, keep_head
 from composer_mesh.channels.step import POLICY, StepLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.update_shares import FREE, bounded_factors, update_shares

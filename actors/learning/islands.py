@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import broadcast_into, is_dtensor, local, rows_of
+from composer_mesh.actors.models.sharding import broadcast_into, is_dtensor, local, rows_of
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.islands.island import IslandPort, schedules
 from composer_mesh.mesh.islands.opening import open_island

@@ -31,8 +31,7 @@ from composer_mesh.actors.models.checkpoint_names import ModelFolder
 from composer_mesh.actors.models.lora import restore_adapters
 from composer_mesh.actors.models.optimizer_state import check_weights
 from composer_mesh.actors.models.ranks import Division, Ranks
-from composer_mesh.actors.models.rows import distinct
-from composer_mesh.actors.models.sharding import own_weights
+from composer_mesh.actors.models.sharding import distinct, own_weights
 from composer_mesh.actors.models.trained_model import frozen_model
 from composer_mesh.actors.models.users_backend import make_backend
 from composer_mesh.actors.teacher_outputs.sources import InlineSource

@@ -23,7 +23,7 @@ from composer_mesh.actors.models.optimizer_state import (
     restore_optimizer_state,
 )
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import is_dtensor, local
+from composer_mesh.actors.models.sharding import is_dtensor, local
 from composer_mesh.configs.schema import Config
 
 

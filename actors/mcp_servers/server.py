@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.actors.mcp_servers.connection import Connection
 from composer_mesh.configs.mcp import McpServer, McpTool
-from composer_mesh.mesh.loop_thread import LoopThread
+from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.tasks.errors import ToolServerLost
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import composer_mesh.actors.models.quiet_torchao  # noqa: F401
-from composer_mesh.actors.models.rows import from_rows, local
+from composer_mesh.actors.models.sharding import from_rows, local
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_refusals import LowbitMissing
 from composer_mesh.planning.optimizer_memory import UPDATED_VALUES, block_size

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.lora import adapter_weights
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import is_dtensor, local
 from composer_mesh.actors.models.sharded_muon import ADJUST, ShardedMuon
+from composer_mesh.actors.models.sharding import is_dtensor, local
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from composer_mesh.actors.models.context_parallel import ContextGroup
+from composer_mesh.actors.models.expert_parallel import ContextGroup
 from composer_mesh.planning.model_refusals import UnsupportedRouting
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 

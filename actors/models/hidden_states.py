@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.models.context_parallel import ContextGroup
+from composer_mesh.actors.models.expert_parallel import ContextGroup
 from composer_mesh.actors.models.tree_masks import Places
 from composer_mesh.rollouts.packing import packed_rows
 

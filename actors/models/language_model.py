@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.attention_calls import PACKED, PASSED_ON
-from composer_mesh.actors.models.context_parallel import context_of
+from composer_mesh.actors.models.expert_parallel import context_of
 from composer_mesh.actors.models.expert_routing import (
     KEYWORD,
     ExpertRouting,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from composer_mesh.actors.models.language_model import text_decoder_of
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
-from composer_mesh.actors.models.rows import is_dtensor
+from composer_mesh.actors.models.sharding import is_dtensor
 from composer_mesh.configs.trainer import LoraConfig
 from composer_mesh.configs.worded import Worded
 from composer_mesh.planning.model_refusals import LoraMissing, NoSuchLayers

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from composer_mesh.actors.models.rows import from_rows, local
+from composer_mesh.actors.models.sharding import from_rows, local
 from composer_mesh.configs.worded import Worded
 
 CPU = torch.device("cpu")

@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.context_parallel import ContextGroup
-from composer_mesh.actors.models.expert_parallel import ExpertGroup
+from composer_mesh.actors.models.expert_parallel import ContextGroup, ExpertGroup
 from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.hosts.interface import cluster_address, interface_of
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.sharding import local
 
 ADJUST = "match_rms_adamw"
 """torch's name of the scale by which an update is as large as AdamW's."""

@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 from jinja2 import TemplateError
 
 import composer_mesh.actors.models.quiet_torchao  # noqa: F401
-from composer_mesh.actors.models.same_tokenizer import difference
-from composer_mesh.actors.models.tokenizer import PANIC, chat_settings, load_tokenizer
+from composer_mesh.actors.models.tokenizer import PANIC, chat_settings, difference, load_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.chat_template import PinnedDate

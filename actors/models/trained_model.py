@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from composer_mesh.actors.models.attention_calls import PACKED
-from composer_mesh.actors.models.context_parallel import CONTEXT, ContextGroup
 from composer_mesh.actors.models.expert_parallel import (
+    CONTEXT,
+    ContextGroup,
     check_experts,
     check_has_experts,
     divide_experts,
@@ -33,8 +34,8 @@ from composer_mesh.actors.models.policy import (
 )
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.routed_model import route_experts
-from composer_mesh.actors.models.rows import broadcast_into
 from composer_mesh.actors.models.sharding import (
+    broadcast_into,
     decoder_layers,
     is_sharded,
     own_weights,

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
-from composer_mesh.actors.models.context_parallel import context_of
-from composer_mesh.actors.models.expert_parallel import experts_of
+from composer_mesh.actors.models.expert_parallel import context_of, experts_of
 from composer_mesh.actors.models.policy import empty_model
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import distinct
-from composer_mesh.actors.models.sharding import is_sharded, own_weights
-from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.actors.models.sharding import distinct, is_sharded, own_weights
+from composer_mesh.configs.base import CustomFunction
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import (

@@ -24,8 +24,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.packing import microbatches
-from composer_mesh.tasks.demonstrations import Demonstration, conversations, encode
 from composer_mesh.tasks.loading import source_of
+from composer_mesh.tasks.playing import Demonstration, conversations, encode
 from composer_mesh.tasks.task import Task
 
 CACHE_FORMAT = 3

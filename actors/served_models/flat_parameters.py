@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import from_rows, local, rows_of
+from composer_mesh.actors.models.sharding import from_rows, local, rows_of
 
 
 class Numbers(Protocol):

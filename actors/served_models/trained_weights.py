@@ -10,7 +10,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.language_model import decoder_states
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.sharding import local
 from composer_mesh.actors.served_models.adapter_layers import (
     ActiveAdapters,
     AdapterLayout,

@@ -35,7 +35,7 @@ from composer_mesh.mesh.programs import reap, start_tied
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, told_to_loop
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.tasks.call_marks import MARKS_BYTES, STACKS_SIGNAL, CallMark, read_marks
+from composer_mesh.tasks.calls import MARKS_BYTES, STACKS_SIGNAL, CallMark, read_marks
 from composer_mesh.tasks.errors import PACKAGE, TaskProcessEnded, calls_tasks, is_library
 
 ACTORS = str(PACKAGE / "actors")

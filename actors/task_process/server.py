@@ -24,7 +24,7 @@ from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.call_marks import STACKS_SIGNAL, CallMarks
+from composer_mesh.tasks.calls import STACKS_SIGNAL, CallMarks
 from composer_mesh.tasks.group_scoring import score_group
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.loading import make_task

@@ -8,8 +8,7 @@ from typing import Any
 
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import empty_model, load_model
-from composer_mesh.actors.models.same_tokenizer import difference
-from composer_mesh.actors.models.tokenizer import load_tokenizer
+from composer_mesh.actors.models.tokenizer import difference, load_tokenizer
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
 

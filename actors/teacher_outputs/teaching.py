@@ -16,8 +16,7 @@ from torch import Tensor
 from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.language_model import LanguageModel, logit_softcap
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
-from composer_mesh.actors.models.rows import distinct, local
-from composer_mesh.actors.models.sharding import own_weights, release
+from composer_mesh.actors.models.sharding import distinct, local, own_weights, release
 from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.trainer import Sharing

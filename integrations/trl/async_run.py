@@ -19,8 +19,7 @@ from torch import Tensor
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.integrations.trl.async_stream import MeshFailed, SampleQueues, SampleStream
-from composer_mesh.mesh.loop_thread import LoopThread
-from composer_mesh.mesh.waiting import cancel_and_wait, in_thread
+from composer_mesh.mesh.waiting import LoopThread, cancel_and_wait, in_thread
 from composer_mesh.mesh.weights.choice import choose, published_dtype
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.chat import ChatFormat

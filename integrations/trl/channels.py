@@ -36,7 +36,7 @@ from composer_mesh.actors.models.language_model import (
     decoder_states,
     logit_scale,
 )
-from composer_mesh.actors.models.rows import is_dtensor
+from composer_mesh.actors.models.sharding import is_dtensor
 from composer_mesh.actors.teacher_outputs.messages import (
     Head,
     TeacherOutput,

@@ -19,7 +19,7 @@ import httpx
 
 from composer_mesh.actors.panel.configured import CACHE_FILE
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.loop_thread import LoopThread
+from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.rollouts.batches import PairSample, pair_samples
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tool_calls import message_text

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop import agent_loop as verl_loops
 
-from composer_mesh.configs.hints import HintsConfig
+from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat, encoded

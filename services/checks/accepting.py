@@ -31,7 +31,7 @@ from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm
 from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs import plugins
-from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.base import CustomFunction
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.schema import Config

@@ -15,7 +15,7 @@ import httpx
 from composer_mesh.actors.panel.configured import judge_settings
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.loop_thread import LoopThread
+from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply, reply_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.configs.custom_function import CustomFunction
+from composer_mesh.configs.base import CustomFunction
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.dashboard.requests import PAGE_SIZE, SORTS, RolloutFilter

@@ -36,7 +36,7 @@ from composer_mesh.rollouts.group_rewards import (
 )
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import ErrorSite, Trace
-from composer_mesh.services.checks.timed_episode import in_a_daemon_thread
+from composer_mesh.services.checks.task import in_a_daemon_thread
 from composer_mesh.services.steps.ports import Store
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import JudgesSpent, TaskError

@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from composer_mesh.planning.host_capacity import HostResources, Placed
+from composer_mesh.planning.host_capacity import WHOLE, HostResources, Placed
 from composer_mesh.planning.memory import SHARED_CODE, in_gb, total
 from composer_mesh.planning.mesh_layout import MeshPlan
 from composer_mesh.planning.placement_solver import Placement
-from composer_mesh.planning.process_specs import WHOLE
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 
 

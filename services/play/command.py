@@ -23,7 +23,7 @@ from composer_mesh.rollouts.tool_calls import message_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.local_judges import local_judges
-from composer_mesh.services.checks.timed_episode import TimedEpisode
+from composer_mesh.services.checks.task import TimedEpisode
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.play.policies import HumanPolicy, PlayRefused, Policy, Script
 from composer_mesh.tasks.errors import UnusableTask

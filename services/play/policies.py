@@ -9,7 +9,7 @@ from pathlib import Path
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.services.checks.timed_episode import TimedEpisode
+from composer_mesh.services.checks.task import TimedEpisode
 from composer_mesh.services.inspection.page import plain_text
 
 LONGEST_SCRIPT = 1 << 24

@@ -12,7 +12,7 @@ from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.process_resources import share_env
-from composer_mesh.planning.host_capacity import HostResources, Placed
+from composer_mesh.planning.host_capacity import HostResources, Placed, Process, processes_of
 from composer_mesh.planning.model_sizes import UnknownSizes, sizes_of, teacher_sizes_of
 from composer_mesh.planning.placement_solver import (
     Placement,
@@ -28,7 +28,6 @@ from composer_mesh.planning.placement_solver import (
     place_again,
     stay_with_controller,
 )
-from composer_mesh.planning.process_specs import Process, processes_of
 
 FOUND_LATER = (
     "the hosts of the run are found when it is launched: whether it fits is not known before; "

@@ -38,7 +38,7 @@ from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks, together
 from composer_mesh.planning.mesh_layout import rollout_workers
 from composer_mesh.rollouts.budget import BudgetReport
-from composer_mesh.rollouts.hint_prompts import HINT_WRITER, HintReply, HintRequest
+from composer_mesh.rollouts.hints import HINT_WRITER, HintReply, HintRequest
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING

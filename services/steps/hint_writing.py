@@ -15,9 +15,15 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.batches import hint_sources
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest, hint_request, one_line_hint
 from composer_mesh.rollouts.hint_sources import HintCounts, Place, Written, ordered_sites
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
+from composer_mesh.rollouts.hints import (
+    TEMPLATES,
+    HintReply,
+    HintRequest,
+    HintTemplates,
+    hint_request,
+    one_line_hint,
+)
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.ports import HintWriter
 from composer_mesh.tasks.task import Task

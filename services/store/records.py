@@ -33,9 +33,8 @@ from composer_mesh.services.store.group_files import (
     write_group,
 )
 from composer_mesh.services.store.reading import RunReader
-from composer_mesh.services.store.row_checksums import WHY, set_rows_aside
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
-from composer_mesh.services.store.schema import COLUMNS, KIND
+from composer_mesh.services.store.schema import COLUMNS, KIND, WHY, set_rows_aside
 
 UPSERT_GROUP = (
     "INSERT INTO groups (group_id, state, entered, finished_at, traces, bytes, crc) "

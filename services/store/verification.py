@@ -40,11 +40,10 @@ from composer_mesh.services.store.divergence_files import damaged_divergences
 from composer_mesh.services.store.group_files import FOLDER, read_group
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import NO_ROW, index_row, orphans, unindexed
-from composer_mesh.services.store.row_checksums import REPAIR as NEW_RUN
-from composer_mesh.services.store.row_checksums import WHY, damaged_rows
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
-from composer_mesh.services.store.schema import COLUMNS
+from composer_mesh.services.store.schema import COLUMNS, WHY, damaged_rows
+from composer_mesh.services.store.schema import REPAIR as NEW_RUN
 from composer_mesh.services.store.writing import CONFIG_FILE, EVENTS_FILE, POISONED_FILE
 
 GO_ON = "train --resume moves it to quarantine/ and goes on without it"

@@ -17,8 +17,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_mesh.configs.hints import HintsConfig
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.hint_sources import Hint, HintCounts, HintSources, Place, Written
 from composer_mesh.rollouts.hints import TEMPLATES

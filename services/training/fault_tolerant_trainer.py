@@ -32,8 +32,14 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.logprob_mismatch import Differences, Metrics, Trained
 from composer_mesh.services.steps.ports import MayTrain, WeightSync
-from composer_mesh.services.training.attempts import Attempts, Earlier, Ranks, Step, Teachers
-from composer_mesh.services.training.checkpoint_writes import CheckpointWrites
+from composer_mesh.services.training.checkpoint_writes import (
+    Attempts,
+    CheckpointWrites,
+    Earlier,
+    Ranks,
+    Step,
+    Teachers,
+)
 
 T = TypeVar("T")
 

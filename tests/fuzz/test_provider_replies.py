@@ -33,9 +33,9 @@ from composer_mesh.actors.provider.http_transport import RefusedReply, bounded_b
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import routing_of
 from composer_mesh.actors.provider.reply import NoResponse, Reply, read_reply
-from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.hint_prompts import one_line_hint
+from composer_mesh.rollouts.consensus import canonical_action
+from composer_mesh.rollouts.hints import one_line_hint
 from composer_mesh.rollouts.money import LARGEST_CHARGE, Prices, ceiling
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer
 

@@ -27,12 +27,12 @@ from composer_mesh.actors.rollout_workers.openai_wire import read_as
 from composer_mesh.configs.load import TomlRefused, parse_toml
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
-from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
 from composer_mesh.rollouts.call_formats.choosing import KNOWN
 from composer_mesh.rollouts.call_formats.port import CallFormat
 from composer_mesh.rollouts.captured_episode import ThinkingStyle
-from composer_mesh.rollouts.hint_prompts import one_line_hint
+from composer_mesh.rollouts.consensus import canonical_action
+from composer_mesh.rollouts.hints import one_line_hint
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.near_duplicates import shingles
 from composer_mesh.rollouts.pair_filters import action_content, special_ratio, word_count

@@ -16,10 +16,10 @@ from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderAuthError
 from composer_mesh.actors.provider.keys import Keys
-from composer_mesh.configs.hints import HintWriterConfig
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.sdpo import HintWriterConfig
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.rollouts.hint_prompts import HintRequest
+from composer_mesh.rollouts.hints import HintRequest
 from composer_mesh.services import service
 from composer_mesh.services.run.pools import CACHE_FILE, MeshHintWriter
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from composer_mesh.mesh.environment import python_code, python_module
+from composer_mesh.planning.host_capacity import processes_of
 from composer_mesh.planning.memory import GB, MB, SHARED_CODE
 from composer_mesh.planning.placement_solver import WITH_CONTROLLER
-from composer_mesh.planning.process_specs import processes_of
 from composer_mesh.services.launch.kubernetes.names import (
     AUTHORITY,
     CLAIM,

@@ -36,7 +36,7 @@ COMMANDS = (
     *("composer_mesh.services.schedule.async_weight_sync", "composer_mesh.services.replay.parts"),
     *("composer_mesh.services.schedule.groups", "composer_mesh.actors.models.template_process"),
     *("composer_mesh.services.replay.teacher_settings", "composer_mesh.services.launch.orders"),
-    *("composer_mesh.services.run.assembly", "composer_mesh.services.training.attempts"),
+    *("composer_mesh.services.run.assembly", "composer_mesh.services.training.checkpoint_writes"),
     *("composer_mesh.services.inspection.view", "composer_mesh.mesh.admin"),
     *("composer_mesh.mesh.telemetry_store", "composer_mesh.mesh.telemetry_client"),
 )

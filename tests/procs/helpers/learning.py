@@ -24,7 +24,7 @@ from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import is_dtensor, local
+from composer_mesh.actors.models.sharding import is_dtensor, local
 from composer_mesh.actors.reference import score_pairs
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
 from composer_mesh.configs.schema import Config

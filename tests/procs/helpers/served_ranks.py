@@ -20,7 +20,7 @@ import learning
 from serve_audit import audit
 
 from composer_mesh.actors.models.ranks import Ranks, RanksLost
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.sharding import local
 from composer_mesh.actors.served_models.client_trainer import ClientTrainer
 from composer_mesh.actors.served_models.messages import (
     AdamParams,

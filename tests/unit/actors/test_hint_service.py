@@ -27,8 +27,8 @@ from composer_mesh.actors.provider.client import (
     Timeouts,
 )
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.configs.hints import HintWriterConfig
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+from composer_mesh.configs.sdpo import HintWriterConfig
+from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.rollouts.money import dollars
 
 WRITER = TeacherEndpoint("hint writer", "https://writer.test/v1", "some/model")

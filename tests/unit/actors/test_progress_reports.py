@@ -23,8 +23,7 @@ from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import distinct
-from composer_mesh.actors.models.sharding import decoder_layers
+from composer_mesh.actors.models.sharding import decoder_layers, distinct
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.actors.reference import score_pairs
 from composer_mesh.actors.served_models.client_trainer import ClientTrainer

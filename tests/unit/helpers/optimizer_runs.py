@@ -16,7 +16,7 @@ from composer_mesh.actors.checkpoints.manifest import write_manifest
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import is_dtensor
+from composer_mesh.actors.models.sharding import is_dtensor
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 

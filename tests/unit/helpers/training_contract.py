@@ -18,7 +18,7 @@ from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import Skipped, StepBatch
 from composer_mesh.services.steps.logprob_mismatch import COMPARED
 from composer_mesh.services.steps.ports import Training
-from composer_mesh.services.training.attempts import Step
+from composer_mesh.services.training.checkpoint_writes import Step
 
 
 class StepHarness(Protocol):

@@ -19,9 +19,8 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.channel_schedule import ChannelSchedule
-from composer_mesh.configs.hints import HintsConfig, HintWriterConfig
 from composer_mesh.configs.preference import WeightedPreferenceConfig as PairLoss
-from composer_mesh.configs.sdpo import SdpoConfig
+from composer_mesh.configs.sdpo import HintsConfig, HintWriterConfig, SdpoConfig
 from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_mesh.mesh.loop_thread import LoopThread
+from composer_mesh.mesh.waiting import LoopThread
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from composer_mesh.actors.learning.replay_channel import ReplayChannel
 from composer_mesh.actors.models.expert_parallel import ExpertGroup, divide_experts
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.sharding import local
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.planning.memory import FLOAT, HALF, Training, training_parts

@@ -9,12 +9,11 @@ from repository import ROOT
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
-from composer_mesh.planning.host_capacity import HostResources, Placed
+from composer_mesh.planning.host_capacity import WHOLE, HostResources, Placed, Process
 from composer_mesh.planning.memory import GB, SHARED_CODE, Part, total
 from composer_mesh.planning.memory_estimate import Memory
 from composer_mesh.planning.model_sizes import sizes_of
 from composer_mesh.planning.placement_solver import CannotPlace, Placement, place, place_processes
-from composer_mesh.planning.process_specs import WHOLE, Process
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 KINDS = ("trainer", "generator", "environment", "sdpo_teacher")

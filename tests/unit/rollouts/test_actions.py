@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from preferences import ADD, ANSWER, BROKEN, LOOK
 
-from composer_mesh.rollouts.actions import canonical_action
+from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.tool_calls import call_text
 
 

@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from preferences import ADD, ANSWER, BROKEN, LOOK, answer, answers, failure, student
 
-from composer_mesh.rollouts.actions import canonical_action
-from composer_mesh.rollouts.consensus import LONGEST_ACTION, MAJORITY, Outcome, decide
+from composer_mesh.rollouts.consensus import (
+    LONGEST_ACTION,
+    MAJORITY,
+    Outcome,
+    canonical_action,
+    decide,
+)
 from composer_mesh.rollouts.pairs import (
     FailureKind,
     TeacherAnswer,

@@ -14,10 +14,10 @@ from trl.chat_template_utils import add_response_schema, parse_response
 
 from composer_mesh.actors.models.tokenizer import chat_settings
 from composer_mesh.configs.policy import ToolCallFormat
-from composer_mesh.rollouts.actions import canonical_action
 from composer_mesh.rollouts.call_formats.choosing import KNOWN, calling
 from composer_mesh.rollouts.chat import NO_THOUGHT, ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.episode import EpisodePlayer
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import (

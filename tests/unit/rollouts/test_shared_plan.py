@@ -7,15 +7,15 @@ import random
 import pytest
 
 from composer_mesh.configs.trainer import Sharing
-from composer_mesh.rollouts.packing import spread
-from composer_mesh.rollouts.prefix_tree import PrefixTree, unique_ids
-from composer_mesh.rollouts.shared_plan import (
+from composer_mesh.rollouts.packing import (
     Part,
     balanced_parts,
     families,
     parts_of,
     shared_microbatches,
+    spread,
 )
+from composer_mesh.rollouts.prefix_tree import PrefixTree, unique_ids
 
 
 def group(rng: random.Random, prompt: int, count: int, longest: int) -> list[list[list[int]]]:

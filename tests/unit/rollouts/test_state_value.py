@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.configs.replay import GateConfig
-from composer_mesh.rollouts.actions import ActionKey
+from composer_mesh.rollouts.consensus import ActionKey
 from composer_mesh.rollouts.pairs import FrozenState, StudentState
 from composer_mesh.rollouts.state_choice import (
     LONGEST_NAME,

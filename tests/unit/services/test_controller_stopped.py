@@ -27,7 +27,7 @@ from composer_mesh.actors.sqlite_file import SqliteFile
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream

@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 
-from composer_mesh.tasks.call_marks import MARKS_BYTES, CallMarks, current_call, read_marks
+from composer_mesh.tasks.calls import MARKS_BYTES, CallMarks, current_call, read_marks
 from composer_mesh.tasks.task_loop import TaskLoop
 
 

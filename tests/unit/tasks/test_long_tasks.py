@@ -13,7 +13,6 @@ from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.demonstrations import demonstrate
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.home_devices import HomeDevices
 from composer_mesh.tasks.home_devices import plan as plan_of_request
@@ -27,7 +26,7 @@ from composer_mesh.tasks.planned import (
     skipped_call,
     value_or_text,
 )
-from composer_mesh.tasks.playing import SyncSession
+from composer_mesh.tasks.playing import SyncSession, demonstrate
 from composer_mesh.tasks.task import Task, TaskSettings
 from composer_mesh.tasks.tool_chains import ToolChains
 from composer_mesh.tasks.tool_chains import plan as plan_of_chain

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.rollouts.actions import read_answer
+from composer_mesh.rollouts.consensus import read_answer
 from composer_mesh.rollouts.hints import TEMPLATES, HintLeak, render_hint
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import (

@@ -27,7 +27,7 @@ from step_batches import (
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.sharding import local
 
 MEASURED = {"update_share_every": 1}
 LOOSE = {"grad_clip": 1e9}

@@ -17,7 +17,7 @@ from step_batches import batch_of
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
+from composer_mesh.actors.models.sharding import local
 
 STEPS = 6
 ISLANDS = {

@@ -26,7 +26,7 @@ from composer_mesh.actors.models.optimizer_state import (
     restore_optimizer_state,
 )
 from composer_mesh.actors.models.ranks import CPU, Ranks
-from composer_mesh.actors.models.rows import is_dtensor, local
+from composer_mesh.actors.models.sharding import is_dtensor, local
 from composer_mesh.planning import optimizer_memory
 from composer_mesh.planning.model_refusals import LowbitMissing
 from composer_mesh.services.checks.accepting import startable

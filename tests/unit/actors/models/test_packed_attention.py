@@ -32,8 +32,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.packed_attention import LEAST_BLOCK, computes_by_sequences
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
-from composer_mesh.actors.models.sharding import decoder_layers
+from composer_mesh.actors.models.sharding import decoder_layers, local
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.planning.model_facts import CHUNKED, FULL, SLIDING, AttentionCall
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
 
 from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.model_facts import small_copy
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.probes import (
     LENGTHS,
@@ -24,7 +25,6 @@ from composer_mesh.actors.models.probes import (
     probe_sequences,
     short_scales,
 )
-from composer_mesh.actors.models.small_copy import small_copy
 from composer_mesh.actors.models.template_program import describe_model
 from composer_mesh.planning.model_facts import ModelFacts, check_model_trains
 from composer_mesh.planning.model_refusals import (

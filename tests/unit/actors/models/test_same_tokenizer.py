@@ -12,8 +12,8 @@ from repetition import LONG
 from tokenizers import normalizers, pre_tokenizers
 
 from composer_mesh.actors.models.policy import build_tokenizer, save_policy
-from composer_mesh.actors.models.same_tokenizer import difference
 from composer_mesh.actors.models.template_process import TemplateProcess
+from composer_mesh.actors.models.tokenizer import difference
 from composer_mesh.planning.model_folder import UnfitModelFolder
 from composer_mesh.services.checks.accepting import check_policy_files, check_policy_template
 

@@ -24,8 +24,7 @@ from composer_mesh.actors.models.lora import OtherAdapters, adapted_layers
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.rows import local
-from composer_mesh.actors.models.sharding import decoder_layers
+from composer_mesh.actors.models.sharding import decoder_layers, local
 from composer_mesh.actors.models.trained_model import frozen_model, trained_model
 from composer_mesh.configs.trainer import TrainerConfig
 from composer_mesh.planning.model_folder import UnfitModelFolder

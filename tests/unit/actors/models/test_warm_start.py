@@ -25,8 +25,7 @@ from composer_mesh.actors.models.warm_start import (
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.tasks.demonstrations import Demonstration, Piece, demonstrate, encode
-from composer_mesh.tasks.playing import SyncSession
+from composer_mesh.tasks.playing import Demonstration, Piece, SyncSession, demonstrate, encode
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 Prepare = Callable[..., Config]

@@ -25,7 +25,7 @@ from fake_provider import (
 
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderRequestError, ProviderServerError
-from composer_mesh.rollouts.actions import canonical_action
+from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.tool_calls import ToolCall, assistant_message, call_text, parse_action
 
 

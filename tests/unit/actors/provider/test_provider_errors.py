@@ -39,7 +39,7 @@ from composer_mesh.actors.provider.errors import (
 )
 from composer_mesh.actors.provider.http_transport import LARGEST_BODY
 from composer_mesh.actors.provider.reply import retry_after_s
-from composer_mesh.rollouts.actions import canonical_action
+from composer_mesh.rollouts.consensus import canonical_action
 
 
 def refused(status: int, **told: Any) -> httpx.Response:

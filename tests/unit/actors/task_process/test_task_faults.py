@@ -16,7 +16,7 @@ from composer_mesh.actors.task_process.process import (
     parsed_stacks,
     place,
 )
-from composer_mesh.tasks.call_marks import CallMark
+from composer_mesh.tasks.calls import CallMark
 
 LIBRARY = sysconfig.get_path("stdlib")
 USERS, OTHER = Frame("/home/a/task.py", 12, "r"), Frame("/home/a/task.py", 40, "<listcomp>")

@@ -10,7 +10,7 @@ import pytest
 
 from composer_mesh import Row, Session, Task, ToolError, Transcript, reward, tool
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.services.checks.timed_episode import TimedEpisode
+from composer_mesh.services.checks.task import TimedEpisode
 from composer_mesh.tasks.errors import TaskCodeError, TaskTimeout, UnusableTask
 
 CLOSED: list[str] = []

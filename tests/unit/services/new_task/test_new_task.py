@@ -18,8 +18,8 @@ from composer_mesh.mesh.environment import IMPORT_PATHS, SAFE_PATH
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.services.cli import main
 from composer_mesh.services.new_task.command import TEMPLATE, template_files
-from composer_mesh.tasks.demonstrations import conversations
 from composer_mesh.tasks.loading import make_task
+from composer_mesh.tasks.playing import conversations
 
 NAME = "a_new_shop"
 

@@ -12,8 +12,8 @@ from controller_world import World, rollouts_of
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
 from composer_mesh.rollouts.hint_sources import Written
+from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.schedule.groups import Groups, StoredGroup, first_to_finish
 from composer_mesh.services.schedule.step_builder import Group

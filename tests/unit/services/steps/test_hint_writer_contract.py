@@ -21,8 +21,8 @@ from composer_mesh.actors.hint_writer import (
 )
 from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.keys import Keys
-from composer_mesh.configs.hints import HintWriterConfig
-from composer_mesh.rollouts.hint_prompts import HintReply, HintRequest
+from composer_mesh.configs.sdpo import HintWriterConfig
+from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services.run.pools import MeshHintWriter
 from composer_mesh.services.steps.ports import HintWriter
 

@@ -15,16 +15,16 @@ from rich.console import Console
 from composer_mesh.actors.experts.http import Expert, ExpertPanel, UnknownExpert
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_prompts import (
+from composer_mesh.rollouts.hint_sources import HintCounts
+from composer_mesh.rollouts.hints import (
     HINT_WRITER,
     HintReply,
     HintRequest,
     builtin_wording,
     hint_request,
     one_line_hint,
+    render_hint,
 )
-from composer_mesh.rollouts.hint_sources import HintCounts
-from composer_mesh.rollouts.hints import render_hint
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.directory.report import summarize, summary_table

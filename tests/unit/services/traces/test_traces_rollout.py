@@ -11,7 +11,7 @@ import pytest
 from inspected_runs import a_pair, a_trace, listed_of
 from rich.console import Console
 
-from composer_mesh.configs.hints import HintsConfig
+from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.hint_sources import Hint, Written
 from composer_mesh.rollouts.pairs import FailureKind, Provenance, TeacherVote
 from composer_mesh.rollouts.traces import Trace, Turn

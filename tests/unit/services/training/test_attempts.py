@@ -10,7 +10,7 @@ from controller_world import others
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.services.training.attempts import Attempts
+from composer_mesh.services.training.checkpoint_writes import Attempts
 
 
 class Fault(Exception):

@@ -1,4 +1,4 @@
-"""The port `training.attempts.Teachers`: the fake and `RestoredTeachers` keep its contract."""
+"""The port `Teachers` of training: the fake and `RestoredTeachers` keep its contract."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from fake_teachers import PublishingRank, Ring, config
 
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.services.training.attempts import Teachers
-from composer_mesh.services.training.checkpoint_writes import AverageLost
+from composer_mesh.services.training.checkpoint_writes import AverageLost, Teachers
 from composer_mesh.services.training.step import RestoredTeachers
 
 VERSION = 3
