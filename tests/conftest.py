@@ -8,7 +8,9 @@ failures fail no run, and the end of a run lists them. The suite `core` leaves o
 
 from __future__ import annotations
 
+import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,15 @@ from selection import TESTS, has_files_of, suite_of, suites
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", choices=sorted(suites()), help="collect this suite alone")
+
+
+def pytest_report_header() -> str:
+    """Say which build of torch the tests run with, without importing it."""
+    torch = find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    found = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+    return f"torch {found['__version__']}, {'CPU' if found['cuda'] is None else 'CUDA'} build"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
