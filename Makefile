@@ -92,7 +92,7 @@ test: $(STAMPS)/dev
 
 test-all: $(STAMPS)/dev
 	@$(MAKE) --no-print-directory --jobs=2 unit-all shared-runs
-	$(BIN)/python -m pytest tests/procs --ignore=tests/procs/runs $(LOADFILE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/procs $(wildcard tests/plugins/*/procs) --ignore=tests/procs/runs $(LOADFILE) $(PYTEST_ARGS)
 
 .PHONY: unit-core unit-all shared-runs
 
@@ -100,7 +100,8 @@ unit-core: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit --suite core -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 unit-all: $(STAMPS)/dev
-	$(BIN)/python -m pytest tests/unit tests/fuzz -n $(TEST_JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit tests/fuzz $(wildcard tests/plugins/*/unit tests/plugins/*/fuzz) \
+		-n $(TEST_JOBS) $(PYTEST_ARGS)
 
 shared-runs: $(STAMPS)/dev
 	@RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs $(PYTEST_ARGS) >$(RUNS) 2>&1; \
@@ -111,7 +112,7 @@ benchmarks-quick: $(STAMPS)/dev
 	$(BIN)/python benchmarks/quick.py
 
 # All tests of a product that need no further packages.
-suite = $(BIN)/python -m pytest tests/unit tests/fuzz tests/procs --suite $(1) $(LOADFILE) $(PYTEST_ARGS)
+suite = $(BIN)/python -m pytest tests/unit tests/fuzz tests/procs tests/plugins --suite $(1) $(LOADFILE) $(PYTEST_ARGS)
 PRODUCTS := ablation code-tasks dashboard frameworks task-packages
 
 .PHONY: $(PRODUCTS:%=test-%)
@@ -313,8 +314,8 @@ families: $(STAMPS)/dev
 # examples of their own: those of `make test-all` are the same each time.
 fuzz: $(STAMPS)/dev
 	COMPOSER_MESH_FUZZ_FACTOR=$(FUZZ_FACTOR) COMPOSER_MESH_FUZZ_SEED=$(FUZZ_SEED) \
-		$(BIN)/python -m pytest tests/fuzz --timeout 0 -n $(TEST_JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=random -n $(TEST_JOBS) $(PYTEST_ARGS)
+		$(BIN)/python -m pytest tests/fuzz $(wildcard tests/plugins/*/fuzz) --timeout 0 -n $(TEST_JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit $(wildcard tests/plugins/*/unit) -m hypothesis --hypothesis-profile=random -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 # Faults that `make test` has to catch (docs/decisions/0026-faults-kept-with-the-tests.md). Takes hours: it is
 # run before tests or code are cut, and after.

@@ -30,7 +30,7 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
 @command("runs, rollouts and comparisons in a browser, live", _add_dashboard, many_files=True)
 def dashboard(arguments: argparse.Namespace) -> int:
     """Serve a page of the runs below a folder until Ctrl-C."""
-    from composer_mesh.services.dashboard.options import NEEDED, DashboardOptions
+    from composer_mesh.plugins.dashboard.options import NEEDED, DashboardOptions
     from composer_mesh.services.web.options import ServeRefused, check_installed
 
     try:
@@ -43,7 +43,7 @@ def dashboard(arguments: argparse.Namespace) -> int:
             control=arguments.control,
         )
         check_installed(NEEDED, "dashboard")
-        from composer_mesh.services.dashboard.command import dashboard_command
+        from composer_mesh.plugins.dashboard.command import dashboard_command
 
         say = functools.partial(print, flush=True)
         return dashboard_command(options, arguments.token_env, say)
@@ -80,7 +80,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 @command("runs as one HTML file to send to somebody", _add_report, many_files=True)
 def report(arguments: argparse.Namespace) -> int:
     """Write runs as one HTML file."""
-    from composer_mesh.services.dashboard.report import (
+    from composer_mesh.plugins.dashboard.report import (
         ReportOptions,
         ReportRefused,
         report_command,

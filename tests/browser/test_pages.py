@@ -13,7 +13,7 @@ from dashboard_runs import large_run, small_run
 from hostile_runs import HOSTILE, write
 from repository import ROOT
 
-from composer_mesh.services.dashboard.report import ReportOptions, report_html
+from composer_mesh.plugins.dashboard.report import ReportOptions, report_html
 
 WIDTHS = (390, 820, 1440)
 ROLLOUT = "/runs/large/rollouts/train-000010-003"

@@ -24,8 +24,8 @@ HELPERS = (
 )
 """Folders whose modules tests import by their bare names."""
 CHECKED = (
-    *("helpers", "unit", "procs", "fuzz", "mutations", "slurm", "browser", "mcp", "openenv"),
-    *("security", "tasks_packages", "trackers", "trl"),
+    *("helpers", "unit", "procs", "fuzz", "plugins", "mutations", "slurm", "browser", "mcp"),
+    *("openenv", "security", "tasks_packages", "trackers", "trl"),
 )
 """Folders of tests whose imports are installed here."""
 NOT_OF_NAMES = (

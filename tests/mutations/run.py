@@ -25,7 +25,7 @@ from pathlib import Path
 from edits import FOLDER, Mutation, UnusableEdit, mutations_of, placed, sets_of, sources
 
 ROOT = FOLDER.parents[1]
-TESTS = ("tests/unit", "tests/fuzz", "tests/procs")
+TESTS = ("tests/unit", "tests/fuzz", "tests/procs", "tests/plugins")
 OWN = "tests/unit/mutations"
 """The test that each fault can be applied, which fails wherever one has been."""
 NEAR = 40

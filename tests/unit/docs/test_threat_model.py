@@ -8,7 +8,8 @@ import pytest
 from repository import ROOT
 
 TEXT = (ROOT / "docs" / "threat-model.md").read_text()
-NAMED = sorted(set(re.findall(r"`((?:unit|procs|fuzz|security)/[\w/]+\.py)(?:::(\w+))?`", TEXT)))
+FOLDERS = "unit|procs|fuzz|plugins|security"
+NAMED = sorted(set(re.findall(rf"`((?:{FOLDERS})/[\w/]+\.py)(?:::(\w+))?`", TEXT)))
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda part: part.rpartition("/")[2])
@@ -19,4 +20,4 @@ def test_a_test_that_the_threat_model_names_exists(file: str, name: str) -> None
 
 def test_every_kind_of_attack_names_a_test() -> None:
     for section in re.split(r"\n### ", TEXT)[1:]:
-        assert re.search(r"`(unit|procs|fuzz|security)/", section), section[:40]
+        assert re.search(rf"`({FOLDERS})/", section), section[:40]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.regular_files import UnusableFile
-from composer_mesh.services.dashboard.series import Columns
+from composer_mesh.plugins.dashboard.series import Columns
 from composer_mesh.services.directory.report import TIMELINE_FILE
 from composer_mesh.services.directory.status import EVENTS_FILE, RunUnavailable
 from composer_mesh.services.inspection.events_command import Lines, event_of

@@ -9,15 +9,15 @@ from typing import Any
 
 from composer_mesh.configs.base import CustomFunction
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.dashboard.requests import PAGE_SIZE, SORTS, RolloutFilter
-from composer_mesh.services.dashboard.tokens import (
+from composer_mesh.plugins.dashboard.requests import PAGE_SIZE, SORTS, RolloutFilter
+from composer_mesh.plugins.dashboard.tokens import (
     Colouring,
     Token,
     Tokenizers,
     advantage_of,
     tokens_of,
 )
+from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.store.divergence_files import read_divergences
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, TraceRow

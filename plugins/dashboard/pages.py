@@ -15,8 +15,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from composer_mesh.plugins.dashboard.charts import figure, sparkline
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.services.dashboard.charts import figure, sparkline
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.text import (
     action_line,
@@ -36,7 +36,7 @@ LONGEST_SHOWN = 200_000
 def environment() -> Environment:
     """Return the templates with their filters."""
     made = Environment(
-        loader=PackageLoader("composer_mesh.services.dashboard"),
+        loader=PackageLoader("composer_mesh.plugins.dashboard"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

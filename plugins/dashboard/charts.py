@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from composer_mesh.services.dashboard.series import Curve
+from composer_mesh.plugins.dashboard.series import Curve
 
 HEIGHT, TOP, BOTTOM, LEFT = 190, 10, 22, 42
 INNER = 1000

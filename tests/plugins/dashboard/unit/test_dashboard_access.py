@@ -14,11 +14,11 @@ from dashboards import BASE, client, dashboard
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.dashboard import commands
+from composer_mesh.plugins.dashboard.access import local_path
+from composer_mesh.plugins.dashboard.command import serving
+from composer_mesh.plugins.dashboard.options import DashboardOptions
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import make_parser
-from composer_mesh.services.dashboard.access import local_path
-from composer_mesh.services.dashboard.command import serving
-from composer_mesh.services.dashboard.options import DashboardOptions
 from composer_mesh.services.directory.control import Control
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.web.options import ServeRefused

@@ -7,14 +7,14 @@ import shlex
 
 from guides import ROOT, Guide
 
+from composer_mesh.plugins.dashboard.app import MOST_COMPARED
+from composer_mesh.plugins.dashboard.options import DashboardOptions
+from composer_mesh.plugins.dashboard.pages import LONGEST_SHOWN
+from composer_mesh.plugins.dashboard.series import MOST_POINTS
 from composer_mesh.services.commands.parser import make_parser
-from composer_mesh.services.dashboard.app import MOST_COMPARED
-from composer_mesh.services.dashboard.options import DashboardOptions
-from composer_mesh.services.dashboard.pages import LONGEST_SHOWN
-from composer_mesh.services.dashboard.series import MOST_POINTS
 
 PAGE = Guide.read("dashboard.md")
-SCRIPT = (ROOT / "services" / "dashboard" / "static" / "app.js").read_text()
+SCRIPT = (ROOT / "plugins" / "dashboard" / "static" / "app.js").read_text()
 
 
 def test_every_command_of_the_page_is_one() -> None:

@@ -23,16 +23,16 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.services.dashboard import replay_views, rollout_views, run_views
-from composer_mesh.services.dashboard.access import Guard, Sessions, UserOf, local_path
-from composer_mesh.services.dashboard.catalog import Catalog, RunSummary, differing
-from composer_mesh.services.dashboard.charted import charts_of_runs
-from composer_mesh.services.dashboard.live import LiveConnections
-from composer_mesh.services.dashboard.live_parts import PartsOfRun, PartsOfRuns
-from composer_mesh.services.dashboard.open_runs import OpenRun, OpenRuns
-from composer_mesh.services.dashboard.options import DashboardOptions
-from composer_mesh.services.dashboard.pages import render
-from composer_mesh.services.dashboard.requests import (
+from composer_mesh.plugins.dashboard import replay_views, rollout_views, run_views
+from composer_mesh.plugins.dashboard.access import Guard, Sessions, UserOf, local_path
+from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
+from composer_mesh.plugins.dashboard.charted import charts_of_runs
+from composer_mesh.plugins.dashboard.live import LiveConnections
+from composer_mesh.plugins.dashboard.live_parts import PartsOfRun, PartsOfRuns
+from composer_mesh.plugins.dashboard.open_runs import OpenRun, OpenRuns
+from composer_mesh.plugins.dashboard.options import DashboardOptions
+from composer_mesh.plugins.dashboard.pages import render
+from composer_mesh.plugins.dashboard.requests import (
     SMOOTHINGS,
     SORTS,
     ChartOptions,
@@ -40,9 +40,9 @@ from composer_mesh.services.dashboard.requests import (
     colouring_of,
     page_of,
 )
-from composer_mesh.services.dashboard.series import AXES, AXIS_TITLES
-from composer_mesh.services.dashboard.table import RunTable
-from composer_mesh.services.dashboard.tokens import COLOURINGS, Tokenizers
+from composer_mesh.plugins.dashboard.series import AXES, AXIS_TITLES
+from composer_mesh.plugins.dashboard.table import RunTable
+from composer_mesh.plugins.dashboard.tokens import COLOURINGS, Tokenizers
 from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.scale_command import read_sizes

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from composer_mesh.services.dashboard.series import AXES, Axis
-from composer_mesh.services.dashboard.tokens import COLOURINGS, Colouring
+from composer_mesh.plugins.dashboard.series import AXES, Axis
+from composer_mesh.plugins.dashboard.tokens import COLOURINGS, Colouring
 from composer_mesh.services.store.rows import GroupState, Where
 
 PAGE_SIZE = 50

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer_mesh.services.dashboard.catalog import RunSummary
-from composer_mesh.services.dashboard.charts import Chart
-from composer_mesh.services.dashboard.series import AXIS_TITLES, Axis, Columns, Curve, curve
+from composer_mesh.plugins.dashboard.catalog import RunSummary
+from composer_mesh.plugins.dashboard.charts import Chart
+from composer_mesh.plugins.dashboard.series import AXIS_TITLES, Axis, Columns, Curve, curve
 from composer_mesh.services.directory.report import Evaluation
 
 

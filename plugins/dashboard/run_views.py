@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.load import TomlRefused, read_text
-from composer_mesh.services.dashboard.catalog import RunSummary
-from composer_mesh.services.dashboard.charted import charts_of_run
-from composer_mesh.services.dashboard.open_runs import OpenRun
-from composer_mesh.services.dashboard.requests import ChartOptions
-from composer_mesh.services.dashboard.timeline import timeline_of
+from composer_mesh.plugins.dashboard.catalog import RunSummary
+from composer_mesh.plugins.dashboard.charted import charts_of_run
+from composer_mesh.plugins.dashboard.open_runs import OpenRun
+from composer_mesh.plugins.dashboard.requests import ChartOptions
+from composer_mesh.plugins.dashboard.timeline import timeline_of
 from composer_mesh.services.directory.resume import CONFIG_FILE
 
 BAD = ("_died", "_hung", "_given_up", "_failed")

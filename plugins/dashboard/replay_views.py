@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.services.dashboard.charts import Chart
-from composer_mesh.services.dashboard.open_runs import OpenRun
-from composer_mesh.services.dashboard.series import Columns, curve
+from composer_mesh.plugins.dashboard.charts import Chart
+from composer_mesh.plugins.dashboard.open_runs import OpenRun
+from composer_mesh.plugins.dashboard.series import Columns, curve
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import PairRow

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_mesh.services.dashboard.catalog import tokens_per_s, usd_of
+from composer_mesh.plugins.dashboard.catalog import tokens_per_s, usd_of
 from composer_mesh.services.directory.report import METRICS_FILE
 from composer_mesh.services.inspection.events_command import Lines, event_of
 

@@ -17,14 +17,14 @@ from typing import Any
 from markupsafe import Markup
 
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.services.dashboard.catalog import Catalog, RunSummary, differing
-from composer_mesh.services.dashboard.charted import charts_of_run, charts_of_runs
-from composer_mesh.services.dashboard.open_runs import OpenRun
-from composer_mesh.services.dashboard.pages import render
-from composer_mesh.services.dashboard.rollout_views import RolloutReader
-from composer_mesh.services.dashboard.run_views import figures_of
-from composer_mesh.services.dashboard.series import Axis
-from composer_mesh.services.dashboard.tokens import Tokenizers
+from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
+from composer_mesh.plugins.dashboard.charted import charts_of_run, charts_of_runs
+from composer_mesh.plugins.dashboard.open_runs import OpenRun
+from composer_mesh.plugins.dashboard.pages import render
+from composer_mesh.plugins.dashboard.rollout_views import RolloutReader
+from composer_mesh.plugins.dashboard.run_views import figures_of
+from composer_mesh.plugins.dashboard.series import Axis
+from composer_mesh.plugins.dashboard.tokens import Tokenizers
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import StoreMissing, Where

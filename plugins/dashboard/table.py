@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from composer_mesh.services.dashboard.catalog import RunSummary
-from composer_mesh.services.dashboard.requests import LONGEST_TEXT, page_of
+from composer_mesh.plugins.dashboard.catalog import RunSummary
+from composer_mesh.plugins.dashboard.requests import LONGEST_TEXT, page_of
 
 PAGE_SIZE = 100
 STATES = ("running", "finished", "stopped", "failed", "died", "silent")

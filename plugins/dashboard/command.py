@@ -8,9 +8,9 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from composer_mesh.services.dashboard.access import Sessions
-from composer_mesh.services.dashboard.app import Dashboard, make_app
-from composer_mesh.services.dashboard.options import DashboardOptions
+from composer_mesh.plugins.dashboard.access import Sessions
+from composer_mesh.plugins.dashboard.app import Dashboard, make_app
+from composer_mesh.plugins.dashboard.options import DashboardOptions
 from composer_mesh.services.web.access import Access
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 from composer_mesh.services.web.options import ServeRefused

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from composer_mesh.services.dashboard.live import LiveConnections
-from composer_mesh.services.dashboard.run_views import with_dead
+from composer_mesh.plugins.dashboard.live import LiveConnections
+from composer_mesh.plugins.dashboard.run_views import with_dead
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
 

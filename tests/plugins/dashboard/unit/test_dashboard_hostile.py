@@ -12,8 +12,8 @@ from dashboards import Page, client, dashboard
 from hostile_runs import HOSTILE, hostile_group, write_hostile_run
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.dashboard.live import message
-from composer_mesh.services.dashboard.report import ReportOptions, report_html
+from composer_mesh.plugins.dashboard.live import message
+from composer_mesh.plugins.dashboard.report import ReportOptions, report_html
 
 SAMPLES = range(len(HOSTILE) + 1)
 PAGES = [

@@ -16,16 +16,16 @@ from inspected_runs import a_trace, group_of, write_run
 
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
+from composer_mesh.plugins.dashboard.catalog import Catalog, differing, state_of
+from composer_mesh.plugins.dashboard.charts import Chart, figure, sparkline, ticks
+from composer_mesh.plugins.dashboard.live import Changes
+from composer_mesh.plugins.dashboard.live_parts import PartsOfRun
+from composer_mesh.plugins.dashboard.open_runs import PacedLook
+from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
+from composer_mesh.plugins.dashboard.series import Columns, curve, reduced
+from composer_mesh.plugins.dashboard.timeline import timeline_of
+from composer_mesh.plugins.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.rollouts.traces import TurnDivergences
-from composer_mesh.services.dashboard.catalog import Catalog, differing, state_of
-from composer_mesh.services.dashboard.charts import Chart, figure, sparkline, ticks
-from composer_mesh.services.dashboard.live import Changes
-from composer_mesh.services.dashboard.live_parts import PartsOfRun
-from composer_mesh.services.dashboard.open_runs import PacedLook
-from composer_mesh.services.dashboard.requests import ChartOptions, RolloutFilter
-from composer_mesh.services.dashboard.series import Columns, curve, reduced
-from composer_mesh.services.dashboard.timeline import timeline_of
-from composer_mesh.services.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.services.directory.curve import sampled_metrics
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.store.divergence_files import divergences_path, write_divergences

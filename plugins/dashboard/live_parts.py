@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.services.dashboard.catalog import Catalog, RunSummary, stamp
-from composer_mesh.services.dashboard.pages import render
-from composer_mesh.services.dashboard.table import RunTable
+from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, stamp
+from composer_mesh.plugins.dashboard.pages import render
+from composer_mesh.plugins.dashboard.table import RunTable
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,

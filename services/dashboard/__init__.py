@@ -1,1 +1,0 @@
-"""Runs in a browser: a live page over run directories, and reports as one file."""
