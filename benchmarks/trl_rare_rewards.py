@@ -26,7 +26,7 @@ from vs_trl_run import Recorded, record
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.ablation.plan import BASELINE, is_finished
+from composer_mesh.plugins.ablation.plan import BASELINE, is_finished
 from composer_mesh.services.directory.report import EVALUATIONS_FILE, read_evaluations
 from composer_mesh.tasks.loading import make_task
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.ablation.plan import CHANNELS_OF, TARGET, refuse_other_runs
-from composer_mesh.services.ablation.settings import Varied, plan_study
+from composer_mesh.plugins.ablation.plan import CHANNELS_OF, TARGET, refuse_other_runs
+from composer_mesh.plugins.ablation.settings import Varied, plan_study
 from composer_mesh.services.checks.accepting import (
     UsageError,
     accept,
@@ -118,8 +118,8 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     first = study.settings[0]
     output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
     refuse_other_runs(study.runs, output)
-    from composer_mesh.services.ablation.merging import merged_runs
-    from composer_mesh.services.ablation.preview import power_before, study_lines
+    from composer_mesh.plugins.ablation.merging import merged_runs
+    from composer_mesh.plugins.ablation.preview import power_before, study_lines
 
     merged = merged_runs(study, arguments.merge)
     power, price = power_before(arguments, len(first.seeds), output), _price(arguments)
@@ -129,7 +129,7 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         return 0
     with claimed(output):
         signals.hold()
-        from composer_mesh.services.ablation.command import ablate_command
+        from composer_mesh.plugins.ablation.command import ablate_command
 
         def one(config: Config, place: Path, resumed: Sequence[Change] | None) -> int:
             """Train one run; a signal that came when it was done ends the ablation too."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.machine import this_host
-from composer_mesh.services.ablation.plan import Ablation, PlannedRun, refuse_other_runs
-from composer_mesh.services.ablation.report import ablation_report, write_report
+from composer_mesh.plugins.ablation.plan import Ablation, PlannedRun, refuse_other_runs
+from composer_mesh.plugins.ablation.report import ablation_report, write_report
 from composer_mesh.services.cli import REFUSALS, main
 from composer_mesh.services.directory.resume import describe_resume, refuse_unfit
 from composer_mesh.services.directory.status import ActorStatus, RunStatus, write_status

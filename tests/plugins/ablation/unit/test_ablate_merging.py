@@ -11,9 +11,9 @@ import pytest
 from fake_ablations import PricedRuns
 from repository import ROOT
 
-from composer_mesh.services.ablation.command import ablate_command
-from composer_mesh.services.ablation.merging import merged_runs
-from composer_mesh.services.ablation.settings import Study, Varied, plan_study
+from composer_mesh.plugins.ablation.command import ablate_command
+from composer_mesh.plugins.ablation.merging import merged_runs
+from composer_mesh.plugins.ablation.settings import Study, Varied, plan_study
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.services.ablation.curve import PICTURE_FILE
-from composer_mesh.services.ablation.difficulty import DIFFICULTY_FILE, panels_of
-from composer_mesh.services.ablation.report import settings_of
-from composer_mesh.services.ablation.tables import Rows, notes, step_rows, summary_rows, title_of
+from composer_mesh.plugins.ablation.curve import PICTURE_FILE
+from composer_mesh.plugins.ablation.difficulty import DIFFICULTY_FILE, panels_of
+from composer_mesh.plugins.ablation.report import settings_of
+from composer_mesh.plugins.ablation.tables import Rows, notes, step_rows, summary_rows, title_of
 
 PAGE_FILE = "ablation.md"
 

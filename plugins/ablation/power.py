@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer_mesh.services.ablation.figures import paired, t_quantile
+from composer_mesh.plugins.ablation.figures import paired, t_quantile
 
 POWER = 0.8
 """Chance to see a true difference, at a two-sided level of 5 %."""

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.services.ablation.curve import INK, color_of
-from composer_mesh.services.ablation.tables import title_of
+from composer_mesh.plugins.ablation.curve import INK, color_of
+from composer_mesh.plugins.ablation.tables import title_of
 
 DIFFICULTY_FILE = "difficulty.png"
 

@@ -14,12 +14,12 @@ from typing import Any
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
-from composer_mesh.services.ablation.arms import arms_of
-from composer_mesh.services.ablation.figures import INTERVAL
-from composer_mesh.services.ablation.outcomes import Outcome, outcomes
-from composer_mesh.services.ablation.plan import Ablation
-from composer_mesh.services.ablation.power import Deviation, deviations_of
-from composer_mesh.services.ablation.settings import Study
+from composer_mesh.plugins.ablation.arms import arms_of
+from composer_mesh.plugins.ablation.figures import INTERVAL
+from composer_mesh.plugins.ablation.outcomes import Outcome, outcomes
+from composer_mesh.plugins.ablation.plan import Ablation
+from composer_mesh.plugins.ablation.power import Deviation, deviations_of
+from composer_mesh.plugins.ablation.settings import Study
 from composer_mesh.services.directory.claim import RunDirectoryError
 
 REPORT_FILE = "ablation.json"

@@ -7,10 +7,10 @@ import math
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from composer_mesh.services.ablation.plan import is_finished
-from composer_mesh.services.ablation.power import Deviation, power_line
-from composer_mesh.services.ablation.report import REPORT_FILE, earlier_deviation
-from composer_mesh.services.ablation.settings import Study
+from composer_mesh.plugins.ablation.plan import is_finished
+from composer_mesh.plugins.ablation.power import Deviation, power_line
+from composer_mesh.plugins.ablation.report import REPORT_FILE, earlier_deviation
+from composer_mesh.plugins.ablation.settings import Study
 from composer_mesh.services.checks.accepting import UsageError
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import MIB, short_reason
-from composer_mesh.services.ablation.plan import PlannedRun, is_finished
+from composer_mesh.plugins.ablation.plan import PlannedRun, is_finished
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,

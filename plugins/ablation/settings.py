@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.services.ablation.plan import (
+from composer_mesh.plugins.ablation.plan import (
     CHANNELS_OF,
     TARGET,
     Ablation,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_mesh.services.ablation.figures import (
+from composer_mesh.plugins.ablation.figures import (
     Estimate,
     curve,
     mean_over_run,
@@ -17,8 +17,8 @@ from composer_mesh.services.ablation.figures import (
     paired,
     steps_to,
 )
-from composer_mesh.services.ablation.outcomes import Outcome
-from composer_mesh.services.ablation.plan import BASELINE, Ablation
+from composer_mesh.plugins.ablation.outcomes import Outcome
+from composer_mesh.plugins.ablation.plan import BASELINE, Ablation
 from composer_mesh.services.directory.report import Evaluation
 
 Values = Mapping[int, float]

@@ -17,8 +17,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.services.ablation.plan import BASELINE
-from composer_mesh.services.ablation.tables import title_of
+from composer_mesh.plugins.ablation.plan import BASELINE
+from composer_mesh.plugins.ablation.tables import title_of
 
 PICTURE_FILE = "ablation.png"
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"

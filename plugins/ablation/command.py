@@ -8,20 +8,20 @@ from typing import Any
 
 from rich.console import Console
 
-from composer_mesh.services.ablation.curve import PICTURE_FILE, draw_ablation
-from composer_mesh.services.ablation.difficulty import DIFFICULTY_FILE, draw_difficulty
-from composer_mesh.services.ablation.outcomes import Outcome
-from composer_mesh.services.ablation.page import PAGE_FILE, write_page
-from composer_mesh.services.ablation.plan import Train, run_ablation
-from composer_mesh.services.ablation.report import (
+from composer_mesh.plugins.ablation.curve import PICTURE_FILE, draw_ablation
+from composer_mesh.plugins.ablation.difficulty import DIFFICULTY_FILE, draw_difficulty
+from composer_mesh.plugins.ablation.outcomes import Outcome
+from composer_mesh.plugins.ablation.page import PAGE_FILE, write_page
+from composer_mesh.plugins.ablation.plan import Train, run_ablation
+from composer_mesh.plugins.ablation.report import (
     REPORT_FILE,
     settings_of,
     study_report,
     unfinished,
     write_report,
 )
-from composer_mesh.services.ablation.settings import Study
-from composer_mesh.services.ablation.tables import notes, report_table
+from composer_mesh.plugins.ablation.settings import Study
+from composer_mesh.plugins.ablation.tables import notes, report_table
 
 INCOMPLETE = 1
 

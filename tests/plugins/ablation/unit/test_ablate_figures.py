@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.services.ablation.figures import (
+from composer_mesh.plugins.ablation.figures import (
     curve,
     mean_over_run,
     mean_over_seeds,

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.services.ablation.figures import mean_over_seeds
-from composer_mesh.services.ablation.power import (
+from composer_mesh.plugins.ablation.figures import mean_over_seeds
+from composer_mesh.plugins.ablation.power import (
     Deviation,
     detectable,
     deviations_of,
     power_line,
     power_of,
 )
-from composer_mesh.services.ablation.report import earlier_deviation
+from composer_mesh.plugins.ablation.report import earlier_deviation
 from composer_mesh.services.directory.claim import RunDirectoryError
 
 

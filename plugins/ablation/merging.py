@@ -16,10 +16,10 @@ from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
-from composer_mesh.services.ablation.outcomes import FINISHED, Cost, Outcome
-from composer_mesh.services.ablation.plan import Ablation
-from composer_mesh.services.ablation.report import LARGEST_REPORT, REPORT_FILE, settings_of
-from composer_mesh.services.ablation.settings import Study
+from composer_mesh.plugins.ablation.outcomes import FINISHED, Cost, Outcome
+from composer_mesh.plugins.ablation.plan import Ablation
+from composer_mesh.plugins.ablation.report import LARGEST_REPORT, REPORT_FILE, settings_of
+from composer_mesh.plugins.ablation.settings import Study
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.directory.report import Evaluation
 

@@ -1,1 +1,0 @@
-"""Comparison of runs of one config with and without its channels."""
