@@ -17,7 +17,7 @@ import torch
 import vs_trl_peer
 from datasets import Dataset
 
-from composer_mesh.actors.learning.schedules import learning_rate
+from composer_mesh.actors.learning.weight_update import learning_rate
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.configs.load import load_config

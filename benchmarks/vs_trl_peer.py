@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from vs_trl_episodes import Played, Player
 
-from composer_mesh.actors.learning.schedules import learning_rate
+from composer_mesh.actors.learning.weight_update import learning_rate
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.configs.advantages import GroupAdvantage

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.channels.step import POLICY, Term, step_loss
+from composer_mesh.channels.step import POLICY, Term, own_weights, step_loss
 from composer_mesh.losses.distillation import topk_distillation
 from composer_mesh.losses.policy import grpo_loss
 from composer_mesh.losses.preference import dpo_loss
@@ -52,11 +52,11 @@ def three_channel(
     if logprobs.ndim == 2:
         logprobs, mask = logprobs[..., None], mask[..., None]
         inputs = {name: values[..., None] for name, values in inputs.items()}
-    weights = {"sdpo": options.get("alpha", 1.0), "replay": options.get("beta", 1.0)}
+    weights = own_weights(options.get("alpha", 1.0), options.get("beta", 1.0))
     terms: dict[str, Term] = {
         name: partial(term, logprobs, inputs, options, mask)
         for name, term in ((POLICY, _policy), ("sdpo", _sdpo), ("replay", _replay))
-        if weights.get(name, 1.0)
+        if weights[name]
     }
     found = step_loss(terms, weights)
     return found.total(), found.losses

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from composer_mesh.channels.step import POLICY, Term, checked_weight, step_loss
+from composer_mesh.channels.step import POLICY, Term, checked_weight, own_weights, step_loss
 from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.distillation import entropy_gated_kl, generalized_jsd, taid_loss
 from composer_mesh.losses.logprobs import token_logprobs
@@ -122,7 +122,7 @@ def compose_loss(
         simpo_beta,
         simpo_gamma,
     )
-    weights = {"sdpo": alpha_sdpo, "replay": beta_replay}
+    weights = own_weights(alpha_sdpo, beta_replay)
     for name, weight in weights.items():
         checked_weight(name, weight)
     off, counts, terms = _off(batch, alpha_sdpo, beta_replay, dpo_variant), normalizers or {}, {}

@@ -65,6 +65,11 @@ def step_loss(
     return found
 
 
+def own_weights(alpha: float, beta: float) -> dict[str, float]:
+    """Return the weights of our three channels by name."""
+    return {POLICY: 1.0, "sdpo": alpha, "replay": beta}
+
+
 def checked_weight(name: str, weight: Number) -> float:
     """Return a channel's weight; raise ValueError unless it is finite and >= 0."""
     if not (math.isfinite(weight) and weight >= 0):

@@ -14,8 +14,8 @@ from typing import Any
 
 from tinker import types
 
+from composer_mesh.channels.sdpo.samples import hinted_sites
 from composer_mesh.client.sequences import Hinted, Pair, Rollout, Turn
-from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.tasks import Episode

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer_mesh.channels.step import POLICY, Term, step_loss, step_total
+from composer_mesh.channels.step import POLICY, Term, own_weights, step_loss, step_total
 from composer_mesh.integrations.areal import ppo_actor_loss
 from composer_mesh.integrations.pair_gradients import check_references, pair_gradients
 from composer_mesh.losses.distillation import generalized_jsd
@@ -41,11 +41,6 @@ class Channels:
     dpo_beta: float = 0.1
     temperature: float = 1.0
     ppo: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each channel in the total."""
-        return {POLICY: 1.0, "sdpo": self.alpha, "replay": self.beta}
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ def three_channel_step(
         terms: dict[str, Term] = {POLICY: lambda: _policy(piece, channels) / counts["tokens"]}
         if piece.row in by_row:
             terms["sdpo"] = lambda: _hinted(piece, by_row[piece.row], channels) / counts["hinted"]
-        found = step_loss(terms, channels.weights)
+        found = step_loss(terms, own_weights(channels.alpha, channels.beta))
         for name, one in found.losses.items():
             losses[name] += float(one)
         return found.total()
@@ -104,7 +99,7 @@ def three_channel_step(
     _run(engine, every, lambda piece: ranks * loss(piece))
     stats = engine.optimizer_step()
     found = _summed(engine, losses)
-    total = step_total(found, channels.weights)
+    total = step_total(found, own_weights(channels.alpha, channels.beta))
     figures = {f"loss/{name}": value for name, value in found.items()}
     return {**figures, "loss/total": total, **{k: float(v) for k, v in stats.items()}}
 

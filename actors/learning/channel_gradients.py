@@ -17,8 +17,8 @@ from torch import Tensor
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_dtensor, is_sharded, keep_head
 from composer_mesh.channels.step import POLICY, StepLoss
+from composer_mesh.channels.weights import FREE, bounded_factors, update_bounds, update_shares
 from composer_mesh.configs.schema import Config
-from composer_mesh.losses.update_shares import FREE, bounded_factors, update_shares
 
 Gradients = list[Tensor | None]
 
@@ -140,16 +140,6 @@ class ChannelGradients:
     def _show(self, gradients: Gradients) -> None:
         for weights, gradient in zip(self._weights, gradients, strict=True):
             weights.grad = gradient
-
-
-def update_bounds(config: Config) -> dict[str, tuple[float, float]]:
-    """Return the lowest and the highest share of each channel that has one."""
-    found = {}
-    for name, section in config.weighted_channels.items():
-        low, high = section.min_update_share, section.max_update_share
-        if section.on and section.is_bounded:
-            found[name] = (FREE[0] if low is None else low, FREE[1] if high is None else high)
-    return found
 
 
 def _combined(place: int, parts: Sequence[tuple[float, Gradients]]) -> Tensor | None:

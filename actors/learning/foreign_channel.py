@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.update_pass import MicrobatchStates, UpdatePass
+from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel, UpdatePass
 from composer_mesh.actors.models.language_model import padded
-from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.channels.port import ChannelRows, make_channel
-from composer_mesh.channels.step import Figures
 from composer_mesh.configs.channels import ChannelConfig
 from composer_mesh.losses.custom_function import CustomFunctionError, call_function
 
 
-class ForeignChannel:
+class ForeignChannel(TrainedChannel):
     """Computes the loss of a channel that a section of [channels] names; `custom` observes it."""
 
     def __init__(
@@ -46,13 +44,6 @@ class ForeignChannel:
         for name, figure in figures.items():
             one.sums.figures[f"{self.name}/{name}"] += float(figure) / normalizer
         return loss / normalizer
-
-    def train_rest(self, one: UpdatePass, /) -> None:
-        """Do nothing: every sample is in a microbatch."""
-
-    def finish_step(self, _loss: float | None, _step: int, _ranks: Ranks, /) -> Figures:
-        """Return nothing: figures are sums over the step."""
-        return {}
 
     def _normalizer(self, one: UpdatePass) -> float:
         samples = one.batch.channels[self.name]

@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.configured_loss import (
+from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
+from composer_mesh.actors.learning.running_call import RunningCall
+from composer_mesh.actors.learning.step_start import StepStart
+from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel
+from composer_mesh.actors.models.hidden_states import HiddenStates
+from composer_mesh.actors.models.language_model import LanguageModel, padded
+from composer_mesh.actors.models.ranks import Ranks
+from composer_mesh.actors.models.sharding import release
+from composer_mesh.channels.policy.configured_loss import (
     Corrected,
     Tokens,
     correction_weights,
     policy_loss,
 )
-from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
-from composer_mesh.actors.learning.requested_fields import requested_fields
-from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.step_start import StepStart
-from composer_mesh.actors.learning.update_pass import MicrobatchStates, UpdatePass
-from composer_mesh.actors.models.hidden_states import HiddenStates
-from composer_mesh.actors.models.language_model import LanguageModel, padded
-from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.sharding import release
 from composer_mesh.channels.step import POLICY, Figures
 from composer_mesh.configs import losses as configs
 from composer_mesh.configs.loss_options import TokenLoss
@@ -41,6 +40,8 @@ from composer_mesh.losses.custom import (
     load_function,
 )
 from composer_mesh.losses.fused import linear_scores
+from composer_mesh.losses.fused_entropies import linear_entropies
+from composer_mesh.losses.logprobs import linear_logits
 from composer_mesh.losses.policy import (
     Aggregation,
     aggregation_normalizer,
@@ -49,7 +50,7 @@ from composer_mesh.losses.policy import (
 from composer_mesh.rollouts.batches import BatchCounts, PolicySample
 
 
-class PolicyChannel:
+class PolicyChannel(TrainedChannel):
     """Computes the configured policy loss; `reference` is the frozen policy, if needed.
 
     `custom` observes the calls of a custom loss.
@@ -90,9 +91,6 @@ class PolicyChannel:
             )
         self.run_with_others(one.reference[states.index] if one.reference else 0)
         return loss
-
-    def train_rest(self, one: UpdatePass, /) -> None:
-        """Do nothing: every sample is in a microbatch."""
 
     def loss(
         self,
@@ -311,3 +309,34 @@ def _loss_inputs(tokens: Tokens, row: int, length: int) -> LossInputs:
 def _of_tokens(advantage: Tensor, length: int) -> Tensor:
     """Return a sequence's advantage for each of its tokens."""
     return advantage.expand(length) if advantage.ndim == 0 else advantage[:length]
+
+
+def requested_fields(
+    loss: configs.CustomLoss,
+    model: LanguageModel,
+    hidden: HiddenStates,
+    mask: Tensor,
+    temperature: float,
+) -> list[dict[str, Tensor]]:
+    """Return the fields that a custom loss needs beyond log-probs, of each sequence.
+
+    `mask` is [B, T - 1]; only "logits" makes scores of all sampled tokens.
+    """
+    rows, counts = hidden.predicting(mask), mask.sum(-1).tolist()
+    found: dict[str, Tensor] = {}
+    if "hidden_states" in loss.needs:
+        found["hidden_states"] = rows.states
+    if "entropies" in loss.needs:
+        found["entropies"] = linear_entropies(
+            rows.states,
+            model.weight,
+            bias=model.bias,
+            softcap=model.softcap,
+            temperature=temperature,
+        )
+    if "logits" in loss.needs:
+        found["logits"] = linear_logits(
+            rows.states, model.weight, model.bias, temperature, softcap=model.softcap
+        )
+    parts = {name: rows.whole(tensor).split(counts) for name, tensor in found.items()}
+    return [{name: split[row] for name, split in parts.items()} for row in range(len(mask))]

@@ -8,39 +8,26 @@ Axes: B pairs of a microbatch.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.learning.not_finite import Part
-from composer_mesh.actors.learning.update_pass import MicrobatchStates, UpdatePass
+from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel, UpdatePass
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
-from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.channels.step import Figures, step_loss
+from composer_mesh.channels.replay.configured_loss import Sides, figures_of, preference_loss
+from composer_mesh.channels.step import step_loss
 from composer_mesh.configs.preference import WeightedPreferenceConfig
-from composer_mesh.losses.preference import (
-    PreferenceLoss,
-    dpo_loss,
-    ipo_loss,
-    mpo_loss,
-    sequence_logprobs,
-    simpo_loss,
-    wpo_weights,
-)
+from composer_mesh.losses.preference import PreferenceLoss, sequence_logprobs, wpo_weights
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.step_plan import pair_groups, pair_sides
 
 SIDES = ("chosen", "rejected")
-Sides = tuple[Tensor, Tensor]
-
-FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
-"""Metrics of a step's pairs, each a mean over them."""
 
 
-class ReplayChannel:
+class ReplayChannel(TrainedChannel):
     """Computes the configured preference loss; only SimPO needs no reference.
 
     Pairs that are in no microbatch are computed in groups of at most `budget` tokens.
@@ -71,10 +58,6 @@ class ReplayChannel:
             for _ in range(one.rounds.pairs - len(groups)):
                 one.model.dummy_forward().backward()
             self._train_large([pairs[place] for place in plan.large_pairs], one)
-
-    def finish_step(self, _loss: float | None, _step: int, _ranks: Ranks, /) -> Figures:
-        """Return nothing: the figures of pairs are sums over the step."""
-        return {}
 
     def _pairs(
         self, pairs: Sequence[PairSample], hidden: HiddenStates | None, one: UpdatePass
@@ -137,56 +120,14 @@ class ReplayChannel:
     ) -> PreferenceLoss:
         config = self._config
         weights = _weighted(answers.pair_weights(), pairs, answers.logprobs)
-        shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
-        chosen, rejected = answers.sums(config.ld_alpha)
-        if config.loss == "simpo":
-            return simpo_loss(
-                chosen,
-                rejected,
-                *answers.lengths,
-                beta=config.simpo_beta,
-                gamma=config.simpo_gamma,
-                label_smoothing=config.label_smoothing,
-                **shared,
-            )
-        shared |= {"beta": config.dpo_beta}
-        reference = _reference(pairs, chosen)
-        return self._referenced((chosen, rejected), reference, answers.lengths, shared)
-
-    def _referenced(
-        self, policy: Sides, reference: Sides, lengths: Sides, shared: dict[str, Any]
-    ) -> PreferenceLoss:
-        """Return a loss that uses the reference's log-probs."""
-        config = self._config
-        if config.loss == "ipo":
-            return ipo_loss(*policy, *reference, *lengths, **shared)
-        shared |= {
-            "label_smoothing": config.label_smoothing,
-            "f_divergence_type": config.f_divergence_type,
-            "f_alpha": config.f_alpha,
-        }
-        if config.loss == "mpo":
-            types = {loss_type(name): weight for name, weight in config.mpo_types.items()}
-            return mpo_loss(*policy, *reference, *lengths, **shared, loss_types=types)
-        counts = lengths if config.loss == "sigmoid_norm" else (None, None)
-        kind = loss_type(config.loss)
-        return dpo_loss(*policy, *reference, *counts, **shared, loss_type=kind)
+        policy = answers.sums(config.ld_alpha)
+        reference = None if config.loss == "simpo" else _reference(pairs, policy[0])
+        return preference_loss(config, policy, reference, answers.lengths, weights, normalizer)
 
 
 def _add_figures(result: PreferenceLoss, one: UpdatePass) -> None:
     for name, value in figures_of(result).items():
         one.sums.figures[f"replay/{name}"] += value
-
-
-def figures_of(result: PreferenceLoss) -> dict[str, float]:
-    """Return the metrics of a loss by name, with a single device transfer."""
-    values = torch.stack([getattr(result, name) for name in FIGURES])
-    return dict(zip(FIGURES, values.tolist(), strict=True))
-
-
-def loss_type(name: str) -> Any:
-    """Return the library's name of a configured loss."""
-    return "sigmoid" if name == "dpo" else name
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.student_rows import StudentRows
-from composer_mesh.actors.learning.teacher_advantage import note_advantages, selected
-from composer_mesh.actors.learning.update_pass import MicrobatchStates, UpdatePass
+from composer_mesh.actors.learning.student_rows import StudentRows, note_advantages, selected
+from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
 from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
@@ -44,7 +43,7 @@ from composer_mesh.rollouts.traces import TurnDivergences
 ENTROPIES = ("sdpo/student_entropy", "sdpo/teacher_entropy")
 
 
-class SdpoChannel:
+class SdpoChannel(TrainedChannel):
     """Computes the configured distillation loss; holds TAID's interpolation schedule."""
 
     name = "sdpo"
@@ -92,9 +91,6 @@ class SdpoChannel:
         loss = self.loss(rows, output, one.counts.sdpo_tokens, one.sums.figures, divergences)
         one.divergences += by_turn(views, divergences)
         return loss
-
-    def train_rest(self, one: UpdatePass, /) -> None:
-        """Do nothing: every view is in a microbatch."""
 
     def finish_step(self, loss: float | None, step: int, _ranks: Ranks, /) -> Figures:
         """Advance TAID's schedule after a step (0-based) with this loss; return its metrics."""

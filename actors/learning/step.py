@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients
-from composer_mesh.actors.learning.channel_weights import ChannelWeights
 from composer_mesh.actors.learning.foreign_channel import ForeignChannel
-from composer_mesh.actors.learning.mixture_losses import MixtureLosses
 from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel, answer_sequences
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
-from composer_mesh.actors.learning.update_gradients import UpdateGradients
+from composer_mesh.actors.learning.update_gradients import MixtureLosses, UpdateGradients
 from composer_mesh.actors.learning.update_pass import (
     TeacherOutputSource,
     TrainedChannel,
@@ -34,6 +32,7 @@ from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
 from composer_mesh.channels.step import StepSums
+from composer_mesh.channels.weights import ChannelWeights
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import PolicySample, StepBatch

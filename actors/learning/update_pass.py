@@ -98,20 +98,21 @@ class MicrobatchStates:
     of_pairs: HiddenStates | None = None
 
 
-class TrainedChannel(Protocol):
+class TrainedChannel:
     """A channel of the trainer's step. All ranks call the same methods, whatever data they have."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def term(self, states: MicrobatchStates, /) -> Tensor | None:
         """Return the unweighted loss of a microbatch, divided by the step's normalizer."""
+        raise NotImplementedError
 
     def train_rest(self, one: UpdatePass, /) -> None:
         """Add the gradients of data that is in no microbatch."""
 
-    def finish_step(self, loss: float | None, step: int, ranks: Ranks, /) -> Figures:
+    def finish_step(self, _loss: float | None, _step: int, _ranks: Ranks, /) -> Figures:
         """Return the metrics of a step (0-based) with this loss; None for a step without data."""
+        return {}
 
 
 def content_of(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.schedules import learning_rate
 from composer_mesh.actors.models.backend import Optimizers, optimizers_of
 from composer_mesh.actors.models.optimizer_state import (
     CPU,
@@ -24,7 +23,9 @@ from composer_mesh.actors.models.optimizer_state import (
 )
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_dtensor, local
+from composer_mesh.channels.weights import share_done, share_of_peak
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.trainer import TrainerConfig
 
 
 class NormNotFinite(ArithmeticError):
@@ -33,6 +34,14 @@ class NormNotFinite(ArithmeticError):
     def __init__(self, norm: float, rate: float) -> None:
         super().__init__(norm, rate)
         self.norm, self.rate = norm, rate
+
+
+def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
+    """Return the learning rate of a step (0-based) of a run of `steps`."""
+    done = share_done(config.warmup_steps, step, steps)
+    return config.lr * share_of_peak(
+        config.lr_schedule, config.warmup_steps, config.min_lr_ratio, step, done
+    )
 
 
 class WeightUpdate:

@@ -24,7 +24,6 @@ from composer_mesh.actors.learning.replay_channel import (
     ReplayChannel,
     answer_logprobs,
     answer_sequences,
-    figures_of,
 )
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.actors.learning.student_rows import StudentRows
@@ -43,7 +42,8 @@ from composer_mesh.actors.teacher_outputs.messages import (
     make_teacher_output,
 )
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
-from composer_mesh.channels.step import POLICY, Term, step_loss
+from composer_mesh.channels.replay.configured_loss import figures_of
+from composer_mesh.channels.step import Term, own_weights, step_loss
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.parts import Part
@@ -149,14 +149,9 @@ class FurtherChannels:
             terms["sdpo"] = partial(self._distil, model, hidden, inputs, part, channel, figures)
         if self.replay.on and self._takes_part(bool(part.pairs), part.any_rank_has_pairs):
             terms["replay"] = partial(self._prefer, model, part, figures)
-        found = step_loss(terms, self.weights)
+        found = step_loss(terms, own_weights(self.sdpo.alpha, self.replay.beta))
         _add(figures, {f"loss/{name}": float(loss) for name, loss in found.losses.items()})
         return found.total()
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each channel in the total."""
-        return {POLICY: 1.0, "sdpo": self.sdpo.alpha, "replay": self.replay.beta}
 
     def _takes_part(self, has_some: bool, any_rank_has_some: bool) -> bool:
         return any_rank_has_some if self._sharded else has_some

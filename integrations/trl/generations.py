@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.traces import Completion, trace_of_completion
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import HintedSites, hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import HintTemplates
 from composer_mesh.rollouts.traces import Trace

@@ -27,7 +27,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.actors.models.policy import learning_every_id
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.channels.step import step_total
+from composer_mesh.channels.step import own_weights, step_total
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.integrations.trl.callbacks import ClosesPairs
 from composer_mesh.integrations.trl.channels import (
@@ -280,9 +280,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         assert self._sdpo_channel is not None
         found = Gathered(self.accelerator).summed(self._figures)
         self._figures = {}
-        assert self._channels is not None
         losses = {name.removeprefix("loss/"): one for name, one in found.items()}
-        total = step_total(losses, self._channels.weights)
+        total = step_total(losses, own_weights(self._sdpo.alpha, self._replay.beta))
         taught = self._sdpo_channel.finish_step(
             found.get("loss/sdpo"), self.state.global_step, Ranks()
         )

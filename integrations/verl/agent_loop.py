@@ -22,9 +22,9 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop import agent_loop as verl_loops
 
+from composer_mesh.channels.sdpo.samples import hinted_sites
 from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat, encoded
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import ErrorSite, Split, Trace

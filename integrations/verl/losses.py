@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.channels.step import POLICY, Term, step_loss
+from composer_mesh.channels.step import POLICY, Term, own_weights, step_loss
 from composer_mesh.losses.distillation import generalized_jsd, topk_distillation
 
 HINT_ROWS = "composer_hint_rows"
@@ -42,11 +42,6 @@ class Channels:
     jsd_beta: float = 0.5
     top_k: int | None = None
     dpo_beta: float = 0.1
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each channel in the total."""
-        return {POLICY: 1.0, "sdpo": self.alpha, "replay": self.beta}
 
 
 @dataclass
@@ -76,7 +71,7 @@ class PolicyAndSdpoLoss:
         if "sdpo" in model_output:
             share = data["dp_size"] / data[HINT_TOKENS]
             terms["sdpo"] = lambda: model_output["sdpo"].values().sum() * share
-        found = step_loss(terms, self.channels.weights)
+        found = step_loss(terms, own_weights(self.channels.alpha, self.channels.beta))
         own = {f"loss/{name}": float(one) for name, one in found.losses.items()}
         return found.total(), metrics | own
 

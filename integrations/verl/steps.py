@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer_mesh.channels.step import step_total
+from composer_mesh.channels.step import own_weights, step_total
 from composer_mesh.integrations.pair_gradients import check_references, pair_gradients
 from composer_mesh.integrations.verl.agent_loop import view_of
 from composer_mesh.integrations.verl.losses import (
@@ -98,7 +98,7 @@ def three_channel_step(
     found = {"policy": 0.0, "sdpo": 0.0, **_rollouts(engine, rows, channels, actor, temperature)}
     found["replay"] = _pairs(engine, pairs, channels) if channels.beta else 0.0
     figures = {f"loss/{name}": value for name, value in found.items()}
-    total = step_total(found, channels.weights)
+    total = step_total(found, own_weights(channels.alpha, channels.beta))
     return {**figures, "loss/total": total, "grad_norm": float(engine.optimizer_step())}
 
 

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composer_mesh.rollouts.batches import Advantage, PolicySample, policy_sample
+from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.rollouts.batches import Advantage, PolicySample
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
 from composer_mesh.services.store.rows import ItemState, LateReward

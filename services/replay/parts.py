@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from composer_mesh.channels.replay.samples import pair_samples
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.batches import pair_samples
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.services.replay.late_rewards import LateRewards

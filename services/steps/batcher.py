@@ -10,19 +10,12 @@ from functools import cached_property
 from itertools import zip_longest
 from operator import attrgetter
 
+from composer_mesh.channels.policy.samples import policy_sample, without_zero_advantages
+from composer_mesh.channels.replay.samples import pair_samples
+from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import (
-    ChannelSample,
-    HintedSites,
-    PolicySample,
-    Skipped,
-    StepBatch,
-    hinted_sites,
-    pair_samples,
-    policy_sample,
-    without_zero_advantages,
-)
+from composer_mesh.rollouts.batches import ChannelSample, PolicySample, Skipped, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace

@@ -11,9 +11,9 @@ from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
+from composer_mesh.channels.sdpo.samples import hint_sources
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
-from composer_mesh.rollouts.batches import hint_sources
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_sources import HintCounts, Place, Written, ordered_sites
 from composer_mesh.rollouts.hints import (

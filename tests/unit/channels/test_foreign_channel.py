@@ -15,11 +15,12 @@ from pydantic import ValidationError
 from repository import ROOT
 from step_batches import ALL_ON, NARROW, Make, batch_of, own_logprobs, sampled_trace, taught
 
+from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.channels.port import make_channel
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
-from composer_mesh.rollouts.batches import StepBatch, policy_sample
+from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.step_plan import minibatches
 from composer_mesh.rollouts.traces import Trace

@@ -18,10 +18,11 @@ from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
+from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.preference import WeightedPreferenceConfig as PairLoss
 from composer_mesh.configs.sdpo import HintsConfig, HintWriterConfig, SdpoConfig
-from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
+from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # of TRL and what it imports

@@ -16,9 +16,9 @@ import pytest
 from chat_templates import USABLE, with_template
 from repetition import LONG
 
+from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
 from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import HintedSites, hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_sources import Place, Written
 from composer_mesh.rollouts.hints import TEMPLATES

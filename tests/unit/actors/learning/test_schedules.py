@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from composer_mesh.actors.learning.schedules import channel_weight, learning_rate
+from composer_mesh.actors.learning.weight_update import learning_rate
+from composer_mesh.channels.weights import channel_weight
 from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.trainer import TrainerConfig
 

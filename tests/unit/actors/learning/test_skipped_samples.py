@@ -10,7 +10,8 @@ import pytest
 import torch
 from step_batches import ALL_ON, Make, batch_of, flat, largest_change, taught, weights_of
 
-from composer_mesh.rollouts.batches import StepBatch, without_zero_advantages
+from composer_mesh.channels.policy.samples import without_zero_advantages
+from composer_mesh.rollouts.batches import StepBatch
 
 PLAIN: list[dict[str, Any]] = [
     *({"aggregation": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")),

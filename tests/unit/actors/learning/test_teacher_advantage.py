@@ -18,11 +18,9 @@ from step_batches import (
     weights_of,
 )
 
-from composer_mesh.actors.learning.channel_weights import ChannelWeights
-from composer_mesh.actors.learning.running_means import RATE, RunningMeans
-from composer_mesh.actors.learning.teacher_advantage import ADVANTAGE, WINS
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
+from composer_mesh.channels.weights import ADVANTAGE, RATE, WINS, ChannelWeights, RunningMeans
 from composer_mesh.rollouts.batches import StepBatch
 
 TEMPERATURE = 1.3

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.losses.blocks import CPU_BLOCK
 from composer_mesh.losses.distillation import (
     TaidSchedule,
@@ -34,7 +35,7 @@ from composer_mesh.losses.distillation import (
     taid_loss,
 )
 from composer_mesh.rollouts.alignment import hinted_view
-from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
+from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.traces import Trace, Turn
 
 ALPHA = 0.5

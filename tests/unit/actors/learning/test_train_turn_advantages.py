@@ -23,7 +23,8 @@ from step_batches import (
 
 from composer_mesh.actors.learning.policy_channel import advantages_of
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
-from composer_mesh.rollouts.batches import PolicySample, Skipped, StepBatch, policy_sample
+from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.rollouts.batches import PolicySample, Skipped, StepBatch
 from composer_mesh.rollouts.step_plan import plan_step
 
 Build = Callable[..., Any]

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import PairSample, StepBatch, policy_sample
+from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 from composer_mesh.services.replay.late_rewards import Corrections
 from composer_mesh.services.replay.pair_stream import Taken

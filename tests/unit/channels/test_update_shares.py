@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from composer_mesh.losses.update_shares import bounded_factors, update_shares
+from composer_mesh.channels.weights import bounded_factors, update_shares
 
 NORMS = {"policy": 1.0, "sdpo": 2.0, "replay": 1.0}
 

@@ -1,0 +1,1 @@
+"""The policy channel: its samples, and the loss of its config section."""

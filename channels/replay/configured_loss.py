@@ -1,0 +1,61 @@
+"""The preference loss of a config section, on the log-probs of pairs.
+
+Axes: B pairs of a microbatch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_mesh.configs.preference import PreferenceConfig
+from composer_mesh.losses.preference import (
+    PreferenceLoss,
+    dpo_loss,
+    ipo_loss,
+    mpo_loss,
+    simpo_loss,
+)
+
+Sides = tuple[Tensor, Tensor]
+"""Values [B] of the chosen and of the rejected answers."""
+
+FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+"""Metrics of a step's pairs, each a mean over them."""
+
+
+def preference_loss(
+    config: PreferenceConfig,
+    policy: Sides,
+    reference: Sides | None,
+    lengths: Sides,
+    weights: Tensor | None,
+    normalizer: int,
+) -> PreferenceLoss:
+    """Compute the loss of a config section; only SimPO needs no log-probs of a reference."""
+    shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
+    smoothed: dict[str, Any] = {"label_smoothing": config.label_smoothing}
+    if reference is None:
+        simpo: dict[str, Any] = {"beta": config.simpo_beta, "gamma": config.simpo_gamma}
+        return simpo_loss(*policy, *lengths, **simpo, **smoothed, **shared)
+    shared |= {"beta": config.dpo_beta}
+    if config.loss == "ipo":
+        return ipo_loss(*policy, *reference, *lengths, **shared)
+    shared |= {"f_divergence_type": config.f_divergence_type, "f_alpha": config.f_alpha}
+    shared |= smoothed
+    if config.loss == "mpo":
+        types = {loss_type(name): weight for name, weight in config.mpo_types.items()}
+        return mpo_loss(*policy, *reference, *lengths, **shared, loss_types=types)
+    counts = lengths if config.loss == "sigmoid_norm" else (None, None)
+    return dpo_loss(*policy, *reference, *counts, **shared, loss_type=loss_type(config.loss))
+
+
+def figures_of(result: PreferenceLoss) -> dict[str, float]:
+    """Return the metrics of a loss by name, with a single device transfer."""
+    values = torch.stack([getattr(result, name) for name in FIGURES])
+    return dict(zip(FIGURES, values.tolist(), strict=True))
+
+
+def loss_type(name: str) -> Any:
+    """Return the library's name of a configured loss."""
+    return "sigmoid" if name == "dpo" else name
