@@ -13,11 +13,11 @@ from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.weights.checksums import checksum
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
+from composer_mesh.mesh.weights.version_stamps import checksum
 
 TENSORS = 20
 KEY = "weights"

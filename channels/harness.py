@@ -17,11 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from composer_mesh.channels.step import POLICY, Term, checked_weight, own_weights, step_loss
-from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.distillation import entropy_gated_kl, generalized_jsd, taid_loss
 from composer_mesh.losses.logprobs import token_logprobs
 from composer_mesh.losses.preference import dpo_loss, ipo_loss, sequence_logprobs, simpo_loss
-from composer_mesh.losses.reductions import Number, masked_sum
+from composer_mesh.losses.reductions import Number, check_choice, masked_sum
 
 Batch = Mapping[str, Tensor]
 Objective = Literal["none", "taid", "entropy_opd"]

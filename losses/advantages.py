@@ -1,7 +1,7 @@
 """Advantages of a rollout, or a token, over a baseline. Index of the modules:
 
-`group_advantages` gives one number per rollout, `turn_advantages` one per turn, `token_advantages`
-one per token; `reward_shaping` transforms rewards before. Everything is computed from the whole
+`group_advantages` gives one number per rollout or per token, `turn_advantages` one per turn;
+`reward_shaping` transforms rewards before. Everything is computed from the whole
 batch, without gradient, and not reduced over ranks, so gather rewards first.
 """
 
@@ -12,19 +12,15 @@ from composer_mesh.losses.group_advantages import (
     Std,
     gpg_advantages,
     group_advantages,
-    max_rl_advantages,
-    opo_advantages,
-    rloo_advantages,
-)
-from composer_mesh.losses.reward_shaping import (
     grpo_lead_length_reward,
     kimi_length_reward,
-    overlong_penalty,
-    relative_length_penalty,
-)
-from composer_mesh.losses.token_advantages import (
     masked_whiten,
+    max_rl_advantages,
+    opo_advantages,
+    overlong_penalty,
     reinforce_plus_plus_baseline_advantages,
+    relative_length_penalty,
+    rloo_advantages,
 )
 from composer_mesh.losses.turn_advantages import (
     Baseline,

@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.logprobs import PolicyLoss, masked_mean
-from composer_mesh.losses.reductions import Number, masked_sum, normalized_sum
+from composer_mesh.losses.reductions import Number, check_choice, masked_sum, normalized_sum
 
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

@@ -15,19 +15,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.aggregation import Reducer, Reduction, policy_loss
-from composer_mesh.losses.checks import check_choice, check_clip
 from composer_mesh.losses.grpo import clip_binds
-from composer_mesh.losses.kl import KlEstimator, estimate_kl
 from composer_mesh.losses.logprobs import (
+    KlEstimator,
     PolicyLoss,
     RatioLevel,
+    estimate_kl,
     importance_ratio,
     masked_advantages,
     masked_log_ratio,
     masked_mean,
     mean_advantages,
 )
-from composer_mesh.losses.reductions import Number
+from composer_mesh.losses.reductions import Number, check_choice, check_clip
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,26 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_mesh.losses.answers import collision_logprobs
 from composer_mesh.losses.blocks import (
     HeadGradients,
+    JsdRule,
     LinearHead,
+    RowLoss,
+    Rule,
+    autograd_rule,
     default_block,
     given_scores,
     rows_per_block,
     tiles,
 )
-from composer_mesh.losses.checks import check_jsd_beta, check_positive, check_temperature
-from composer_mesh.losses.divergence_rules import JsdRule, RowLoss, Rule, autograd_rule
-from composer_mesh.losses.reductions import Number, normalized_sum
+from composer_mesh.losses.pair_terms import collision_logprobs
+from composer_mesh.losses.reductions import (
+    Number,
+    check_jsd_beta,
+    check_positive,
+    check_temperature,
+    normalized_sum,
+)
 
 ScoresLoss = Callable[[Float[Tensor, "R V"], slice], Float[Tensor, ""]]
 """A loss on a block's student scores and its slice of the rows."""

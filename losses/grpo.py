@@ -16,9 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.aggregation import Aggregation, Reducer, Reduction, policy_loss
-from composer_mesh.losses.checks import check_clip, check_not_negative, check_positive
-from composer_mesh.losses.kl import KlEstimator, token_kl
 from composer_mesh.losses.logprobs import (
+    KlEstimator,
     PolicyLoss,
     RatioLevel,
     check_one_per_sequence,
@@ -27,9 +26,10 @@ from composer_mesh.losses.logprobs import (
     masked_log_ratio,
     mean_advantages,
     selected,
+    token_kl,
     weighted_terms,
 )
-from composer_mesh.losses.reductions import Number
+from composer_mesh.losses.reductions import Number, check_clip, check_not_negative, check_positive
 
 
 def grpo_loss(
@@ -67,7 +67,7 @@ def grpo_loss(
     the unclipped branch, which otherwise grows without limit where A < 0; above 1 + clip_high it
     is verl's dual clip `clip_ratio_c`. `kl_beta` in units of the advantage per nat. `kl_importance`
     is TRL's `use_bias_correction_kl` (arXiv 2512.02556); its r takes part in the gradient.
-    `sampling_weights` multiply l, one per token or per sequence: see `losses/correction.py`.
+    `sampling_weights` multiply l, one per token or per sequence: see `losses/logprobs.py`.
 
     GSPO (arXiv 2507.18071; aggregate with "grpo") has two gradients at the same value: ratio_level
     "sequence" differentiates the sequence's ratio, as TRL does, and takes one advantage per
@@ -228,3 +228,38 @@ def _reference_kl(
         )
     kl = token_kl(logprobs, reference_logprobs, mask, estimator=estimator)
     return kl if importance is None else kl * importance
+
+
+def reinforce_loss(
+    logprobs: Float[Tensor, "*B T"],
+    advantages: Float[Tensor, "..."],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    normalizer: Number | None = None,
+    aggregation: Aggregation = "dapo",
+    reduction: Reduction = "sum",
+    sampling_weights: Float[Tensor, "..."] | None = None,
+) -> PolicyLoss:
+    """REINFORCE: loss = sum over the masked tokens of -w A logprobs / normalizer.
+
+    `advantages` is one number per sequence [*B] or per token [*B T] and gets no gradient; which
+    baseline it contains (RLOO, ReMax, REINFORCE++) is up to the caller. On policy: the ratio
+    is 1, as in its metrics. Off policy, `sampling_weights` w, one per token or sequence,
+    correct for it: see `losses/logprobs.py`. With w the ratio to the sampler, clamped,
+    this is `cispo_loss`. `reduction` "none" returns -w A logprobs per token and reads no
+    normalizer.
+
+    Source: verl `core_algos.py::compute_policy_loss_gpg`. Differs from it: an empty mask gives 0.
+    AReaL's REINFORCE example does not shift mask and reward with its labels and so credits each
+    token for its successor; here all tensors are aligned.
+    """
+    chosen = selected(logprobs, mask)
+    nothing = torch.zeros_like(chosen).detach()
+    terms = -masked_advantages(advantages, logprobs, mask) * chosen
+    return policy_loss(
+        Reducer(mask, aggregation, normalizer, reduction),
+        weighted_terms(terms, sampling_weights, mask),
+        clipped=torch.zeros_like(mask),
+        ratio=nothing.exp(),
+        log_ratio=nothing,
+    )

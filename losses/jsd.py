@@ -15,11 +15,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.checks import check_jsd_beta, check_temperature, check_top_k
 from composer_mesh.losses.reductions import (
     Number,
     Reduction,
     at_least_float32,
+    check_jsd_beta,
+    check_temperature,
+    check_top_k,
     reduce_selected,
 )
 

@@ -2,6 +2,9 @@
 
 Axes: B sequences (any number of leading axes, also none), T tokens, V vocabulary. Position t of
 every tensor refers to the same token: callers shift, pack and count.
+
+The weights that correct for the mismatch between the sampler and the policy it was loaded from are
+constants that a loss multiplies its terms by. Products of weights are weights.
 """
 
 from dataclasses import dataclass
@@ -12,8 +15,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from composer_mesh.losses.blocks import softcapped
-from composer_mesh.losses.checks import check_choice, check_temperature
-from composer_mesh.losses.reductions import Number, at_least_float32
+from composer_mesh.losses.reductions import (
+    Number,
+    at_least_float32,
+    check_choice,
+    check_not_negative,
+    check_positive,
+    check_temperature,
+)
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
@@ -192,3 +201,129 @@ def weighted_terms(
     if weights is None:
         return terms
     return terms * torch.where(mask, per_token(weights, terms, "sampling_weights"), 0.0)
+
+
+KlEstimator = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "low_var_kl")
+
+
+def token_kl(
+    logprobs: Float[Tensor, "*B T"],
+    reference_logprobs: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    estimator: KlEstimator = "k3",
+    k2_gradient: bool = False,
+) -> Float[Tensor, "*B T"]:
+    """Estimate of KL(policy || reference) at each masked token, 0 elsewhere.
+
+        d           logprobs - reference_logprobs
+        k1          d
+        k2          d^2 / 2
+        k3          exp(-d) - 1 + d
+        abs         |d|
+        low_var_kl  k3 with d clamped to +-20 and the result within 10, as verl does
+
+    k1 and k3 are unbiased in value, k2 in gradient: the expected gradient of k1 is 0, that of k3
+    is the other direction's, KL(reference || policy). `k2_gradient` keeps the value and takes the
+    gradient of k2, verl's estimators with a "+". The reference gets no gradient; differences beyond
+    +-80 (float64: 700) count as that.
+
+    Source: verl `core_algos.py::kl_penalty` (kl, mse, low_var_kl are its names for k1, k2 and k3,
+    the last always with the bounds of low_var_kl); TRL's GRPO penalty is k3.
+    """
+    check_choice("estimator", estimator, KL_ESTIMATORS)
+    gap = bounded(selected(logprobs, mask) - selected(reference_logprobs.detach(), mask))
+    value = estimate_kl(gap, estimator)
+    if not k2_gradient:
+        return value
+    half_square = estimate_kl(gap, "k2")
+    return half_square - half_square.detach() + value.detach()
+
+
+def estimate_kl(gap: Float[Tensor, "*B T"], estimator: KlEstimator) -> Float[Tensor, "*B T"]:
+    """Return the estimate from log-ratios of policy over reference."""
+    if estimator == "k1":
+        return gap
+    if estimator == "k2":
+        return gap.square() / 2
+    if estimator == "abs":
+        return gap.abs()
+    if estimator == "low_var_kl":
+        held = gap.clamp(-20, 20)
+        return (torch.expm1(-held) + held).clamp(max=10)
+    return torch.expm1(-gap) + gap
+
+
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def sampling_weights(
+    old_logprobs: Float[Tensor, "*B T"],
+    sampling_logprobs: Float[Tensor, "*B T"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    mode: CorrectionMode = "sequence_mask",
+    maximum: Number | None = 3.0,
+    minimum: Number | None = None,
+) -> Float[Tensor, "*B T"]:
+    """Importance weights of the trainer's old policy against what the generator reported.
+
+        w = exp(old_logprobs - sampling_logprobs)             token_*
+        w = exp(the sum of those over the masked tokens)      sequence_*, the same on each token
+        *_truncate  w clamped to [minimum, maximum]
+        *_mask      w where it is within them (bounds included), else 0
+
+    None is no bound. Detached. A token outside of the mask counts as a ratio of 1 for the sum, and
+    its weight is meaningless. The sequence's ratio is a product and no mean, so that with T tokens
+    it leaves [1/3, 3] at a mean mismatch of log(3) / T nats.
+
+    Source: TRL `GRPOTrainer._generate_and_score_completions`
+    (vllm_importance_sampling_mode, _clip_max, _clip_min), whose defaults these are. There the old
+    log-probs are recomputed by the trainer whenever the correction is on. Differs from TRL: values
+    outside of the mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that.
+    """
+    check_choice("mode", mode, MODES)
+    _check_bounds(minimum, maximum)
+    level, action = mode.split("_")
+    log_ratio = masked_log_ratio(old_logprobs.detach(), sampling_logprobs, mask)
+    if level == "sequence":
+        log_ratio = bounded(log_ratio.sum(-1, keepdim=True)).expand_as(log_ratio)
+    weights = log_ratio.exp()
+    held = weights
+    if minimum is not None or maximum is not None:
+        held = weights.clamp(min=minimum, max=maximum)
+    return held if action == "truncate" else torch.where(held == weights, weights, 0.0)
+
+
+def off_policy_weights(
+    logprobs: Float[Tensor, "*B T"],
+    sampling_logprobs: Float[Tensor, "*B T"],
+    advantages: Float[Tensor, "..."],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    threshold: Number,
+) -> Float[Tensor, "*B T"]:
+    """DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556) as weights of 1 and 0.
+
+    0 where A < 0 and the sequence's mean of sampling_logprobs - logprobs exceeds the threshold (in
+    nats per token), else 1; detached. Multiply with `sampling_weights` where both are wanted.
+
+    Source: TRL `GRPOTrainer.get_off_policy_mask` (off_policy_mask_threshold), which takes the old
+    log-probs where the generator reports none.
+    """
+    check_not_negative("threshold", threshold, "use nats per token, such as 0.1")
+    gap = selected(sampling_logprobs, mask) - selected(logprobs, mask)
+    off_policy = masked_mean(gap.detach(), mask) > threshold
+    drop = off_policy & (per_token(advantages, logprobs) < 0)
+    return torch.where(drop, 0.0, torch.ones_like(gap)).detach()
+
+
+def _check_bounds(minimum: Number | None, maximum: Number | None) -> None:
+    check_positive("maximum", maximum, "use 3.0, or None for no upper bound")
+    check_not_negative("minimum", minimum, "use 0.3, or None for no lower bound")
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise ValueError(
+            f"minimum is {minimum} but has to be <= maximum, {maximum}: raise maximum or lower it"
+        )

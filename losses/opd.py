@@ -7,7 +7,7 @@ Student and teacher rows are already aligned. `entropy_opd_loss` is the publishe
 hard gate; `entropy_gated_kl` is a soft gate of this project's own, which exists in no upstream.
 
 With `reduction="none"` every loss gives its terms of tokens [*B T], 0 under no mask and divided by
-nothing.
+nothing. The entropies of student and teacher at the distilled tokens are metrics without gradient.
 """
 
 import math
@@ -18,13 +18,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from composer_mesh.losses.aggregation import Aggregation, aggregate
-from composer_mesh.losses.checks import check_clip, check_temperature, check_top_k
 from composer_mesh.losses.jsd import kl_terms, row_logprobs
 from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT
 from composer_mesh.losses.reductions import (
     Number,
     Reduction,
     at_least_float32,
+    check_clip,
+    check_temperature,
+    check_top_k,
     normalized_sum,
     reduce_selected,
     unselected,
@@ -233,3 +235,32 @@ def _check(tau: Number, coef: Number, low: Number, high: Number) -> None:
     if not (math.isfinite(coef) and coef >= 0):
         raise ValueError(f"coef is {coef} but has to be finite and >= 0: use 1.0")
     check_clip(low, high)
+
+
+@dataclass(frozen=True)
+class DistillationFigures:
+    """Entropies in nats, summed over the normalizer as the losses are; detached."""
+
+    student_entropy: Float[Tensor, "..."]
+    teacher_entropy: Float[Tensor, "..."]
+
+
+@torch.no_grad()
+def distillation_figures(
+    student: Float[Tensor, "*B T V"],
+    teacher: Float[Tensor, "*B T V"],
+    mask: Bool[Tensor, "*B T"],
+    *,
+    temperature: Number = 1.0,
+    normalizer: Number | None = None,
+    reduction: Reduction = "sum",
+) -> DistillationFigures:
+    """Entropies of both sides' rows, from logits or log-probs, at the temperature of the loss.
+
+    With the token count of the step as normalizer they add up to the mean over its tokens; with
+    `reduction="none"` they are those of each token [*B T], 0 under no mask.
+    """
+    check_temperature(temperature)
+    both = (entropy(row_logprobs(rows[mask], temperature)) for rows in (student, teacher))
+    found = [reduce_selected(entropies, mask, normalizer, reduction) for entropies in both]
+    return DistillationFigures(*found)

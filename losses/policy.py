@@ -6,18 +6,26 @@ from composer_mesh.losses.aggregation import (
     aggregate,
     aggregation_normalizer,
 )
-from composer_mesh.losses.correction import CorrectionMode, off_policy_weights, sampling_weights
 from composer_mesh.losses.decoupled import Rejection, decoupled_ppo_loss
-from composer_mesh.losses.dppo import dppo_loss, topk_divergences
 from composer_mesh.losses.entropy import high_entropy_mask, token_entropies
-from composer_mesh.losses.grpo import cispo_loss, grpo_loss, sapo_loss
-from composer_mesh.losses.kl import KlEstimator, token_kl
-from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT, PolicyLoss, RatioLevel, token_logprobs
+from composer_mesh.losses.grpo import cispo_loss, grpo_loss, reinforce_loss, sapo_loss
+from composer_mesh.losses.logprobs import (
+    LOG_RATIO_LIMIT,
+    CorrectionMode,
+    KlEstimator,
+    PolicyLoss,
+    RatioLevel,
+    off_policy_weights,
+    sampling_weights,
+    token_kl,
+    token_logprobs,
+)
 from composer_mesh.losses.prime_rl import (
+    dppo_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
+    topk_divergences,
 )
-from composer_mesh.losses.reinforce import reinforce_loss
 from composer_mesh.losses.sequence_losses import gmpo_loss, vespo_loss
 
 __all__ = [

@@ -16,17 +16,24 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from composer_mesh.losses.answers import collision_logprobs, sequence_logprobs, wpo_weights
-from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.pair_terms import (
     SMOOTHED,
     FDivergence,
     PreferenceType,
     check_divergence,
+    collision_logprobs,
     divergence_scores,
     pair_terms,
+    sequence_logprobs,
+    wpo_weights,
 )
-from composer_mesh.losses.reductions import Number, Reduction, at_least_float32, reduce_terms
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    at_least_float32,
+    check_choice,
+    reduce_terms,
+)
 
 __all__ = [
     "MPO_TYPES",

@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.aggregation import Aggregation, Reducer, Reduction, policy_loss
-from composer_mesh.losses.checks import check_not_negative, check_positive
 from composer_mesh.losses.logprobs import (
     PolicyLoss,
     check_one_per_sequence,
@@ -21,7 +20,7 @@ from composer_mesh.losses.logprobs import (
     per_token,
     selected,
 )
-from composer_mesh.losses.reductions import Number
+from composer_mesh.losses.reductions import Number, check_not_negative, check_positive
 
 
 def gmpo_loss(

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.checks import check_temperature
 from composer_mesh.losses.reductions import (
     Number,
     Reduction,
     at_least_float32,
+    check_temperature,
     reduce_selected,
 )
 

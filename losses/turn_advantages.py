@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from composer_mesh.losses.checks import check_choice, check_not_negative
 from composer_mesh.losses.group_advantages import Scale, Std, group_advantages, select
-from composer_mesh.losses.reductions import Number
+from composer_mesh.losses.reductions import Number, check_choice, check_not_negative
 
 Baseline = Literal["turn", "group"]
 

@@ -6,6 +6,9 @@ every user of the machine can connect to both, and Monarch has no setting agains
 by which its native library accepts connections, is replaced in that library's table of imported
 functions: a connection of another user is closed before Monarch hears of it.
 
+The dynamic linker fills that table (the global offset table) when it loads the library. Only 64-bit
+little-endian Linux is known here.
+
 Connections from other machines pass: the run's certificates decide about them
 (`hosts.certificates`).
 

@@ -174,7 +174,7 @@ class MeshHost:
         try:
             reason = await unless_lost(spawned.host.ended(spawned.pid), spawned.host)
         except HostLost as error:
-            reason = error.reason
+            _, reason = error.args
         self.lost(spawned, reason)
 
     def _host(self, name: str | None) -> Host:

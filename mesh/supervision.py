@@ -25,6 +25,7 @@ import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, Future, MeshFailure
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.waiting import cancel_and_wait
 
@@ -52,16 +53,15 @@ class MeshError(RuntimeError):
     """Base of errors between processes; positional arguments, so that they can be pickled."""
 
 
-class ActorDied(MeshError):
+class ActorDied(Worded, MeshError):
     """An actor, or its process, is gone."""
+
+    message = "{0} died: {1}"
 
     def __init__(self, actor: str, reason: str) -> None:
         super().__init__(actor, reason)
         self.actor = actor
         self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.actor} died: {self.reason}"
 
 
 class DeadlineExceeded(MeshError):
@@ -90,16 +90,10 @@ class DeadlineExceeded(MeshError):
         )
 
 
-class HostLost(MeshError):
-    """A host of the run is unreachable, and has ended its processes."""
+class HostLost(Worded, MeshError):
+    """A host of the run is unreachable, and has ended its processes: its name and the reason."""
 
-    def __init__(self, host: str, reason: str) -> None:
-        super().__init__(host, reason)
-        self.host = host
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"host {self.host} cannot be used: {self.reason}"
+    message = "host {0} cannot be used: {1}"
 
 
 class ProcessLate(MeshError):
@@ -129,8 +123,13 @@ class ProcessLate(MeshError):
         )
 
 
-class SessionLost(MeshError):
+class SessionLost(Worded, MeshError):
     """A session's state was lost with its actor, `in_call` where it died under one of its calls."""
+
+    message = (
+        "session {0!r} was lost with {1}: {2}: begin it again in a new session, or open it with "
+        "movable=True"
+    )
 
     def __init__(self, session: str, replica: str, reason: str, in_call: bool = False) -> None:
         super().__init__(session, replica, reason, in_call)
@@ -138,12 +137,6 @@ class SessionLost(MeshError):
         self.replica = replica
         self.reason = reason
         self.in_call = in_call
-
-    def __str__(self) -> str:
-        return (
-            f"session {self.session!r} was lost with {self.replica}: {self.reason}: "
-            "begin it again in a new session, or open it with movable=True"
-        )
 
 
 class RemoteError(MeshError):

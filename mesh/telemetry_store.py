@@ -1,11 +1,15 @@
 """The process that keeps Monarch's telemetry of a run and answers queries about it.
 
     processes of the run  -- Arrow frames -->  ingest.sock   Monarch's tables, in memory
-    composer-mesh query   -- one line of JSON -->  query.sock    telemetry_query, read-only
+    composer-mesh query   -- one line of JSON -->  query.sock    `answer`, read-only
 
 Both are Unix sockets in a folder that only the run's owner can enter; there is no network listener,
 and Monarch's own HTTP server is not started. The arguments are that folder and the process with
 which this one ends.
+
+A statement runs in an SQLite database in memory that holds copies of the tables it names. SQLite
+asks an authorizer about every part of a statement: what is not a read of those tables is refused,
+whatever its syntax.
 
 Answers one SQL query about telemetry tables, which it can only read, within limits.
 

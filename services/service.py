@@ -22,15 +22,13 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
-from composer_mesh.services.pool.dispatch import AnyReplica, CallRules, OneReplica
-from composer_mesh.services.pool.endpoints import Endpoints, default_name
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import AnyReplica, CallRules, NoReplicaLeft, OneReplica
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
 from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec, discard_event
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
-from composer_mesh.services.pool.sessions import Session
+from composer_mesh.services.pool.sessions import Endpoints, Session, default_name
 
 DEADLINE_S = 120.0
 ATTEMPTS = 3

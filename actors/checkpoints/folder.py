@@ -25,6 +25,7 @@ from composer_mesh.actors.checkpoints.manifest import (
     write_manifest,
 )
 from composer_mesh.actors.checkpoints.quarantine import quarantine
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.open_folder import OpenFolder
 
 FOLDER = "checkpoints"
@@ -33,30 +34,22 @@ _FORMER = re.compile(r"\.step-(\d+)\.former")
 _count = itertools.count()
 
 
-class UnreadableCheckpoint(RuntimeError):
-    """A checkpoint that training cannot resume from."""
+class UnreadableCheckpoint(Worded, RuntimeError):
+    """A checkpoint that training cannot resume from: its folder and the reason."""
 
-    def __init__(self, folder: str, reason: str) -> None:
-        super().__init__(folder, reason)
-
-    def __str__(self) -> str:
-        return (
-            f"the checkpoint {self.args[0]} cannot be read ({self.args[1]}): move it away, and the "
-            "run begins again from the one before it"
-        )
+    message = (
+        "the checkpoint {0} cannot be read ({1}): move it away, and the run begins again from the "
+        "one before it"
+    )
 
 
-class CheckpointFailed(RuntimeError):
-    """A checkpoint that could not be written."""
+class CheckpointFailed(Worded, RuntimeError):
+    """A checkpoint that could not be written: its folder and the reason."""
 
-    def __init__(self, folder: str, reason: str) -> None:
-        super().__init__(folder, reason)
-
-    def __str__(self) -> str:
-        return (
-            f"the checkpoint {self.args[0]} could not be written ({self.args[1]}): make room for "
-            "it and go on with --resume, which begins at the one before it"
-        )
+    message = (
+        "the checkpoint {0} could not be written ({1}): make room for it and go on with --resume, "
+        "which begins at the one before it"
+    )
 
 
 @dataclass(frozen=True, order=True)

@@ -39,8 +39,8 @@ from composer_mesh.losses.custom import (
     custom_policy_loss,
     load_function,
 )
+from composer_mesh.losses.entropy import linear_entropies
 from composer_mesh.losses.fused import linear_scores
-from composer_mesh.losses.fused_entropies import linear_entropies
 from composer_mesh.losses.logprobs import linear_logits
 from composer_mesh.losses.policy import (
     Aggregation,

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.losses.entropy import high_entropy_mask
-from composer_mesh.losses.fused_entropies import linear_entropies
+from composer_mesh.losses.entropy import high_entropy_mask, linear_entropies
 from composer_mesh.rollouts.batches import PolicySample
 
 

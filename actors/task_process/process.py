@@ -27,9 +27,8 @@ from typing import Any
 
 import psutil
 
-from composer_mesh.mesh.call_server import Endpoint
+from composer_mesh.mesh.call_server import Endpoint, OpenCall, PipeCalls
 from composer_mesh.mesh.environment import python_module
-from composer_mesh.mesh.pipe_calls import OpenCall, PipeCalls
 from composer_mesh.mesh.processes import cpu_seconds, end_of_child, kill_group
 from composer_mesh.mesh.programs import reap, start_tied
 from composer_mesh.mesh.supervision import SessionLost

@@ -16,9 +16,8 @@ from typing import TypeVar
 
 from composer_mesh.actors.mcp_servers.servers import attached
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.call_server import Endpoint
+from composer_mesh.mesh.call_server import Endpoint, PipeCalls
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
-from composer_mesh.mesh.pipe_calls import PipeCalls
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore

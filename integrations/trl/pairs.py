@@ -28,8 +28,7 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.offline.api import Teacher, in_memory_config
 from composer_mesh.services.offline.job import OfflineJob
 from composer_mesh.services.offline.options import CONCURRENCY
-from composer_mesh.services.offline.session import opened_panel
-from composer_mesh.services.offline.teacher_client import TeacherClient
+from composer_mesh.services.offline.session import TeacherClient, opened_panel
 from composer_mesh.tasks.rows import json_lines
 from composer_mesh.tasks.task import Task
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from composer_mesh.configs.weights import WeightTransport
 from composer_mesh.mesh.weights.errors import WeightsMismatch
-from composer_mesh.mesh.weights.layout import Layout
-from composer_mesh.mesh.weights.manifest import WeightManifest
+from composer_mesh.mesh.weights.manifest import Layout, WeightManifest
 
 NOT_WHOLE = -1
 

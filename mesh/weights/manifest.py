@@ -1,7 +1,15 @@
-"""The tensors of a version of the weights. `layout` says where their bytes are."""
+"""The tensors of a version of the weights, the rows that each rank publishes, and their layout.
+
+A plain tensor is the same on every rank, so rank 0 publishes it. Of a tensor sharded over ranks by
+its first dimension (FSDP2), each rank publishes its own rows, of which there may be none. A rank's
+rows are laid out in a flat byte buffer:
+
+| stamp | rows of a tensor | rows of another | ... | stamp |
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,3 +95,116 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for views of the same memory, also where both are empty."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """This rank's rows of one tensor, from row `first` on; a scalar is one row."""
+
+    entry: Entry
+    first: int
+    count: int
+    local: Tensor
+
+
+def own_rows(state: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None) -> list[Rows]:
+    """Return this rank's rows of every tensor, in the state's order, shared memory only once.
+
+    Floating tensors are published as `dtype` where given. The entries are the same on every rank.
+    Raises `WeightsMismatch` for a tensor that is sharded other than by rows.
+    """
+    shared: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in state.items():
+        local = _local(tensor)
+        # All empty memory is at one address; a tied tensor is one object in the trainer's state.
+        key = (*identity(local), tuple(tensor.shape), 0 if local.numel() else id(tensor))
+        shared.setdefault(key, []).append(name)
+    return [_rows(tuple(names), state[names[0]], rank, dtype) for names in shared.values()]
+
+
+def manifest_of(rows: list[Rows]) -> WeightManifest:
+    """Return the manifest of the complete tensors."""
+    return WeightManifest(tuple(one.entry for one in rows))
+
+
+def _rows(names: tuple[str, ...], tensor: Tensor, rank: int, dtype: torch.dtype | None) -> Rows:
+    published = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    entry = Entry(names, tuple(tensor.shape), published)
+    local = _local(tensor)
+    if local is tensor:
+        return Rows(entry, 0, entry.rows if rank == 0 else 0, local)
+    first, count = _share(names[0], tensor, entry.rows)
+    if count and local.dim() and local.shape[0] != count:
+        raise WeightsMismatch(
+            f"{names[0]} has {local.shape[0]} rows on rank {rank}, but an even spread of "
+            f"{entry.rows} gives it {count}: call full_tensor() on it first"
+        )
+    return Rows(entry, first, count, local)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the local part of a tensor that may be a `DTensor`, without its slow import."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def _share(name: str, tensor: Any, rows: int) -> tuple[int, int]:
+    """Return the first row and row count to publish; of replicas, the first rank publishes."""
+    first, coordinate = 0, tensor.device_mesh.get_coordinate()
+    for dim, placement in enumerate(tensor.placements):
+        place, size = coordinate[dim], tensor.device_mesh.size(dim)
+        if placement.is_replicate():
+            rows = rows if place == 0 else 0
+        elif placement.is_shard(0):
+            most = -(-rows // size)
+            begin = min(place * most, rows)
+            first, rows = first + begin, min(most, rows - begin)
+        else:
+            raise WeightsMismatch(
+                f"{name} is placed as {tuple(tensor.placements)}, but only whole tensors and rows "
+                "of the first dimension are published: call full_tensor() on it first"
+            )
+    return first, rows
+
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`count` rows from row `first` of the manifest's tensor `entry`, at byte `offset`."""
+
+    entry: int
+    first: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Positions of the pieces; version stamps are before and after them."""
+
+    pieces: tuple[Piece, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Rows]) -> Layout:
+        """Lay out a rank's rows in order; tensors without rows take no space."""
+        pieces: list[Piece] = []
+        offset = ALIGNMENT
+        for place, one in enumerate(rows):
+            if one.count:
+                pieces.append(Piece(place, one.first, one.count, offset))
+                offset = _aligned(offset + one.count * one.entry.row_bytes)
+        return cls(tuple(pieces), offset + ALIGNMENT)
+
+    def views(self, manifest: WeightManifest, memory: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield each piece with its view of the flat memory, in the tensor's dtype and shape."""
+        for piece in self.pieces:
+            entry = manifest.entries[piece.entry]
+            nbytes = piece.count * entry.row_bytes
+            flat = memory[piece.offset : piece.offset + nbytes].view(entry.dtype)
+            yield piece, flat.view((piece.count, *entry.shape[1:]) if entry.shape else ())
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -15,15 +15,12 @@ from torch import Tensor
 
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
-from composer_mesh.mesh.weights.checksums import checksum, flat
 from composer_mesh.mesh.weights.choice import Transport, open_sender
 from composer_mesh.mesh.weights.errors import WeightsMismatch
 from composer_mesh.mesh.weights.handle import Part, WeightsHandle
-from composer_mesh.mesh.weights.layout import Layout
-from composer_mesh.mesh.weights.pinning import pin, unpin
-from composer_mesh.mesh.weights.shards import manifest_of, own_rows
+from composer_mesh.mesh.weights.manifest import Layout, manifest_of, own_rows
 from composer_mesh.mesh.weights.transports.port import SLOTS, Shape, TransportSender
-from composer_mesh.mesh.weights.version_stamps import stamp, unstamp
+from composer_mesh.mesh.weights.version_stamps import checksum, flat, stamp, unstamp
 
 State = Callable[[], Mapping[str, Tensor]]
 
@@ -150,3 +147,14 @@ def _copy_from_gpu(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
             place.copy_(local, non_blocking=True)
         done = own.record_event()
     done.synchronize()
+
+
+def pin(memory: Tensor) -> None:
+    """Page-lock a buffer for the GPU's copy engine, until `unpin`."""
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+
+def unpin(memory: Tensor) -> None:
+    """Unlock the pages; must be called before the memory is freed."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))

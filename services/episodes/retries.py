@@ -28,7 +28,7 @@ from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split
-from composer_mesh.services.pool.errors import NoReplicaLeft, ServiceClosed
+from composer_mesh.services.pool.dispatch import NoReplicaLeft, ServiceClosed
 from composer_mesh.tasks.errors import JudgesSpent, TaskProcessEnded
 
 INTERVAL_S = 1.0

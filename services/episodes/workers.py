@@ -35,9 +35,8 @@ from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.services.pool.errors import ServiceClosed
-from composer_mesh.services.pool.peers import PoolPeers
-from composer_mesh.services.pool.replicas import Replica
+from composer_mesh.services.pool.dispatch import ServiceClosed
+from composer_mesh.services.pool.replicas import PoolPeers, Replica
 from composer_mesh.services.service import Service
 
 

@@ -38,8 +38,7 @@ from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.offline.config import offline_config, openrouter_teacher
 from composer_mesh.services.offline.job import OfflineJob
 from composer_mesh.services.offline.options import CONCURRENCY, ReplayRefused
-from composer_mesh.services.offline.session import opened_panel
-from composer_mesh.services.offline.teacher_client import TeacherClient
+from composer_mesh.services.offline.session import TeacherClient, opened_panel
 from composer_mesh.services.offline.traces import index_traces
 from composer_mesh.tasks.loading import make_task
 

@@ -9,10 +9,13 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import httpx
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
@@ -22,7 +25,7 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pairs import pair_record
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.offline.config import offline_config
-from composer_mesh.services.offline.index import TraceIndex
+from composer_mesh.services.offline.figures import ReplayFigures, ReplayPlan
 from composer_mesh.services.offline.job import OfflineJob, plan_job
 from composer_mesh.services.offline.options import ReplayOptions
 from composer_mesh.services.offline.output import (
@@ -31,20 +34,18 @@ from composer_mesh.services.offline.output import (
     job_of,
     write_json,
 )
-from composer_mesh.services.offline.plan import ReplayPlan
 from composer_mesh.services.offline.report import (
     FINISHED,
     OUT_OF_BUDGET,
     STOPPED,
     Money,
+    plan_lines,
     plan_page,
     replay_report,
     report_page,
 )
-from composer_mesh.services.offline.session import opened_panel, priced_teachers
-from composer_mesh.services.offline.teacher_client import TeacherClient
-from composer_mesh.services.offline.traces import index_traces
-from composer_mesh.services.offline.view import ReplayView
+from composer_mesh.services.offline.session import TeacherClient, opened_panel, priced_teachers
+from composer_mesh.services.offline.traces import TraceIndex, index_traces
 from composer_mesh.services.schedule.signals import NUMBERS, CommandSignals
 from composer_mesh.services.schedule.stopping import Stopping, until_interrupted
 from composer_mesh.tasks.loading import make_task
@@ -169,7 +170,9 @@ class _Ending:
     because they are paid for; the second signal cancels them. The result is reported either way.
     """
 
-    def __init__(self, teacher_client: TeacherClient, view: ReplayView, stopping: Stopping) -> None:
+    def __init__(
+        self, teacher_client: TeacherClient, view: "ReplayView", stopping: Stopping
+    ) -> None:
         self._teacher_client, self._view, self._stopping = teacher_client, view, stopping
         self.began = time.monotonic()
 
@@ -204,3 +207,69 @@ def _status(report: dict[str, Any]) -> int:
     if report["state"] == OUT_OF_BUDGET:
         return SHORT_OF_BUDGET
     return NOBODY_ANSWERED if states["asked"] and not states["answered"] else 0
+
+
+LINES = 10
+"""Number of plain progress lines per job."""
+
+
+class ReplayView:
+    """Context manager that shows the progress of a planned job."""
+
+    def __init__(self, plan: ReplayPlan, ceiling: float, console: Console) -> None:
+        self._plan, self._ceiling, self._console = plan, ceiling, console
+        self._states = plan.states
+        self._began, self._shown = time.monotonic(), 0
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        for line in plan_lines(self._plan, self._ceiling):
+            self.say(line)
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._progress = Progress(
+                TextColumn("asking"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", markup=False),
+                TimeRemainingColumn(),
+                console=self._console,
+                auto_refresh=False,  # rich does not join its refresh thread
+            )
+            self._task = self._progress.add_task("states", total=self._states)
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def tell(self, figures: ReplayFigures) -> None:
+        """Show the current figures."""
+        if self._progress is not None:
+            text = f"states, {figures.kept} pairs, ${figures.usd:.4f} of ${self._ceiling:.2f}"
+            self._progress.update(
+                self._task, completed=figures.states, description=text, refresh=True
+            )
+            return
+        part = figures.states * LINES // max(1, self._states)
+        if part > self._shown:
+            self._shown = part
+            self.say(self._line(figures))
+
+    def say(self, text: str) -> None:
+        """Print one line above the progress bar."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _line(self, figures: ReplayFigures) -> str:
+        return (
+            f"replay states={figures.states}/{self._states} groups={figures.groups}"
+            f" pairs={figures.kept} usd={figures.usd:.4f}"
+            f" short_of_budget={len(figures.short_of_budget)}"
+            f" elapsed_s={time.monotonic() - self._began:.1f}"
+        )

@@ -17,10 +17,9 @@ from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import FrozenState, PreferencePair, TeacherReply
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.offline.figures import ReplayFigures
-from composer_mesh.services.offline.index import TraceFileError
-from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
-from composer_mesh.services.offline.teacher_client import Stopped, TeacherClient
+from composer_mesh.services.offline.figures import ReplayFigures, ReplayPlan, plan_replay
+from composer_mesh.services.offline.session import Stopped, TeacherClient
+from composer_mesh.services.offline.traces import TraceFileError
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.services.steps.ports import Teachers
 from composer_mesh.services.steps.step_manifest import ReplayOutcome

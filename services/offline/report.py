@@ -16,8 +16,7 @@ from rich.text import Text
 from composer_mesh.rollouts.budget import BudgetReport
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.services.inspection.page import plain_text
-from composer_mesh.services.offline.figures import ReplayFigures
-from composer_mesh.services.offline.plan import ReplayPlan
+from composer_mesh.services.offline.figures import ReplayFigures, ReplayPlan
 
 FINISHED, OUT_OF_BUDGET, STOPPED = "finished", "out_of_budget", "stopped"
 SHOWN_STATES = 3

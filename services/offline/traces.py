@@ -1,19 +1,60 @@
 """Trace files of an offline replay: found, validated line by line, then read group by group.
 
-A run stores its traces in its store (`stored`); .jsonl files come from older runs and from
-`composer-mesh traces RUN export`.
+A run stores its traces in its store; .jsonl files come from `composer-mesh traces RUN export`. Only
+the locations of groups are in memory, because the traces may exceed it.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import ValidationError
 
+from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.mesh.untrusted_json import short_reason
-from composer_mesh.rollouts.traces import Trace, trace_from_json
-from composer_mesh.services.offline.index import TraceFileError, TraceIndex
-from composer_mesh.services.offline.stored import index_store, store_of
+from composer_mesh.rollouts.traces import Trace, trace_from_json, trace_to_json
+from composer_mesh.services.directory.report import STORE_FILE
+from composer_mesh.services.offline.options import ReplayRefused
+from composer_mesh.services.store.group_files import FOLDER
+from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.rows import DamagedRecord, GroupRow
+
+
+class TraceFileError(ReplayRefused):
+    """Traces that cannot be replayed; names the file and line, the reason and the repair."""
+
+
+class Place(Protocol):
+    """Location of some traces of a group."""
+
+    def read(self) -> list[Trace]: ...
+
+
+@dataclass
+class TraceIndex:
+    """Groups of traces by `group_id`, and the run that wrote them, if known.
+
+    `mark` is stable while traces are only appended. `cut` counts incomplete last lines that were
+    skipped.
+    """
+
+    run: Path | None
+    mark: str = ""
+    task: str = ""
+    traces: int = 0
+    cut: int = 0
+    places: dict[int, list[Place]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def groups(self) -> Iterator[list[Trace]]:
+        """Yield each group's traces in id order; one group is in memory at a time."""
+        for group_id in sorted(self.places):
+            yield [trace for place in self.places[group_id] for trace in place.read()]
+
 
 CONFIG_FILE = "config.toml"
 
@@ -123,3 +164,56 @@ def _add(index: TraceIndex, seen: dict[str, Line], place: Line, line: bytes) -> 
     index.mark = index.mark or hashlib.sha256(line.strip()).hexdigest()
     index.task, index.traces = trace.task, index.traces + 1
     index.places.setdefault(trace.group_id, []).append(place)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """Location of one group's traces."""
+
+    run: Path
+    group_id: int
+
+    def read(self) -> list[Trace]:
+        """Return the group's training traces that have turns."""
+        with RunReader(self.run) as reader:
+            return _training(reader, self.group_id)
+
+
+def store_of(source: Path) -> Path | None:
+    """Return the run directory of a run or of its traces folder; None if it has no store."""
+    run = source.absolute().parent if source.name == FOLDER else source
+    return run if (run / STORE_FILE).is_file() else None
+
+
+def index_store(run: Path) -> TraceIndex:
+    """Read all finished groups of a run once; raise `TraceFileError` if one is damaged."""
+    index = TraceIndex(run.absolute())
+    try:
+        with RunReader(run) as reader:
+            for row in sorted(reader.groups(), key=_age):
+                _add_group(index, reader, row)
+    except (DamagedRecord, StoreError) as error:
+        raise TraceFileError(str(error)) from None
+    if not index.traces:
+        raise TraceFileError(f"{run} holds no training trace: name another run or file")
+    return index
+
+
+def _add_group(index: TraceIndex, reader: RunReader, row: GroupRow) -> None:
+    traces = _training(reader, row.group_id)
+    if traces:
+        first = hashlib.sha256(trace_to_json(traces[0])).hexdigest()
+        index.mark = index.mark or first
+        index.task, index.traces = traces[0].task, index.traces + len(traces)
+        assert index.run is not None
+        index.places[row.group_id] = [StoredGroup(index.run, row.group_id)]
+
+
+def _age(row: GroupRow) -> tuple[float, int]:
+    """Sort key by finishing time, so that a new group never becomes the first one."""
+    return (row.finished_at or 0.0, row.group_id)
+
+
+def _training(reader: RunReader, group_id: int) -> list[Trace]:
+    traces = reader.traces(group_id)
+    return [trace for trace in traces if trace.split == "train" and trace.turns]

@@ -1,6 +1,14 @@
 """Dispatches calls to replicas: waits for capacity, makes the call, and retries on another replica.
 
 `routing` holds the rules and `replicas` the processes; this module does the waiting.
+
+    MeshError
+    ├── ServiceBusy     the queue is full; the call reached no replica
+    ├── NoReplicaLeft   all replicas are gone and none is starting: an ActorDied, of the last one
+    └── ServiceClosed   the service is closed, or was closed while the call waited or ran
+
+`mesh.supervision` has those of the actors themselves, such as `SessionLost`. The death of a replica
+whose call may not be retried elsewhere stays an `ActorDied`.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import (
     ActorDied,
@@ -18,9 +27,30 @@ from composer_mesh.mesh.supervision import (
     MeshError,
     RemoteError,
 )
-from composer_mesh.services.pool.errors import ServiceBusy, ServiceClosed
 from composer_mesh.services.pool.replicas import Call, Replica
 from composer_mesh.services.pool.routing import Router, Ticket
+
+
+class ServiceBusy(Worded, MeshError):
+    """A call was refused immediately: the service, calls that wait, and the full queue's length."""
+
+    message = (
+        "{1} calls wait for a replica of {0}, but queue is {2}: ask again later, resize it, or "
+        "spawn it with a longer queue"
+    )
+
+
+class NoReplicaLeft(ActorDied):
+    """No replica can serve a call, and none is starting."""
+
+
+class ServiceClosed(Worded, MeshError):
+    """A call was made to a closed service, or did not end before it closed."""
+
+    message = (
+        "{0} is closed and runs no calls: spawn it anew, or close it with a drain_s that its calls "
+        "need"
+    )
 
 
 @dataclass(frozen=True)

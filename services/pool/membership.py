@@ -17,12 +17,17 @@ from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.spawned import working_together
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
 from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, together
-from composer_mesh.services.pool.dispatch import Dispatch, gone
-from composer_mesh.services.pool.errors import NoReplicaLeft
-from composer_mesh.services.pool.replicas import Call, Names, Replica, ReplicaSpec
+from composer_mesh.services.pool.dispatch import Dispatch, NoReplicaLeft, gone
+from composer_mesh.services.pool.replicas import (
+    Call,
+    Names,
+    Replica,
+    ReplicaSpec,
+    Setups,
+    source_ended,
+)
 from composer_mesh.services.pool.restart_manager import RestartManager
 from composer_mesh.services.pool.routing import ReplicaState, Router, to_retire
-from composer_mesh.services.pool.setups import Setups, source_ended
 
 
 class Membership:

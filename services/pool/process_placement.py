@@ -10,6 +10,7 @@ from pathlib import Path
 
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.process_resources import share_env
 from composer_mesh.planning.host_capacity import HostResources, Placed, Process, processes_of
@@ -40,18 +41,13 @@ BACKEND_COUNTED = (
 )
 
 
-class NoPlacement(Exception):
+class NoPlacement(Worded, Exception):
     """A process beyond the placement needs dedicated cores or GPUs: its kind and number."""
 
-    def __init__(self, kind: str, number: int, own: str) -> None:
-        super().__init__(kind, number, own)
-
-    def __str__(self) -> str:
-        kind, number, own = self.args
-        return (
-            f"{kind}-{number} needs {own} of its own, and the run was placed without it: set the "
-            f"number of {kind} processes in the config, where it is part of the placement"
-        )
+    message = (
+        "{0}-{1} needs {2} of its own, and the run was placed without it: set the number of {0} "
+        "processes in the config, where it is part of the placement"
+    )
 
 
 @dataclass(frozen=True)

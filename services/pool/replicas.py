@@ -1,6 +1,10 @@
 """One replica of a service: its process, its calls in flight, and how it is started and stopped.
 
 `routing` decides which calls it gets, `membership` how many replicas there are.
+
+Before it serves, a replica receives the set-up calls: the last per endpoint. A call that reads
+another actor's memory is stale once that actor is gone: a replica that starts then waits for a
+newer one.
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import Any, Protocol
 
+from composer_mesh.actors.rollout_workers.peers import Peer
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.spawn import MeshHost
@@ -236,3 +242,100 @@ class Names:
         name = f"{self._service}-{slot}" if slot or self._numbered else self._service
         name += f".{generation}" if generation > 1 and not self._stable else ""
         return Replica(name, ReplicaState.STARTING, slot=slot, generation=generation)
+
+
+LOAD = "load"
+"""The set-up call that is slow and stays valid."""
+TELL_S = 3.0
+"""Longest time until an actor's death is known after a read of its memory has failed.
+
+Such a read may fail immediately, and on a busy machine the notice of a process's end may be later.
+"""
+
+
+class Setups:
+    """The set-up calls, in the order in which they were last made."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+        self._remembered = asyncio.Event()
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._calls
+
+    def remember(self, call: Call) -> None:
+        """Store a call in place of the last one of its endpoint."""
+        self._calls.pop(call.endpoint, None)
+        self._calls[call.endpoint] = call
+        self._remembered.set()
+
+    def loads(self, replica: Replica) -> list[Call]:
+        """Return the calls that a replica can receive while others are set up: they stay valid."""
+        first = takewhile(lambda call: call.endpoint == LOAD, self._calls.values())
+        return [call for call in first if replica.told.get(LOAD) is not call]
+
+    def unsent_calls(self, replica: Replica) -> list[Call]:
+        """Return the calls that a replica has not received yet."""
+        return [
+            call for call in self._calls.values() if replica.told.get(call.endpoint) is not call
+        ]
+
+    async def readable(self, deadline_s: float) -> None:
+        """Wait until no call is stale; after `deadline_s` raise the death of its source."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while any(call.stale for call in self._calls.values()):
+                    self._remembered.clear()
+                    await self._remembered.wait()
+        except TimeoutError:
+            raise self._end_of_source() from None
+
+    def _end_of_source(self) -> ActorDied:
+        sources = (call.source for call in self._calls.values() if call.stale)
+        name = next((source.name for source in sources if source), "its source")
+        return ActorDied(name, "nothing took the place of what it had published")
+
+
+async def source_ended(call: Call) -> ActorDied | None:
+    """Return the death of the actor that a failed call read from, if it explains the failure."""
+    if call.source is None or call.source.death is None:
+        return None
+    await asyncio.wait([call.source.death], timeout=TELL_S)
+    return ActorDied(*call.source.death.result().args) if call.stale else None
+
+
+class Members(Protocol):
+    """What is known of the members of a service, and of why one of them is gone."""
+
+    def members(self) -> Sequence[Replica]: ...
+    def reason(self, name: str) -> str: ...
+
+
+@dataclass
+class PoolPeers:
+    """Members of a pool that serve, and why those that served before are gone, by name."""
+
+    pool: Members
+    peers: tuple[Peer, ...] = ()
+    gone: dict[str, str] = field(default_factory=dict)
+
+    def refresh(self) -> bool:
+        """Follow the pool; returns whether a member came, went, opened or closed."""
+        before, self.peers = self.peers, _serving(self.pool)
+        serving = {peer.name for peer in self.peers}
+        for peer in before:
+            if peer.name not in serving:
+                self.gone[peer.name] = self.pool.reason(peer.name)
+        return _state(before) != _state(self.peers)
+
+
+def _serving(pool: Members) -> tuple[Peer, ...]:
+    return tuple(
+        Peer(one.name, one.actor.ref, one.open)
+        for one in pool.members()
+        if one.serving and one.actor is not None
+    )
+
+
+def _state(peers: tuple[Peer, ...]) -> list[tuple[str, bool]]:
+    return [(peer.name, peer.open) for peer in peers]

@@ -42,9 +42,8 @@ from composer_mesh.rollouts.hints import HINT_WRITER, HintReply, HintRequest
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
-from composer_mesh.services.pool.peers import PoolPeers
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
-from composer_mesh.services.pool.replicas import Replica
+from composer_mesh.services.pool.replicas import PoolPeers, Replica
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.service import Service
 

@@ -16,7 +16,7 @@ from composer_mesh.actors.served_models.messages import (
 )
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 
 SERVER_FAULTS = (StoreError, sqlite3.Error, NoReplicaLeft)
 """What ends the server: no log, or nothing that computes. All other errors are an operation's."""

@@ -23,7 +23,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.services import service
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.serve.backend import BackendLost
 from composer_mesh.services.serve.trainer_ranks import ServedRanks, restart_rules

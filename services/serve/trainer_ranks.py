@@ -21,7 +21,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import PlacementOf
 from composer_mesh.services.pool.restart_manager import RestartsGivenUp, restart
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules

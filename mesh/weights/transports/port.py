@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from composer_mesh.mesh.weights.layout import Layout, Piece
-from composer_mesh.mesh.weights.manifest import WeightManifest
+from composer_mesh.mesh.weights.manifest import Layout, Piece, WeightManifest
 
 SLOTS = 2
 """Buffers of a publisher: one is read while the other is written."""

@@ -17,7 +17,7 @@ from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost, Supervisor
 from composer_mesh.services import service
-from composer_mesh.services.pool.errors import ServiceClosed
+from composer_mesh.services.pool.dispatch import ServiceClosed
 from composer_mesh.services.pool.replicas import Replica
 
 Events = list[tuple[str, str, str]]

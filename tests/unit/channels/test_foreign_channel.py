@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer_mesh.services.ablation.plan import plan_ablation
 from guides import Guide
 from pydantic import ValidationError
 from repository import ROOT
@@ -24,7 +25,6 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.step_plan import minibatches
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.ablation.plan import plan_ablation
 from composer_mesh.services.checks.accepting import check_custom_functions
 from composer_mesh.services.directory.report import summarize
 from composer_mesh.services.steps.advantages import make_advantages

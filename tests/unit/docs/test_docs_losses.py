@@ -27,7 +27,6 @@ CONTENTS = (
     "advantages",
     "distillation",
     "preference",
-    "composition",
     "fused",
     "custom",
     "custom_advantage",

@@ -9,7 +9,7 @@ import pytest
 from guides import ROOT, Guide, names_in_code
 
 from composer_mesh.services import service
-from composer_mesh.services.pool import errors as service_errors
+from composer_mesh.services.pool import dispatch as service_errors
 from composer_mesh.services.pool.routing import ReplicaState
 from composer_mesh.services.service import Service
 

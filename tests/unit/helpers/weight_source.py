@@ -9,7 +9,7 @@ import torch
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.handle import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
-from composer_mesh.mesh.weights.staged import StagedWeights
+from composer_mesh.mesh.weights.receiver import StagedWeights
 
 
 class Source:

@@ -14,7 +14,7 @@ import torch
 from composer_mesh.integrations.prime_rl import TYPES, loss_fn, policy_loss, sdpo_loss
 from composer_mesh.losses import custom_types
 from composer_mesh.losses.policy import grpo_loss, prime_rl_loss
-from composer_mesh.losses.sampled import sampled_reverse_kl
+from composer_mesh.losses.topk import sampled_reverse_kl
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "prime_rl.json").read_text())
 FIELDS = RECORDED["fields"]["LossInputs"]

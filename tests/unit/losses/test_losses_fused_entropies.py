@@ -7,8 +7,7 @@ import torch
 from fused_losses import BLOCKS, SIZES, leaves, tolerance
 from largest_tensor import LargestTensor
 
-from composer_mesh.losses.entropy import token_entropies
-from composer_mesh.losses.fused_entropies import linear_entropies
+from composer_mesh.losses.entropy import linear_entropies, token_entropies
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -13,7 +13,6 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from composer_mesh.configs.losses import GrpoLoss
-from composer_mesh.losses.checks import check_choice
 from composer_mesh.losses.policy import (
     PolicyLoss,
     aggregate,
@@ -23,6 +22,7 @@ from composer_mesh.losses.policy import (
     sapo_loss,
     token_logprobs,
 )
+from composer_mesh.losses.reductions import check_choice
 
 KINDS = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}

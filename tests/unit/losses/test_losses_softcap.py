@@ -9,9 +9,8 @@ import torch
 from fused_losses import BLOCKS, NORMALIZER, leaves, rows_of, tolerance, whole_jsd
 from torch import Tensor
 
-from composer_mesh.losses.answers import collision_logprobs
 from composer_mesh.losses.blocks import softcapped
-from composer_mesh.losses.entropy import token_entropies
+from composer_mesh.losses.entropy import linear_entropies, token_entropies
 from composer_mesh.losses.fused import (
     linear_collision_logprobs,
     linear_distillation,
@@ -19,8 +18,8 @@ from composer_mesh.losses.fused import (
     linear_logprobs,
     linear_scores,
 )
-from composer_mesh.losses.fused_entropies import linear_entropies
 from composer_mesh.losses.logprobs import linear_logits
+from composer_mesh.losses.pair_terms import collision_logprobs
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.losses.taid import taid_loss
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from raised_kinds import NAMES, raised
 
-from composer_mesh.mesh.call_server import Endpoint
-from composer_mesh.mesh.pipe_calls import PipeCallFailed, PipeCalls
+from composer_mesh.mesh.call_server import Endpoint, PipeCallFailed, PipeCalls
 
 
 class End:

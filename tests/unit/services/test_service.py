@@ -16,7 +16,7 @@ from composer_mesh.mesh.supervision import (
     RemoteError,
     SessionLost,
 )
-from composer_mesh.services.pool.errors import ServiceBusy, ServiceClosed
+from composer_mesh.services.pool.dispatch import ServiceBusy, ServiceClosed
 from composer_mesh.services.service import ATTEMPTS, Service
 
 

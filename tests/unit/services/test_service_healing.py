@@ -9,7 +9,7 @@ from fake_host import FakeHost, ask, turns, until
 from healing_service import Events, healing, states, until_served, until_told
 
 from composer_mesh.mesh.supervision import FaultPolicy, RemoteError, SessionLost
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.restarts import RestartRules
 
 

@@ -10,7 +10,7 @@ from fake_host import FakeHost, ask, serve, turns
 
 from composer_mesh.mesh.supervision import ActorDied, RemoteError
 from composer_mesh.services.pool import replicas
-from composer_mesh.services.pool.errors import ServiceClosed
+from composer_mesh.services.pool.dispatch import ServiceClosed
 from composer_mesh.services.service import Service
 
 

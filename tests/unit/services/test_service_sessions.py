@@ -9,7 +9,7 @@ import pytest
 from fake_host import FakeHost, serve, turns
 
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
-from composer_mesh.services.pool.errors import ServiceClosed
+from composer_mesh.services.pool.dispatch import ServiceClosed
 from composer_mesh.services.service import Service
 
 

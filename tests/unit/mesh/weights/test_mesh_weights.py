@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, TransportError, read
-from composer_mesh.mesh.weights.checksums import ROW, checksum
 from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
 from composer_mesh.mesh.weights.handle import Part, WeightsHandle
-from composer_mesh.mesh.weights.layout import ALIGNMENT, Layout
-from composer_mesh.mesh.weights.shards import manifest_of, own_rows
-from composer_mesh.mesh.weights.staged import StagedWeights
-from composer_mesh.mesh.weights.version_stamps import stamp, unstamp
+from composer_mesh.mesh.weights.manifest import ALIGNMENT, Layout, manifest_of, own_rows
+from composer_mesh.mesh.weights.receiver import StagedWeights
+from composer_mesh.mesh.weights.version_stamps import ROW, checksum, stamp, unstamp
 
 
 def tied_model() -> nn.Module:

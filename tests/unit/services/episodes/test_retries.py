@@ -18,7 +18,7 @@ from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import Retries, RolloutsFail
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskProcessEnded
 from composer_mesh.tasks.openenv.errors import ConnectionLost

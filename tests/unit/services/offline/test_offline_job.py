@@ -16,9 +16,9 @@ from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.offline.index import TraceFileError
 from composer_mesh.services.offline.job import OfflineJob, selections
-from composer_mesh.services.offline.teacher_client import TeacherClient
+from composer_mesh.services.offline.session import TeacherClient
+from composer_mesh.services.offline.traces import TraceFileError
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -17,8 +17,13 @@ from composer_mesh.rollouts.budget import Account, BudgetReport
 from composer_mesh.rollouts.money import NANO, Prices
 from composer_mesh.rollouts.pairs import FailureKind
 from composer_mesh.rollouts.state_choice import Selection
-from composer_mesh.services.offline.figures import ReplayFigures, percentile
-from composer_mesh.services.offline.plan import ReplayPlan, plan_replay
+from composer_mesh.services.offline.command import ReplayView
+from composer_mesh.services.offline.figures import (
+    ReplayFigures,
+    ReplayPlan,
+    percentile,
+    plan_replay,
+)
 from composer_mesh.services.offline.report import (
     FINISHED,
     Money,
@@ -27,7 +32,6 @@ from composer_mesh.services.offline.report import (
     replay_report,
     report_page,
 )
-from composer_mesh.services.offline.view import ReplayView
 
 PRICES = Prices.per_million(1, 10)
 

@@ -8,7 +8,7 @@ import pytest
 from preferences import ADD, answer, failure
 
 from composer_mesh.rollouts.pairs import FailureKind, FrozenState, TeacherAnswer, TeacherReply
-from composer_mesh.services.offline.teacher_client import (
+from composer_mesh.services.offline.session import (
     RESTS,
     Stopped,
     TeacherClient,

@@ -17,8 +17,7 @@ from offline_runs import (
 )
 
 from composer_mesh.rollouts.traces import trace_to_json
-from composer_mesh.services.offline.index import TraceFileError
-from composer_mesh.services.offline.traces import index_traces
+from composer_mesh.services.offline.traces import TraceFileError, index_traces
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.tasks.toolbox import ToolboxTask
 

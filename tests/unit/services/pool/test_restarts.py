@@ -15,7 +15,7 @@ from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.mesh.weights.errors import PullAbandoned
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 
 RULES = RestartRules(restarts=3, window_s=10.0, backoff_s=1.0, backoff_max_s=3.0, seed=1)

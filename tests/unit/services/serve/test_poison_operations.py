@@ -16,7 +16,7 @@ from served_world import BookkeepingTrainer, EchoSamplers, served
 from composer_mesh.actors.served_models.messages import TrainCall, TrainResult
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.serve.backend import BackendLost
 from composer_mesh.services.serve.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.services.serve.operation_log import open_log

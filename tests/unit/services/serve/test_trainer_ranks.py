@@ -13,7 +13,7 @@ from composer_mesh.actors.models.ranks import RanksLost
 from composer_mesh.actors.served_models.messages import ModelNotOpen
 from composer_mesh.actors.served_trainer import ServedTrainerActor
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
-from composer_mesh.services.pool.errors import NoReplicaLeft
+from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.serve.backend import BackendLost
 from composer_mesh.services.serve.trainer_ranks import ServedRanks
