@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from composer_mesh.services.ablation.plan import plan_ablation
 from guides import Guide
 from pydantic import ValidationError
-from repository import ROOT
 from step_batches import ALL_ON, NARROW, Make, batch_of, own_logprobs, sampled_trace, taught
 
 from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.channels.port import make_channel
-from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.rollouts.batches import StepBatch
@@ -290,22 +287,6 @@ def test_names_that_are_taken_or_cannot_be_part_of_a_metric_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=r"is a channel already|should match pattern"):
         build_config(channels={name: {"import_path": "users_channel:Observations"}})
-
-
-def test_it_is_an_arm_of_an_ablation() -> None:
-    file = ROOT / "configs" / "quickstart.toml"
-    settings = [
-        "run.steps=6",
-        "channels.observations.import_path=users_channel:Observations",
-        "channels.observations.weight=0.5",
-    ]
-    plan = plan_ablation(file, settings, ("neither", "observations", "both"), (0,))
-    base = load_config(file, settings)
-    weights = [
-        (one.config.sdpo.alpha, one.config.replay.beta, one.config.channels["observations"].weight)
-        for one in plan.runs
-    ]
-    assert weights == [(0, 0, 0), (0, 0, 0.5), (base.sdpo.alpha, base.replay.beta, 0)]
 
 
 def test_the_summary_counts_its_active_steps() -> None:
