@@ -65,7 +65,7 @@ def step_loss(
     return found
 
 
-def own_weights(alpha: float, beta: float) -> dict[str, float]:
+def own_weights(alpha: Number, beta: Number) -> dict[str, Number]:
     """Return the weights of our three channels by name."""
     return {POLICY: 1.0, "sdpo": alpha, "replay": beta}
 
