@@ -26,10 +26,10 @@ from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.worded import Worded
 from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.fused import linear_logprobs
-from composer_mesh.mesh.transport import BufferHandle, SendBuffer
 from composer_mesh.rollouts.alignment import HintedView
 
-if TYPE_CHECKING:  # losses and steps also run where Monarch is not installed (`make gpu-check`)
+if TYPE_CHECKING:  # losses and steps also run where Monarch is not installed (`make gpu-check`),
+    # and in processes from which others are forked
     from composer_mesh.mesh.transport import BufferHandle
 
 ViewKey = tuple[str, int]
@@ -217,6 +217,8 @@ class SlotPool:
     """A fixed number of buffers, handed out by ticket; `acquire` waits while all are in use."""
 
     def __init__(self, count: int, capacity_bytes: int) -> None:
+        from composer_mesh.mesh.transport import SendBuffer
+
         self._buffers = [SendBuffer(capacity_bytes) for _ in range(count)]
         self._held: dict[int, int] = {}
         self._step, self._tickets, self._era = -1, 0, 0
