@@ -80,7 +80,7 @@ def checked_weight(name: str, weight: Number) -> float:
     return float(weight)
 
 
-def step_total(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def step_total(losses: Mapping[str, float], weights: Mapping[str, Number]) -> float:
     """Return the weighted sum of a step's losses, over the channels that have a weight."""
     return sum((weights[name] * losses.get(name, 0.0) for name in weights), start=0.0)
 

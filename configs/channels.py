@@ -83,16 +83,19 @@ class ChannelConfig(CustomFunction, ChannelSection):
     """How the weight changes over the run; weight is its peak."""
 
 
-def _of_no_own_channel(name: str) -> str:
-    if name in OWN:
-        raise ValueError(f"{name!r} is a channel already: give yours another name")
+def _of_no_own_metric(name: str) -> str:
+    if name in RESERVED:
+        raise ValueError(f"{name!r} is what metrics of ours begin with: give it another name")
     return name
 
 
-OWN = ("policy", "sdpo", "replay", "total")
-"""Names that no other channel can have: each is that of a loss in the metrics."""
+RESERVED = (
+    *("policy", "sdpo", "replay", "total", "tokens", "update", "running", "rollouts", "reward"),
+    *("lag", "time", "moe", "logprob_mismatch", "judges", "eval", "hints", "loss"),
+)
+"""Names that no other channel can have."""
 ChannelName = Annotated[
-    str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), AfterValidator(_of_no_own_channel)
+    str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), AfterValidator(_of_no_own_metric)
 ]
 ForeignChannels = Annotated[dict[ChannelName, ChannelConfig], Field(max_length=16)]
 """Channels that are not ours, by name."""

@@ -42,13 +42,14 @@ class ForeignChannel(TrainedChannel):
         loss, figures = self._checked(call_function(self._loss, self._path, "loss", inputs, {}))
         normalizer = self._normalizer(one)
         for name, figure in figures.items():
-            one.sums.figures[f"{self.name}/{name}"] += float(figure) / normalizer
+            value = call_function(float, self._path, f"figure {name!r}", figure, {})
+            one.sums.figures[f"{self.name}/{name}"] += value / normalizer
         return loss / normalizer
 
     def _normalizer(self, one: UpdatePass) -> float:
         samples = one.batch.channels[self.name]
         found = call_function(self._channel.normalizer, self._path, "normalizer", samples, {})
-        if not found > 0:
+        if not (isinstance(found, int | float) and found > 0):
             raise CustomFunctionError(
                 self._path, "normalizer", f"it returned {found}: return a number above 0"
             )
@@ -56,10 +57,13 @@ class ForeignChannel(TrainedChannel):
 
     def _checked(self, found: object) -> tuple[Tensor, Mapping[str, float | Tensor]]:
         match found:
-            case (torch.Tensor() as loss, Mapping() as figures) if loss.numel() == 1:
+            case (torch.Tensor() as loss, Mapping() as figures) if (
+                loss.numel() == 1 and loss.requires_grad
+            ):
                 return loss.reshape(()), figures
         raise CustomFunctionError(
             self._path,
             "loss",
-            f"it returned {type(found).__name__}: return a scalar tensor, and a dict of figures",
+            f"it returned {type(found).__name__}: return a scalar tensor with a gradient, and a "
+            "dict of figures",
         )

@@ -60,6 +60,8 @@ class NotFinite(Observations):
 
 class Endless(Observations):
     def samples(self, traces):
+        import threading
+
         threading.Event().wait()
 
 
@@ -71,6 +73,21 @@ class Broken(Observations):
 class NoScalar(Observations):
     def loss(self, rows):
         return rows.logprobs, {}
+
+
+class NoGradient(Observations):
+    def loss(self, rows):
+        return rows.logprobs.detach().sum(), {}
+
+
+class NoFigure(Observations):
+    def loss(self, rows):
+        return rows.logprobs.sum(), {"nats": None}
+
+
+class NoNumber(Observations):
+    def normalizer(self, samples):
+        return None
 
 
 class Nothing(Observations):
@@ -244,7 +261,10 @@ def test_samples_that_cannot_be_trained_are_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoScalar", "loss: it returned tuple: return a scalar tensor, and a dict of figures"),
+        ("NoScalar", "loss: it returned tuple: return a scalar tensor with a gradient, and a dict"),
+        ("NoGradient", "loss: it returned tuple: return a scalar tensor with a gradient"),
+        ("NoFigure", "figure 'nats': it raised TypeError"),
+        ("NoNumber", "normalizer: it returned None: return a number above 0"),
         ("Nothing", "normalizer: it returned 0: return a number above 0"),
     ],
 )
@@ -281,11 +301,11 @@ def test_check_takes_the_channel_with_its_arguments_and_refuses_others(
         check_custom_functions(build_config(**section(kwargs={"shares": 0.5})))
 
 
-@pytest.mark.parametrize("name", ["policy", "sdpo", "replay", "total", "Observations", "a/b", ""])
+@pytest.mark.parametrize("name", ["policy", "sdpo", "replay", "total", "tokens", "Own", "a/b", ""])
 def test_names_that_are_taken_or_cannot_be_part_of_a_metric_are_refused(
     build_config: Callable[..., Config], name: str
 ) -> None:
-    with pytest.raises(ValidationError, match=r"is a channel already|should match pattern"):
+    with pytest.raises(ValidationError, match=r"metrics of ours begin with|match pattern"):
         build_config(channels={name: {"import_path": "users_channel:Observations"}})
 
 
