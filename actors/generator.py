@@ -15,7 +15,7 @@ from composer_mesh.actors.engines.loop import Answer, EngineLoop, EngineThread, 
 from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 

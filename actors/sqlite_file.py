@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.open_folder import link_refused
 from composer_mesh.mesh.untrusted_json import MIB, refuse_unusual
 
@@ -38,20 +39,15 @@ TAKE_A_COPY = "take it from a copy, or use another file"
 _OPENING = threading.Lock()
 
 
-class StoreError(Exception):
-    """A file cannot be used for its purpose."""
+class StoreError(Worded, Exception):
+    """A file cannot be used: its path, its purpose, the reason and the repair."""
 
-    def __init__(self, path: str, purpose: str, reason: str, repair: str) -> None:
-        super().__init__(path, purpose, reason, repair)
+    message = "{0} cannot {1} ({2}): {3}"
 
     @property
     def reason(self) -> str:
         """What is wrong, without the file and the repair."""
         return str(self.args[2])
-
-    def __str__(self) -> str:
-        path, purpose, reason, repair = self.args
-        return f"{path} cannot {purpose} ({reason}): {repair}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.mesh.weights.choice import choose, published_dtype
-from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.packing import PackedBatch

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
-from composer_mesh.mesh.weights.version_stamps import checksum
+from composer_mesh.mesh.weights.transports.port import checksum
 
 TENSORS = 20
 KEY = "weights"

@@ -6,6 +6,7 @@ the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,12 +73,12 @@ def open_sender(transport: Transport, shape: Shape) -> TransportSender:
 
 def open_receiver(name: WeightTransport) -> TransportReceiver:
     """Open the receiver's side of a transport."""
-    match name:
-        case "shm":
-            return shm.ShmReceiver()
-        case "rdma":
-            return RdmaReceiver()
-        case "torchstore":
-            return torchstore.TorchstoreReceiver()
-        case "disk":
-            return DiskReceiver()
+    return RECEIVERS[name]()
+
+
+RECEIVERS: dict[WeightTransport, Callable[[], TransportReceiver]] = {
+    "shm": shm.ShmReceiver,
+    "rdma": RdmaReceiver,
+    "torchstore": torchstore.TorchstoreReceiver,
+    "disk": DiskReceiver,
+}

@@ -17,10 +17,16 @@ from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.choice import Transport, open_sender
 from composer_mesh.mesh.weights.errors import WeightsMismatch
-from composer_mesh.mesh.weights.handle import Part, WeightsHandle
-from composer_mesh.mesh.weights.manifest import Layout, manifest_of, own_rows
-from composer_mesh.mesh.weights.transports.port import SLOTS, Shape, TransportSender
-from composer_mesh.mesh.weights.version_stamps import checksum, flat, stamp, unstamp
+from composer_mesh.mesh.weights.manifest import Layout, Part, WeightsHandle, manifest_of, own_rows
+from composer_mesh.mesh.weights.transports.port import (
+    SLOTS,
+    Shape,
+    TransportSender,
+    checksum,
+    flat,
+    stamp,
+    unstamp,
+)
 
 State = Callable[[], Mapping[str, Tensor]]
 

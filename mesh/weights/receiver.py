@@ -17,10 +17,15 @@ from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.choice import open_receiver
 from composer_mesh.mesh.weights.errors import PullAbandoned, WrongChecksum
-from composer_mesh.mesh.weights.handle import Part, WeightsHandle
-from composer_mesh.mesh.weights.manifest import WeightManifest
-from composer_mesh.mesh.weights.transports.port import Shape, TransportReceiver
-from composer_mesh.mesh.weights.version_stamps import check_stamps, checksum, flat, unstamp
+from composer_mesh.mesh.weights.manifest import Part, WeightManifest, WeightsHandle
+from composer_mesh.mesh.weights.transports.port import (
+    Shape,
+    TransportReceiver,
+    check_stamps,
+    checksum,
+    flat,
+    unstamp,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.spawned import SpawnedActor, working_together
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import together
-from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.packing import PackedBatch
 from composer_mesh.rollouts.step_plan import minibatches, plan_views

@@ -21,8 +21,13 @@ from torch import Tensor
 
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights
-from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
-from composer_mesh.mesh.weights.version_stamps import MARK_BYTES, NO_VERSION
+from composer_mesh.mesh.weights.transports.port import (
+    MARK_BYTES,
+    NO_VERSION,
+    SLOTS,
+    Shape,
+    TransportReceiver,
+)
 
 MARK = "composer_mesh_mark"
 FOLDER_PREFIX = "composer-mesh-weights-"
@@ -70,14 +75,11 @@ class DiskSender:
         return file
 
 
-class DiskReceiver:
+class DiskReceiver(TransportReceiver):
     """Reads files; caches nothing."""
 
     async def fetch(self, offer: DiskOffer, shape: Shape, memory: Tensor) -> None:
         await asyncio.to_thread(_load, offer.file, shape, memory)
-
-    def keep(self, _offers: list[DiskOffer]) -> None:
-        return None
 
 
 def _load(file: Path, shape: Shape, memory: Tensor) -> None:

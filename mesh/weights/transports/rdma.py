@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
-from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
-from composer_mesh.mesh.weights.version_stamps import MARK_BYTES
+from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape, TransportReceiver
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,10 @@ class RdmaSender:
             await buffer.close()
 
 
-class RdmaReceiver:
+class RdmaReceiver(TransportReceiver):
     """Reads registered memory; caches nothing."""
 
     async def fetch(self, offer: RdmaOffer, _shape: Shape, memory: Tensor) -> None:
         await read(offer.whole, memory)
         front = await read(offer.front)
         memory[:MARK_BYTES].copy_(front[:MARK_BYTES])
-
-    def keep(self, _offers: list[RdmaOffer]) -> None:
-        return None

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.weights.errors import PublisherGone, TransportUnavailable
-from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
-from composer_mesh.mesh.weights.version_stamps import MARK_BYTES
+from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape
 
 NAME = "composer-mesh-weights"
 ELSEWHERE = "set weights.transport to rdma"

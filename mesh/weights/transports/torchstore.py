@@ -20,8 +20,7 @@ from torch import Tensor
 
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.weights.errors import TransportUnavailable
-from composer_mesh.mesh.weights.transports.port import SLOTS, Shape
-from composer_mesh.mesh.weights.version_stamps import MARK_BYTES
+from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape
 
 CHUNK_BYTES = 16 << 20
 """Bytes per key: torchstore sends a key as one message, of which several copies are made."""

@@ -11,7 +11,7 @@ from torch import nn
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 

@@ -22,8 +22,7 @@ from composer_mesh.actors.teacher_outputs.messages import (
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, RemoteError
 from composer_mesh.mesh.transport import BufferHandle
-from composer_mesh.mesh.weights.handle import WeightsHandle
-from composer_mesh.mesh.weights.manifest import WeightManifest
+from composer_mesh.mesh.weights.manifest import WeightManifest, WeightsHandle
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.packing import PackedBatch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import StagedWeights
 

@@ -10,10 +10,16 @@ from torch import Tensor, nn
 
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, TransportError, read
 from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
-from composer_mesh.mesh.weights.handle import Part, WeightsHandle
-from composer_mesh.mesh.weights.manifest import ALIGNMENT, Layout, manifest_of, own_rows
+from composer_mesh.mesh.weights.manifest import (
+    ALIGNMENT,
+    Layout,
+    Part,
+    WeightsHandle,
+    manifest_of,
+    own_rows,
+)
 from composer_mesh.mesh.weights.receiver import StagedWeights
-from composer_mesh.mesh.weights.version_stamps import ROW, checksum, stamp, unstamp
+from composer_mesh.mesh.weights.transports.port import ROW, checksum, stamp, unstamp
 
 
 def tied_model() -> nn.Module:

@@ -20,8 +20,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import WeightsMismatch
-from composer_mesh.mesh.weights.handle import WeightsHandle
-from composer_mesh.mesh.weights.manifest import own_rows
+from composer_mesh.mesh.weights.manifest import WeightsHandle, own_rows
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 

@@ -17,8 +17,8 @@ from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights, TransportUnavailable
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.mesh.weights.transports import shm
+from composer_mesh.mesh.weights.transports.port import check_stamps, stamp, unstamp
 from composer_mesh.mesh.weights.transports.shm import ShmReceiver, ShmSender
-from composer_mesh.mesh.weights.version_stamps import check_stamps, stamp, unstamp
 
 
 class Overtaken:

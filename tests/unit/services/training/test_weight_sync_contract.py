@@ -18,7 +18,7 @@ from slow_trainer import SlowWorld
 
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.mesh.weights.handle import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.services.steps.ports import WeightSync
 from composer_mesh.services.training.step import MeshWeightSync
 
