@@ -24,7 +24,6 @@ from composer_mesh.losses.prime_rl import (
     dppo_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
-    topk_divergences,
 )
 from composer_mesh.losses.sequence_losses import gmpo_loss, vespo_loss
 
@@ -54,6 +53,5 @@ __all__ = [
     "token_entropies",
     "token_kl",
     "token_logprobs",
-    "topk_divergences",
     "vespo_loss",
 ]

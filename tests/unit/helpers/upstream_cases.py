@@ -14,7 +14,7 @@ from composer_mesh.losses.policy import Rejection, sampling_weights, token_kl
 
 UPSTREAM = Path(__file__).parent.parent / "losses" / "upstream"
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
-OF_THE_BATCH = ("reference_logprobs", "sampling_weights", "old_logprobs", "token_divergences")
+OF_THE_BATCH = ("reference_logprobs", "sampling_weights", "old_logprobs")
 CPU = torch.device("cpu")
 
 

@@ -13,7 +13,6 @@ from composer_mesh.losses.policy import (
     dppo_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
-    topk_divergences,
 )
 
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
@@ -187,57 +186,6 @@ def test_an_infinite_threshold_drops_nothing() -> None:
     options: dict[str, Any] = {"normalizer": 7, "threshold": math.inf}
     found = dppo_loss(policy, sampling, advantages, mask, divergence="ratio", **options)
     assert found.clipped_fraction.item() == 0
-
-
-def topk_by_hand(p: list[float], q: list[float], kind: str) -> float:
-    p, q = [*p, 1 - sum(p)], [*q, 1 - sum(q)]
-    if kind == "topk_tv":
-        return sum(abs(x - y) for x, y in zip(p, q, strict=True)) / 2
-    return sum(y * math.log(y / x) for x, y in zip(p, q, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["topk_tv", "topk_kl"])
-def test_the_divergence_of_the_top_k_counts_all_other_tokens_as_one(kind: Any) -> None:
-    rng = torch.Generator().manual_seed(3)
-    logits = torch.randn(2, 3, 4, 9, generator=rng, dtype=torch.float64)
-    policy, sampler = logits.log_softmax(-1).unbind()
-    chosen = sampler.topk(3).indices
-    rows = [x.gather(-1, chosen) for x in (policy, sampler)]
-    found = topk_divergences(*rows, divergence=kind)
-    for b, t in torch.ones(3, 4).nonzero().tolist():
-        p, q = (row[b, t].exp().tolist() for row in rows)
-        assert found[b, t].item() == pytest.approx(topk_by_hand(p, q, kind), rel=1e-9)
-
-
-def test_a_divergence_of_the_top_k_decides_what_is_dropped() -> None:
-    policy, sampling, advantages, _, mask = batch(6, 1.0)
-    far = torch.where(torch.arange(8) < 5, 0.9, 0.1).expand(5, 8)
-    options: dict[str, Any] = {"divergence": "topk_kl", "threshold": 0.5, "reduction": "none"}
-    found = dppo_loss(policy, sampling, advantages, mask, token_divergences=far, **options)
-    away = torch.where(advantages > 0, policy > sampling, policy < sampling)
-    expected = mask & away & (far > 0.5) & (advantages != 0)
-    assert torch.equal(found.clipped_fraction.bool(), expected)
-    assert expected.any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"divergence": "topk_tv"}, "divergence is 'topk_tv' but token_divergences is None: pass"),
-        ({"token_divergences": "x"}, "token_divergences are given but divergence is 'tv'"),
-        (
-            {"divergence": "topk_kl", "token_divergences": "x", "old_logprobs": "x"},
-            "divergence is 'topk_kl', which is against the sampler, but old_logprobs are given",
-        ),
-    ],
-)
-def test_divergences_that_would_not_be_read_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    policy, sampling, advantages, _, mask = batch()
-    given = {key: sampling if value == "x" else value for key, value in options.items()}
-    with pytest.raises(ValueError, match=message):
-        dppo_loss(policy, sampling, advantages, mask, normalizer=5, **given)
 
 
 @pytest.mark.parametrize(("kind", "threshold"), [("tv", 0.15), ("kl", 0.05), ("ratio", 0.2)])

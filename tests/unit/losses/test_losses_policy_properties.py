@@ -32,7 +32,7 @@ from composer_mesh.losses.policy import (
 Batch = dict[str, Tensor]
 Loss = Callable[..., PolicyLoss]
 KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-OTHERS = ("old", "sampling", "reference", "advantages", "weights", "divergences")
+OTHERS = ("old", "sampling", "reference", "advantages", "weights")
 
 
 def batch(rows: int = 3, tokens: int = 5, seed: int = 0, scale: float = 0.5) -> Batch:
@@ -48,7 +48,7 @@ def batch(rows: int = 3, tokens: int = 5, seed: int = 0, scale: float = 0.5) -> 
         for name in ("logprobs", "old", "sampling", "reference")
     }
     found["advantages"] = torch.randn(rows, generator=rng, dtype=torch.float64)
-    found["weights"], found["divergences"] = uniform(rows, tokens), uniform(rows, tokens)
+    found["weights"] = uniform(rows, tokens)
     found["mask"] = torch.rand(rows, tokens, generator=rng) < 0.7
     found["mask"][:1] = False
     found["logprobs"].requires_grad_()
@@ -107,9 +107,6 @@ LOSSES: dict[str, Loss] = {
     "dppo kl": against(dppo_loss, "sampling", WEIGHTS, divergence="kl", aggregation="grpo"),
     "dppo recomputed": against(dppo_loss, "sampling", "old_logprobs=old", threshold=0.05),
     "dppo ratio": against(dppo_loss, "sampling", "old_logprobs=old", divergence="ratio"),
-    "dppo top-k": against(
-        dppo_loss, "sampling", "token_divergences=divergences", divergence="topk_tv"
-    ),
     "ppo": decoupled(dual_clip=1.5),
     "decoupled cap": decoupled(behaviour_weight_cap=1.5),
     "decoupled clamp": decoupled(rejection=Rejection(action="clamp", upper=1.2), dual_clip=3),
