@@ -11,7 +11,7 @@ from monarch.actor import concurrent_endpoint
 from composer_mesh.actors.experts.http import LOOPBACK, Expert, ExpertPanel, ExpertServer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.hosts.interface import cluster_address
+from composer_mesh.mesh.hosts.address import cluster_address
 from composer_mesh.tasks.loading import make_task
 
 

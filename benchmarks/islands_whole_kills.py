@@ -32,8 +32,8 @@ from safetensors.numpy import load_file
 from composer_mesh.mesh.object_store.opening import open_store
 from composer_mesh.services.directory.report import read_metrics
 from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.launch.by_ssh import lives, pid_of
 from composer_mesh.services.launch.handle import read_handle
-from composer_mesh.services.launch.local import lives, pid_of
 
 PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 HANG_S = 600.0

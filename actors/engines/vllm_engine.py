@@ -22,7 +22,7 @@ from composer_mesh.actors.engines.port import (
     refuse_too_long,
     refuse_unknown_experts,
 )
-from composer_mesh.actors.engines.vllm_checks import COLDEST
+from composer_mesh.actors.engines.vllm_settings import COLDEST
 from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import StopReason

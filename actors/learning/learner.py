@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from composer_mesh.actors.checkpoints.manifest import Written
-from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
 from composer_mesh.actors.checkpoints.state import (
     ADAPTERS,
     ISLAND,
@@ -19,7 +18,9 @@ from composer_mesh.actors.checkpoints.state import (
     WEIGHTS,
     CheckpointReader,
     TrainingState,
+    random_states,
     reading,
+    restore_random_states,
 )
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
 from composer_mesh.actors.learning.islands import LearnerIsland

@@ -18,7 +18,7 @@ from composer_mesh.actors.learning.student_rows import StudentRows, note_advanta
 from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
-from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
+from composer_mesh.actors.teacher_outputs.sources import TeacherOutputsLost
 from composer_mesh.channels.step import Figures
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.distillation import (

@@ -36,8 +36,8 @@ def preference_loss(
     shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
     smoothed: dict[str, Any] = {"label_smoothing": config.label_smoothing}
     if reference is None:
-        simpo: dict[str, Any] = {"beta": config.simpo_beta, "gamma": config.simpo_gamma}
-        return simpo_loss(*policy, *lengths, **simpo, **smoothed, **shared)
+        shared |= {"beta": config.simpo_beta, "gamma": config.simpo_gamma}
+        return simpo_loss(*policy, *lengths, **smoothed, **shared)
     shared |= {"beta": config.dpo_beta}
     if config.loss == "ipo":
         return ipo_loss(*policy, *reference, *lengths, **shared)

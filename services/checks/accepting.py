@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
+from composer_mesh.actors.engines.vllm_settings import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs import plugins

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from composer_mesh.actors.engines.vllm_checks import check_vllm_installed
+from composer_mesh.actors.engines.vllm_settings import check_vllm_installed
 from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.load import dump_toml, load_config

@@ -21,11 +21,9 @@ from composer_mesh.services.directory.status import STATUS_FILE, read_status
 from composer_mesh.services.islands.ports import Replica, ReplicaState, State
 from composer_mesh.services.islands.states import failure_of, wait_for_all
 from composer_mesh.services.launch.command import print_plan, submit
-from composer_mesh.services.launch.follow import is_newer
-from composer_mesh.services.launch.handle import LAUNCH_FILE
-from composer_mesh.services.launch.kinds import launcher_of
-from composer_mesh.services.launch.orders import with_config
-from composer_mesh.services.launch.ports import Handle, Launcher, Order, Plan
+from composer_mesh.services.launch.handle import LAUNCH_FILE, is_newer
+from composer_mesh.services.launch.ports import Handle, Launcher, Order, Plan, launcher_of
+from composer_mesh.services.launch.workers import with_config
 
 POLL_S = 0.5
 LOG_LINES = 3

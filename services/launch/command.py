@@ -27,10 +27,7 @@ from composer_mesh.services.directory.claim import (
     set_aside,
 )
 from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
-from composer_mesh.services.launch.follow import follow
-from composer_mesh.services.launch.handle import hints, read_handle, write_handle
-from composer_mesh.services.launch.kinds import launcher_of
-from composer_mesh.services.launch.orders import FOLDER, authority_of, with_config, write_files
+from composer_mesh.services.launch.handle import follow, hints, read_handle, write_handle
 from composer_mesh.services.launch.ports import (
     Handle,
     Launcher,
@@ -38,8 +35,16 @@ from composer_mesh.services.launch.ports import (
     LaunchRefused,
     Order,
     Plan,
+    launcher_of,
 )
-from composer_mesh.services.launch.workers import CONTROLLER, workers_of
+from composer_mesh.services.launch.workers import (
+    CONTROLLER,
+    FOLDER,
+    authority_of,
+    with_config,
+    workers_of,
+    write_files,
+)
 
 
 def launch_command(arguments: argparse.Namespace) -> int:

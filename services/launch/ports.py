@@ -3,13 +3,18 @@
     order -> plan (exactly what will be written and run) -> submit -> handle -> reach, state, stop
 
 Only types; `command` uses them, and one module per kind implements them.
+
+Launchers by kind of cluster, imported on demand.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.cluster import ClusterKind
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.host_capacity import HostResources
@@ -121,3 +126,9 @@ class Launcher(Protocol):
     def stopped(self, handle: Handle) -> None:
         """Release what is left after a controller that was requested to stop has ended."""
         ...
+
+
+def launcher_of(kind: str) -> Launcher:
+    """Return the launcher of a kind; raise RegistrationError if nobody registers it."""
+    launcher: Launcher = plugins.load("launchers", kind)()
+    return launcher

@@ -25,8 +25,7 @@ from composer_mesh.services.directory.status import (
     read_status,
 )
 from composer_mesh.services.launch.handle import THERE, HandleNotOurs, read_handle
-from composer_mesh.services.launch.kinds import launcher_of
-from composer_mesh.services.launch.ports import Handle, Launcher
+from composer_mesh.services.launch.ports import Handle, Launcher, launcher_of
 
 ABOUT_A_RUN = frozenset(
     [

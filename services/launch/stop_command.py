@@ -27,8 +27,7 @@ from composer_mesh.services.launch.handle import (
     read_handle,
     resume_command,
 )
-from composer_mesh.services.launch.kinds import launcher_of
-from composer_mesh.services.launch.ports import Handle, LaunchFailed
+from composer_mesh.services.launch.ports import Handle, LaunchFailed, launcher_of
 from composer_mesh.services.schedule.stopping import GRACE_S, TAKE_DOWN_S
 
 

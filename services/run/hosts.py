@@ -33,7 +33,7 @@ from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, togethe
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.directory.control import ControlRefused
-from composer_mesh.services.launch.orders import AUTHORITY
+from composer_mesh.services.launch.workers import AUTHORITY
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 
 LOOPBACK = "127.0.0.1"

@@ -7,9 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
-from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS
+from composer_mesh.actors.engines.vllm_settings import (
+    LORA_SLOTS,
+    check_vllm_fits,
+    check_vllm_installed,
+)
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.open_folder import write_whole

@@ -35,7 +35,7 @@ TABLE = {
         "vllm": "composer_mesh.actors.engines.vllm_start:start",
     },
     "launchers": {
-        "local": "composer_mesh.services.launch.local:LocalLauncher",
+        "local": "composer_mesh.services.launch.by_ssh:LocalLauncher",
         "hosts": "composer_mesh.services.launch.by_ssh:HostsLauncher",
         "slurm": "composer_mesh.services.launch.slurm.launcher:SlurmLauncher",
         "kubernetes": "composer_mesh.services.launch.kubernetes.launcher:KubernetesLauncher",

@@ -17,13 +17,14 @@ from composer_mesh.actors.checkpoints.folder import (
     newest_whole,
 )
 from composer_mesh.actors.checkpoints.manifest import damage, write_manifest, written
-from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
 from composer_mesh.actors.checkpoints.state import (
     OPTIMIZER,
     WEIGHTS,
     CheckpointReader,
     TrainingState,
+    random_states,
     reading,
+    restore_random_states,
 )
 from composer_mesh.actors.checkpoints.teacher_average import (
     AVERAGE_FILE,

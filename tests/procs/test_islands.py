@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from composer_mesh.services.directory.report import read_metrics
 from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.launch.by_ssh import lives, pid_of
 from composer_mesh.services.launch.handle import read_handle
-from composer_mesh.services.launch.local import lives, pid_of
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 
 from composer_mesh.mesh.islands.fragments import cut
 from composer_mesh.services.directory.report import read_metrics
+from composer_mesh.services.launch.by_ssh import pid_of
 from composer_mesh.services.launch.handle import read_handle
-from composer_mesh.services.launch.local import pid_of
 
 pytestmark = pytest.mark.timeout(600)
 

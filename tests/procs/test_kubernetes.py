@@ -19,8 +19,8 @@ from composer_mesh.mesh.hosts.certificates import make_authority
 from composer_mesh.services.launch.kubernetes.launcher import KubernetesLauncher
 from composer_mesh.services.launch.kubernetes.manifests import manifests
 from composer_mesh.services.launch.kubernetes.names import AUTHORITY
-from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, LaunchRefused, Order
+from composer_mesh.services.launch.workers import write_files
 
 WORKERS = {"manifests": "statefulsets", "monarchmesh": "monarchmeshes"}
 

@@ -23,8 +23,8 @@ from live_run import (
 
 from composer_mesh.mesh.processes import is_alive, kill
 from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.launch.by_ssh import pid_of
 from composer_mesh.services.launch.handle import read_handle
-from composer_mesh.services.launch.local import pid_of
 
 pytestmark = pytest.mark.timeout(900)
 

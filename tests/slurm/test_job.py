@@ -18,10 +18,10 @@ from cluster import NODE_LOSS_S, SlurmCluster
 from composer_mesh.configs.load import read_table, resolve_config
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.planning.placement_solver import described_hosts
-from composer_mesh.services.launch.orders import config_file, write_files
 from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
 from composer_mesh.services.launch.slurm.script import Places
+from composer_mesh.services.launch.workers import config_file, write_files
 
 T = TypeVar("T")
 PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"

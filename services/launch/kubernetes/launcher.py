@@ -36,7 +36,6 @@ from composer_mesh.services.launch.kubernetes.names import (
     run_there,
     selector,
 )
-from composer_mesh.services.launch.orders import FOLDER
 from composer_mesh.services.launch.ports import (
     Handle,
     LaunchFailed,
@@ -45,6 +44,7 @@ from composer_mesh.services.launch.ports import (
     Plan,
     State,
 )
+from composer_mesh.services.launch.workers import FOLDER
 
 Table = dict[str, Any]
 

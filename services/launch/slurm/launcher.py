@@ -19,9 +19,9 @@ from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed, run
 from composer_mesh.services.inspection.events_command import Lines
-from composer_mesh.services.launch.orders import renamed_log
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
 from composer_mesh.services.launch.slurm.script import Places, job_script, reach_script
+from composer_mesh.services.launch.workers import renamed_log
 
 WAITING = frozenset(
     [

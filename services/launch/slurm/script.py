@@ -24,15 +24,15 @@ from composer_mesh.configs.cluster import SlurmConfig
 from composer_mesh.mesh.hosts.roster import ROSTER
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.planning.memory import in_gb
-from composer_mesh.services.launch.orders import (
+from composer_mesh.services.launch.ports import Handle, LaunchRefused, Order
+from composer_mesh.services.launch.slurm.bodies import JOB, REACH
+from composer_mesh.services.launch.workers import (
     FOLDER,
     authority_of,
     controller_command,
     log_file,
     worker_command,
 )
-from composer_mesh.services.launch.ports import Handle, LaunchRefused, Order
-from composer_mesh.services.launch.slurm.bodies import JOB, REACH
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ COMMANDS = (
     *("composer_mesh.services.cli", "composer_mesh.services.directory.curve"),
     *("composer_mesh.services.commands.evaluation", "composer_mesh.services.commands.inspection"),
     *("composer_mesh.services.schedule.async_weight_sync", "composer_mesh.services.replay.parts"),
-    *("composer_mesh.actors.models.template_process", "composer_mesh.services.launch.orders"),
+    *("composer_mesh.actors.models.template_process", "composer_mesh.services.launch.workers"),
     *("composer_mesh.services.replay.teacher_settings", "composer_mesh.mesh.admin"),
     "composer_mesh.services.inspection.view",
     *("composer_mesh.mesh.telemetry_store", "composer_mesh.mesh.telemetry_client"),

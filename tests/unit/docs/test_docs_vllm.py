@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from guides import ROOT, Guide, as_a_run, names_in_code
 
-from composer_mesh.actors.engines.vllm_checks import CPU_HEAD_DIMS, check_vllm_fits
+from composer_mesh.actors.engines.vllm_settings import CPU_HEAD_DIMS, check_vllm_fits
 
 PAGE = Guide.read("vllm.md")
 

@@ -11,10 +11,10 @@ from fake_slurm import DEADLINE_S, FakeMesh, FakeSlurm
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.placement_solver import described_hosts
-from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.slurm.launcher import SlurmLauncher
 from composer_mesh.services.launch.slurm.script import Places
+from composer_mesh.services.launch.workers import write_files
 
 HOST = {"name": "gpu", "count": 2, "cores": 8, "memory_gb": 64.0}
 

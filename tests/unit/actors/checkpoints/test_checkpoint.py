@@ -29,8 +29,12 @@ from composer_mesh.actors.checkpoints.folder import (
     prune,
 )
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, damage, written
-from composer_mesh.actors.checkpoints.random_states import random_states, restore_random_states
-from composer_mesh.actors.checkpoints.state import SHARDS, TRAINING_FILE
+from composer_mesh.actors.checkpoints.state import (
+    SHARDS,
+    TRAINING_FILE,
+    random_states,
+    restore_random_states,
+)
 from composer_mesh.actors.checkpoints.teacher_average import (
     AVERAGE_FILE,
     WholeTensors,

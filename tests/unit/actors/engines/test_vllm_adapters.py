@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from stepped import FakeLlm, Plain, completion, request
 from torch import Tensor
 
-from composer_mesh.actors.engines.vllm_checks import check_vllm_fits
 from composer_mesh.actors.engines.vllm_engine import Limits, VllmEngine
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
-from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS, lora_slot
+from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS, check_vllm_fits, lora_slot
 from composer_mesh.actors.engines.vllm_weights import (
     AdapterRefused,
     AdapterSlots,

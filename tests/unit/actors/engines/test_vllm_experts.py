@@ -14,11 +14,14 @@ from pydantic import ValidationError
 from stepped import FakeLlm, completion
 
 from composer_mesh.actors.engines.port import ExpertsUnknown
-from composer_mesh.actors.engines.vllm_checks import check_vllm_fits
 from composer_mesh.actors.engines.vllm_engine import EngineFault, Experts, Limits, VllmEngine
 from composer_mesh.actors.engines.vllm_expert_slots import ExpertSlots, ExpertsNotNoted
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
-from composer_mesh.actors.engines.vllm_settings import expert_arguments, process_environment
+from composer_mesh.actors.engines.vllm_settings import (
+    check_vllm_fits,
+    expert_arguments,
+    process_environment,
+)
 from composer_mesh.actors.engines.vllm_start import (
     ExpertLayers,
     NotedExperts,

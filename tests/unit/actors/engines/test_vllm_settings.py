@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from composer_mesh.actors.engines.vllm_checks import check_vllm_fits, check_vllm_installed
 from composer_mesh.actors.engines.vllm_installed import (
     VllmUnavailable,
     installed_flavour,
@@ -17,6 +16,8 @@ from composer_mesh.actors.engines.vllm_installed import (
 )
 from composer_mesh.actors.engines.vllm_settings import (
     AttentionShape,
+    check_vllm_fits,
+    check_vllm_installed,
     engine_arguments,
     process_environment,
     refuse_unknown,

@@ -25,8 +25,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput
-from composer_mesh.actors.teacher_outputs.sources import InlineSource
-from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
+from composer_mesh.actors.teacher_outputs.sources import InlineSource, TeacherOutputsLost
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.rollouts.batches import StepBatch
 

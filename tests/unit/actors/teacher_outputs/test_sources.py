@@ -20,8 +20,12 @@ from composer_mesh.actors.teacher_outputs.messages import (
     pack,
     view_keys,
 )
-from composer_mesh.actors.teacher_outputs.sources import InlineSource, LostSource, MeshSource
-from composer_mesh.actors.teacher_outputs.teacher_output_buffer import TeacherOutputsLost
+from composer_mesh.actors.teacher_outputs.sources import (
+    InlineSource,
+    LostSource,
+    MeshSource,
+    TeacherOutputsLost,
+)
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.transport import BufferHandle

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_host import until
 
-from composer_mesh.actors.teacher_outputs.teacher_output_buffer import (
+from composer_mesh.actors.teacher_outputs.sources import (
     AHEAD,
     TeacherOutputBuffer,
     TeacherOutputsLost,

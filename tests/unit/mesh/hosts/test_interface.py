@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from composer_mesh.actors.models.ranks import IFNAMES, Address, talk_over
-from composer_mesh.mesh.hosts.interface import NoAddress, cluster_address, interface_of
+from composer_mesh.mesh.hosts.address import NoAddress, cluster_address, interface_of
 from composer_mesh.mesh.process_resources import ADDRESS
 
 NAMES = {name for _, name in socket.if_nameindex()}

@@ -17,10 +17,10 @@ from composer_mesh.services.launch.handle import (
     LAUNCH_FILE,
     HandleNotOurs,
     read_handle,
+    refuse_unstorable,
     write_handle,
 )
 from composer_mesh.services.launch.ports import Handle, LaunchRefused
-from composer_mesh.services.launch.ssh_words import refuse_unstorable
 
 COMMANDS = [
     ["tree", "run"],

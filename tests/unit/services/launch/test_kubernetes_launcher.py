@@ -11,8 +11,8 @@ from kubernetes_orders import order
 
 from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed
 from composer_mesh.services.launch.kubernetes.launcher import KubernetesLauncher, state_of
-from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, LaunchRefused, Order, Plan
+from composer_mesh.services.launch.workers import write_files
 
 PREFIX = ["kubectl", "--context", "kind-test", "--namespace", "default"]
 

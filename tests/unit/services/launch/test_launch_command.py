@@ -20,11 +20,10 @@ from composer_mesh.services.cli import main
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.directory.claim import claimed, holder
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
-from composer_mesh.services.launch.follow import follow
-from composer_mesh.services.launch.handle import hints, read_handle, write_handle
-from composer_mesh.services.launch.local import LocalLauncher, pid_of
-from composer_mesh.services.launch.orders import renamed_log, write_files
+from composer_mesh.services.launch.by_ssh import LocalLauncher, pid_of
+from composer_mesh.services.launch.handle import follow, hints, read_handle, write_handle
 from composer_mesh.services.launch.ports import Handle, Order, Plan, State
+from composer_mesh.services.launch.workers import renamed_log, write_files
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 HOSTS = ["cluster.kind=hosts", "cluster.lease_s=9"]

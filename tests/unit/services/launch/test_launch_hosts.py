@@ -11,10 +11,9 @@ import pytest
 from fake_programs import FakePrograms, fake_programs
 
 from composer_mesh.planning.placement_solver import described_hosts
-from composer_mesh.services.launch.by_ssh import HostsLauncher
-from composer_mesh.services.launch.local import end, lines_of, lives, name_of
+from composer_mesh.services.launch.by_ssh import HostsLauncher, end, lines_of, lives, name_of
+from composer_mesh.services.launch.handle import inside, left_behind
 from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused, Order
-from composer_mesh.services.launch.ssh_words import inside, left_behind
 from composer_mesh.services.launch.workers import CONTROLLER, workers_of
 
 FAR = ("tls://192.0.2.5:22300", "tls://192.0.2.6:22300")  # RFC 5737: nobody has these

@@ -7,7 +7,7 @@ from pathlib import Path
 from repository import ROOT
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.services.launch.orders import worker_command
+from composer_mesh.services.launch.workers import worker_command
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TEACHER = (

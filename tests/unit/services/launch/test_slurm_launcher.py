@@ -9,10 +9,10 @@ import pytest
 from fake_slurm import FakeSlurm
 from slurm_orders import Build, build
 
-from composer_mesh.services.launch.orders import write_files
 from composer_mesh.services.launch.ports import Handle, LaunchFailed
 from composer_mesh.services.launch.slurm.launcher import ENDED, RUNNING, WAITING, SlurmLauncher
 from composer_mesh.services.launch.slurm.script import Places
+from composer_mesh.services.launch.workers import write_files
 
 __all__ = ["build"]
 
