@@ -1,6 +1,6 @@
 """What the experiment trackers register: names and import paths, by kind (docs/plugins.md)."""
 
-_FOLDER = "composer_mesh.integrations.trackers"
+_FOLDER = "composer_mesh.plugins.trackers"
 
 TABLE = {
     "trackers": {

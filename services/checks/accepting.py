@@ -36,9 +36,6 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking
-from composer_mesh.integrations.trackers.checks import check_trackers
-from composer_mesh.integrations.trackers.making import custom_class
-from composer_mesh.integrations.trackers.port import TrackerRefused
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
 from composer_mesh.mesh.islands.lighthouse import check_torchft
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_teaches
@@ -51,6 +48,9 @@ from composer_mesh.planning.model_refusals import LoraMissing, LowbitMissing
 from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
+from composer_mesh.services.trackers.checks import check_trackers
+from composer_mesh.services.trackers.making import custom_class
+from composer_mesh.services.trackers.port import TrackerRefused
 from composer_mesh.tasks.loading import make_task, make_workflow
 
 

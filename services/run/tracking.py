@@ -18,10 +18,6 @@ from rich.console import Console
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import TrackerSection
-from composer_mesh.integrations.trackers.delivery import Delivery
-from composer_mesh.integrations.trackers.making import make_tracker
-from composer_mesh.integrations.trackers.names import Names, of_evaluation, trained_tokens
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.services.directory.report import (
     METRICS_FILE,
@@ -31,6 +27,10 @@ from composer_mesh.services.directory.report import (
     write_summary,
 )
 from composer_mesh.services.steps.ports import Watcher
+from composer_mesh.services.trackers.delivery import Delivery
+from composer_mesh.services.trackers.making import make_tracker
+from composer_mesh.services.trackers.names import Names, of_evaluation, trained_tokens
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, Tracker
 
 CURVE_FILE = "reward.png"
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
     from composer_mesh.channels.port import Channel, ChannelRows
     from composer_mesh.configs.base import Section
-    from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
     from composer_mesh.integrations.verifiers.workflow import VerifiersEnvironment, VerifiersTask
     from composer_mesh.losses.custom_types import (
         AdvantageInputs,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from composer_mesh.rollouts.tasks import Episode, Outcome
     from composer_mesh.rollouts.traces import ErrorSite, Message
     from composer_mesh.services.commands.parser import Command
+    from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, Tracker
     from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, ToolError
     from composer_mesh.tasks.judges import Judge, Judgement, JudgeQuestion, JudgeReply, quoted
     from composer_mesh.tasks.playing import SyncSession
@@ -86,9 +86,9 @@ _MODULES = {
     "TaskSettings": "tasks.task",
     "ToolError": "tasks.errors",
     "TorchBackend": "actors.models.backend",
-    "TrackedRun": "integrations.trackers.port",
-    "TrackedStep": "integrations.trackers.port",
-    "Tracker": "integrations.trackers.port",
+    "TrackedRun": "services.trackers.port",
+    "TrackedStep": "services.trackers.port",
+    "Tracker": "services.trackers.port",
     "TrainerBackend": "actors.models.backend",
     "Trajectory": "tasks.workflow",
     "Transcript": "tasks.reward",

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from composer_mesh.configs.tracking import TrackioTracking
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 
 class TrackioTracker:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import set_span_in_context
 
 from composer_mesh.configs.tracking import OpentelemetryTracking
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 PARTS = (
     ("wait for rollouts", "time/wait_batch_s"),

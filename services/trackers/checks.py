@@ -11,7 +11,7 @@ from composer_mesh.configs.tracking import (
     PrometheusTracking,
     TrackerSection,
 )
-from composer_mesh.integrations.trackers.port import TrackerRefused
+from composer_mesh.services.trackers.port import TrackerRefused
 
 NEEDED = {
     "tensorboard": ("tensorboard",),

@@ -8,8 +8,8 @@ from typing import Any
 import wandb
 
 from composer_mesh.configs.tracking import WandbTracking
-from composer_mesh.integrations.trackers.kept_id import keep_id, kept_id
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.plugins.trackers.kept_id import keep_id, kept_id
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 EXIT_CODES = {"failed": 1, "stopped": 130}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking, TrackerSection
-from composer_mesh.integrations.trackers.port import Tracker, TrackerRefused
+from composer_mesh.services.trackers.port import Tracker, TrackerRefused
 
 
 def make_tracker(section: TrackerSection) -> Tracker:

@@ -10,9 +10,9 @@ from typing import Any, get_args
 from guides import ROOT, Guide
 
 from composer_mesh.configs.tracking import TrackerSection, TrackingConfig
-from composer_mesh.integrations.trackers.delivery import MOST_FAILURES
-from composer_mesh.integrations.trackers.names import NAMES
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.services.trackers.delivery import MOST_FAILURES
+from composer_mesh.services.trackers.names import NAMES
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 PAGE = Guide.read("trackers.md")
 SECTIONS = {

@@ -17,13 +17,13 @@ from composer_mesh.configs.changes import changes
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, resolve_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.integrations.trackers.checks import check_trackers
-from composer_mesh.integrations.trackers.delivery import MOST_FAILURES, Delivery
-from composer_mesh.integrations.trackers.names import NAMES, Names, name_of
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, TrackerRefused
 from composer_mesh.services.checks.accepting import check_run_trackers
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView
+from composer_mesh.services.trackers.checks import check_trackers
+from composer_mesh.services.trackers.delivery import MOST_FAILURES, Delivery
+from composer_mesh.services.trackers.names import NAMES, Names, name_of
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, TrackerRefused
 
 RUN = TrackedRun("unit", Path("nowhere"), {})
 LONG_S = 60.0

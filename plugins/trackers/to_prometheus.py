@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import choose_encoder
 
 from composer_mesh.configs.tracking import PrometheusTracking
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
 from composer_mesh.mesh.json_server import JsonHandler, JsonServer, Refusal
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 PREFIX = "composer_mesh_"
 PATH = "/metrics"

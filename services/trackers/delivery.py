@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep, Tracker
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, Tracker
 
 MOST_FAILURES = 10
 Tell = Callable[[str, str], None]

@@ -9,7 +9,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from composer_mesh.configs.tracking import TensorboardTracking
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 FLUSH_S = 5
 

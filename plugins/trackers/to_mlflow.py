@@ -10,8 +10,8 @@ from mlflow.tracking import MlflowClient
 
 from composer_mesh.configs.flat import flat
 from composer_mesh.configs.tracking import MlflowTracking
-from composer_mesh.integrations.trackers.kept_id import keep_id, kept_id
-from composer_mesh.integrations.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.plugins.trackers.kept_id import keep_id, kept_id
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 LONGEST_PARAMETER = 500

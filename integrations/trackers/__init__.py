@@ -1,1 +1,0 @@
-"""Experiment trackers behind one port, each on a thread of its own."""
