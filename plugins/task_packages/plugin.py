@@ -1,6 +1,6 @@
 """What the tasks of packages register: names and import paths, by kind (docs/plugins.md)."""
 
-_FOLDER = "composer_mesh.tasks.packages"
+_FOLDER = "composer_mesh.plugins.task_packages"
 
 TABLE = {
     "tasks": {

@@ -27,6 +27,7 @@ from composer_mesh.actors.rollout_workers.openai_wire import read_as
 from composer_mesh.configs.load import TomlRefused, parse_toml
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
+from composer_mesh.plugins.task_packages.reasoning_gym import last_answer
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
 from composer_mesh.rollouts.call_formats.choosing import KNOWN
 from composer_mesh.rollouts.call_formats.port import CallFormat
@@ -45,7 +46,6 @@ from composer_mesh.tasks.code.judge.copies import deleted_texts
 from composer_mesh.tasks.code.judge.judged_task import JudgedTask
 from composer_mesh.tasks.code.patches import PatchFailed, apply_hunks, read_patch
 from composer_mesh.tasks.judges import json_in
-from composer_mesh.tasks.packages.reasoning_gym import last_answer
 
 LONGEST = 1 << 17
 MEASURABLE_S = 0.1

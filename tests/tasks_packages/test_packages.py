@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.plugins.task_packages.reasoning_gym import LISTS, REFUSED, WITHOUT_SOLUTION
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import task_class
-from composer_mesh.tasks.packages.reasoning_gym import LISTS, REFUSED, WITHOUT_SOLUTION
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import Task, TaskSettings
 

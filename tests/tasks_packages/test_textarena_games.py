@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.rollouts.tasks import Outcome, StepResult
-from composer_mesh.tasks.loading import task_class
-from composer_mesh.tasks.packages.textarena import (
+from composer_mesh.plugins.task_packages.textarena import (
     Game,
     GameSession,
     TextArena,
 )
-from composer_mesh.tasks.packages.textarena import (
+from composer_mesh.plugins.task_packages.textarena import (
     _way as shortest_path,
 )
+from composer_mesh.rollouts.tasks import Outcome, StepResult
+from composer_mesh.tasks.loading import task_class
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.plugins.task_packages.requirement import Requirement
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.packages.requirement import Requirement
 
 BFCL = Requirement(
     "bfcl",

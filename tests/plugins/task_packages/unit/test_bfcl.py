@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.plugins.task_packages.bfcl.calls import contains, parsed_call
+from composer_mesh.plugins.task_packages.bfcl.functions import function_tool
+from composer_mesh.plugins.task_packages.bfcl.task import BfclMultiTurn, BfclSession
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.packages.bfcl.calls import contains, parsed_call
-from composer_mesh.tasks.packages.bfcl.functions import function_tool
-from composer_mesh.tasks.packages.bfcl.task import BfclMultiTurn, BfclSession
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 
@@ -221,7 +221,7 @@ def test_arguments_whose_cost_grows_with_them_are_bounded(value: Any) -> None:
 
 
 def test_a_row_with_an_unknown_class_is_refused() -> None:
-    from composer_mesh.tasks.packages.bfcl.source import PackageSource
+    from composer_mesh.plugins.task_packages.bfcl.source import PackageSource
 
     with pytest.raises(UnusableTask, match="none of GorillaFileSystem"):
         PackageSource().api("os")

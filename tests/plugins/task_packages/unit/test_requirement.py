@@ -6,8 +6,8 @@ from importlib.metadata import version
 
 import pytest
 
+from composer_mesh.plugins.task_packages.requirement import Requirement
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.packages.requirement import Requirement
 
 
 def test_an_absent_package_is_refused_with_the_command_that_installs_it() -> None:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from composer_mesh.plugins.task_packages.named_tool import NamedTool
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.packages.named_tool import NamedTool
 
 LONGEST_TEXT = 10_000
 LONGEST_LIST = 200

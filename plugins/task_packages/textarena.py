@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
+from composer_mesh.plugins.task_packages.requirement import Requirement
 from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.packages.requirement import Requirement
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session

@@ -13,18 +13,18 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
-from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.rollouts.traces import Split
-from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.packages.bfcl.calls import (
+from composer_mesh.plugins.task_packages.bfcl.calls import (
     Instances,
     TooManyFiles,
     contains,
     parsed_call,
 )
-from composer_mesh.tasks.packages.bfcl.functions import function_tool
-from composer_mesh.tasks.packages.bfcl.source import CATEGORIES, PackageSource, Source
-from composer_mesh.tasks.packages.named_tool import describe_tools
+from composer_mesh.plugins.task_packages.bfcl.functions import function_tool
+from composer_mesh.plugins.task_packages.bfcl.source import CATEGORIES, PackageSource, Source
+from composer_mesh.plugins.task_packages.named_tool import describe_tools
+from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.traces import Split
+from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from composer_mesh.plugins.task_packages.bfcl.source import Source
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.packages.bfcl.source import Source
 
 MOST_FILES = 10_000
 """Files and folders of a session's file system, as they are walked."""

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict, create_model
 
+from composer_mesh.plugins.task_packages.named_tool import NamedTool
+from composer_mesh.plugins.task_packages.requirement import Requirement
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.packages.named_tool import NamedTool
-from composer_mesh.tasks.packages.requirement import Requirement
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Session

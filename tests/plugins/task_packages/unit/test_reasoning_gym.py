@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.plugins.task_packages.reasoning_gym import ReasoningGym
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.packages.reasoning_gym import ReasoningGym
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import create_model
 
+from composer_mesh.plugins.task_packages.tau2_telecom import Tau2Telecom
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.packages.tau2_telecom import Tau2Telecom
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 

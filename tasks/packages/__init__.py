@@ -1,1 +1,0 @@
-"""Tasks of published packages, played offline (docs/task-packages.md)."""
