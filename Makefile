@@ -145,7 +145,7 @@ test-security: $(STAMPS)/dev
 
 # A policy that tries the attacks on the judge and on boxes at random, for 2,000 episodes.
 test-attacks: $(STAMPS)/dev
-	COMPOSER_MESH_ATTACK_EPISODES=2000 $(BIN)/python -m pytest tests/procs/test_random_attacks.py -rs --timeout=14400 $(PYTEST_ARGS)
+	COMPOSER_MESH_ATTACK_EPISODES=2000 $(BIN)/python -m pytest tests/plugins/code_tasks/procs/test_random_attacks.py -rs --timeout=14400 $(PYTEST_ARGS)
 
 # Tools of real MCP servers from npm and PyPI, each in a folder of its own. Needs Node.js with npm.
 test-mcp: $(STAMPS)/mcp-servers/installed $(STAMPS)/dev

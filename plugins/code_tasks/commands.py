@@ -92,8 +92,8 @@ def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
 @command("make coding tasks of source distributions", _add_make_code_tasks)
 def make_code_tasks(arguments: argparse.Namespace) -> int:
     """Make coding tasks of source distributions, or check those of a file."""
-    from composer_mesh.services.make_code_tasks import command
-    from composer_mesh.services.make_code_tasks.built_in import BUILT_IN
+    from composer_mesh.plugins.code_tasks.command import command
+    from composer_mesh.plugins.code_tasks.command.built_in import BUILT_IN
 
     options = command.MakeOptions(
         sources=(*arguments.sources, *(BUILT_IN if arguments.built_in else ())),

@@ -5,7 +5,7 @@ TABLE = {
         "make-code-tasks": "composer_mesh.plugins.code_tasks.commands:make_code_tasks",
     },
     "tasks": {
-        "code": "composer_mesh.tasks.code.task:CodeTask",
-        "one_liners": "composer_mesh.tasks.code.one_liners:OneLiners",
+        "code": "composer_mesh.plugins.code_tasks.task:CodeTask",
+        "one_liners": "composer_mesh.plugins.code_tasks.one_liners:OneLiners",
     },
 }

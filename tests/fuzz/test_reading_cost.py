@@ -27,6 +27,9 @@ from composer_mesh.actors.rollout_workers.openai_wire import read_as
 from composer_mesh.configs.load import TomlRefused, parse_toml
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
+from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
+from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask
+from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, read_patch
 from composer_mesh.plugins.task_packages.reasoning_gym import last_answer
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
 from composer_mesh.rollouts.call_formats.choosing import KNOWN
@@ -42,9 +45,6 @@ from composer_mesh.services.serve.requests import Sample, parsed
 from composer_mesh.services.serve_env.errors import Refused as FrameRefused
 from composer_mesh.services.serve_env.validation import client_frame
 from composer_mesh.services.web.errors import Refused
-from composer_mesh.tasks.code.judge.copies import deleted_texts
-from composer_mesh.tasks.code.judge.judged_task import JudgedTask
-from composer_mesh.tasks.code.patches import PatchFailed, apply_hunks, read_patch
 from composer_mesh.tasks.judges import json_in
 
 LONGEST = 1 << 17

@@ -17,9 +17,9 @@ Circle = tuple[str, ...]
 CLOSED_BY_TYPES: frozenset[Circle] = frozenset(
     {
         (
-            "composer_mesh.tasks.code.session",
-            "composer_mesh.tasks.code.task",
-            "composer_mesh.tasks.code.work",
+            "composer_mesh.plugins.code_tasks.session",
+            "composer_mesh.plugins.code_tasks.task",
+            "composer_mesh.plugins.code_tasks.work",
         ),
         ("composer_mesh.tasks.openenv.session", "composer_mesh.tasks.openenv.task"),
     }

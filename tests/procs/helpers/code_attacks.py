@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask
-from composer_mesh.tasks.code.values import encode
+from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask
+from composer_mesh.plugins.code_tasks.values import encode
 
 CALC = '''"""Numbers."""
 

@@ -58,7 +58,7 @@ def test_only_eight_places_start_processes() -> None:
         "sandboxes/runner.py",
         "spawn.py",
     )
-    in_boxes = ROOT / "tasks/code/making/programs/try_deletions.py"
+    in_boxes = ROOT / "plugins/code_tasks/making/programs/try_deletions.py"
     assert starters == [*(ROOT / "mesh" / place for place in places), in_boxes]
 
 

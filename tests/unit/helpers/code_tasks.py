@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_mesh.tasks.code.judge.judged_task import HiddenCase, JudgedTask
+from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask
 from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxError, SandboxLimits
 
 SOURCE = b'def double(value):\n    """Doubles."""\n    raise NotImplementedError\n'

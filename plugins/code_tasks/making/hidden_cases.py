@@ -1,0 +1,180 @@
+"""Hidden cases: recorded inputs and others made of them, and what the original functions return.
+
+Inputs are called twice, in opposite orders, by the program that the judge uses. A function is left
+out if its answers to any input do not agree by the judge's own comparison: it draws numbers, or
+depends on what was called before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from composer_mesh.plugins.code_tasks.judge.edits import without_tests
+from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask
+from composer_mesh.plugins.code_tasks.judge.tests_box import run_program
+from composer_mesh.plugins.code_tasks.judge.values_box import agrees
+from composer_mesh.plugins.code_tasks.making.functions import Function
+from composer_mesh.plugins.code_tasks.making.generated_inputs import generated_calls
+from composer_mesh.plugins.code_tasks.making.package import Package
+from composer_mesh.plugins.code_tasks.making.survey import MakingLimits
+from composer_mesh.tasks.sandbox import FileTree, Sandbox
+
+MOST_LOST = 12
+"""Calls that may end or hang their box before the rest of a package's inputs is given up."""
+
+CALLS_S = 30.0
+RUNS = 5
+"""Boxes that answer each call."""
+
+TRIED = 3
+"""Generated inputs that are tried for each that is wanted."""
+
+MOST_OF_TARGET = 8
+NOTHING = {"returned": None}
+Call = dict[str, Any]
+Answers = dict[int, Mapping[str, Any]]
+
+
+def calls_of(functions: Mapping[int, Function], inputs: Mapping[int, Sequence[Any]]) -> list[Call]:
+    """Return the recorded calls, in order of the functions."""
+    return [
+        {"target": functions[number].target, "arguments": arguments, "keywords": keywords}
+        for number in sorted(inputs)
+        if number in functions
+        for arguments, keywords in inputs[number]
+    ]
+
+
+async def cases_of(
+    sandbox: Sandbox, package: Package, calls: Sequence[Call], limits: MakingLimits
+) -> dict[str, list[HiddenCase]]:
+    """Return the cases of each target whose outcomes agree. Waits for boxes, one at a time.
+
+    Besides the recorded calls these have `limits.generated` others that the original returns from.
+    """
+    recorded = await _compared(sandbox, package, calls, limits)
+    steady = recorded.steady()
+    told = [call for call in calls if call["target"] in steady]
+    others = generated_calls(told, TRIED * limits.generated)
+    made = await _compared(sandbox, package, others, limits)
+    found = {
+        target: with_generated(cases, made.cases.get(target, []), limits.generated)
+        for target, cases in steady.items()
+        if target not in made.unsteady
+    }
+    return {target: cases for target, cases in found.items() if _tell(cases)}
+
+
+async def _compared(
+    sandbox: Sandbox, package: Package, calls: Sequence[Call], limits: MakingLimits
+) -> Compared:
+    """Return the cases of some runs in both orders, each with hashes of its own. Waits for boxes.
+
+    The order of a set of two texts, as it is written, is the same in two runs half of the time.
+    """
+    first = await _answers(sandbox, package, calls, list(range(len(calls))), limits)
+    others: list[Answers] = []
+    for turn in range(1, RUNS):
+        order = sorted(first, reverse=bool(turn % 2))
+        others.append(await _answers(sandbox, package, calls, order, limits))
+    return compared(calls, first, *others)
+
+
+def with_generated(
+    recorded: Sequence[HiddenCase], made: Sequence[HiddenCase], most: int
+) -> list[HiddenCase]:
+    """Return recorded cases with at most `most` generated ones between them.
+
+    What the original raises for a generated input is an accident more often than a promise, so only
+    what returns is kept; values that no recorded case has come first.
+    """
+    known = [one.expected for one in recorded]
+    kept = sorted(
+        (one for one in made if "returned" in one.expected), key=lambda one: one.expected in known
+    )
+    pairs = zip_longest(recorded, kept[:most])
+    return [one for pair in pairs for one in pair if one is not None][:MOST_OF_TARGET]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Cases by target, and the targets of which any outcome differs between runs."""
+
+    cases: Mapping[str, list[HiddenCase]]
+    unsteady: frozenset[str]
+
+    def steady(self) -> dict[str, list[HiddenCase]]:
+        """Return the cases of the other targets."""
+        return {name: cases for name, cases in self.cases.items() if name not in self.unsteady}
+
+
+def compared(calls: Sequence[Call], first: Answers, *others: Answers) -> Compared:
+    """Return the cases of calls that all runs answered; a target that differs is unsteady."""
+    found: dict[str, list[HiddenCase]] = {}
+    unsteady: set[str] = set()
+    for place in sorted(first.keys() & set.intersection(*map(set, others))):
+        case = case_of(calls[place], first[place])
+        if case is None:
+            continue
+        found.setdefault(case.target, []).append(case)
+        if not all(agrees(case, one[place]) for one in others):
+            unsteady.add(case.target)
+    return Compared(found, frozenset(unsteady))
+
+
+def case_of(call: Call, answer: Mapping[str, Any]) -> HiddenCase | None:
+    """Return the case of a call and its answer; None where JSON cannot carry the outcome."""
+    expected = {kind: answer[kind] for kind in ("returned", "raised") if kind in answer}
+    if not expected or expected == {"raised": "builtins.NotImplementedError"}:
+        return None
+    after = answer.get("arguments")
+    return HiddenCase(
+        call["target"],
+        tuple(call["arguments"]),
+        call["keywords"],
+        expected,
+        None if after is None else tuple(after),
+    )
+
+
+def _tell(cases: Sequence[HiddenCase]) -> bool:
+    """Whether a function that does nothing would fail any of the cases."""
+    return any(
+        one.expected != NOTHING
+        or (one.arguments_after is not None and one.arguments_after != one.arguments)
+        for one in cases
+    )
+
+
+async def _answers(
+    sandbox: Sandbox,
+    package: Package,
+    calls: Sequence[Call],
+    places: Sequence[int],
+    limits: MakingLimits,
+) -> Answers:
+    """Return the outcomes of calls by place; one that ends or hangs its box has none."""
+    found: Answers = {}
+    waiting = list(places)
+    for _ in range(MOST_LOST):
+        if not waiting:
+            break
+        spec: dict[str, Any] = {"imports": list(package.imports), "changed": []}
+        spec["calls"] = [calls[place] for place in waiting]
+        box = await run_program(
+            sandbox, _tree(package), "call_functions", spec, limits.box(CALLS_S)
+        )
+        told = box.report.of("value")
+        found |= {waiting[line["place"]]: line for line in told}
+        waiting = waiting[len(told) + 1 :]
+    return found
+
+
+def _tree(package: Package) -> FileTree:
+    """Return the tree that the judge's box of values has."""
+    tests = tuple(package.test_files)
+    task = JudgedTask(package.name, package.files, package.sources, tests, ())
+    return FileTree(without_tests(task))

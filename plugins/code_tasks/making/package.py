@@ -1,0 +1,166 @@
+"""What a source distribution holds: modules, tests, license; and why one cannot be used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from email.parser import HeaderParser
+
+from composer_mesh.plugins.code_tasks.judge.edits import is_test
+from composer_mesh.plugins.code_tasks.making.functions import FEWEST_LINES
+from composer_mesh.plugins.code_tasks.task_file import LEAKS, PATH
+
+LICENSE = re.compile(r"([^/]*/)?(LICEN[CS]E|COPYING|UNLICEN[CS]E|NOTICE)[^/]*", re.IGNORECASE)
+NATIVE = (".c", ".cc", ".cpp", ".pyx", ".pxd", ".rs", ".f90", ".cu")
+TEST_FILE = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test|tests?)\.py")
+LEFT_OUT = re.compile(
+    r"(\.|(docs?|documentation|examples?|benchmarks?|bench|build|dist|node_modules|ci)/)|.*/\."
+)
+INSTRUCTIONS = re.compile(r"(.*/)?(AGENTS|CLAUDE|GEMINI|copilot-instructions)\.md", re.IGNORECASE)
+"""Files that tell an agent what to do, which an agent of ours would read."""
+
+NO_PACKAGE = frozenset(
+    {
+        *("tests", "test", "testing", "setup", "conftest", "noxfile", "tasks", "scripts", "tools"),
+        *("fabfile", "ez_setup", "versioneer", "docs", "perf", "runtests", "manage", "dodo"),
+    }
+)
+BASES = ("src/", "lib/", "")
+LARGEST_FILE = 1_000_000
+LARGEST_TREE = 16_000_000
+
+
+class PackageRefused(Exception):
+    """No tasks can be made of a package; the message says why in one line."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """The curated tree of a package. `sources` and `imports` are those of a task's row.
+
+    Functions with fewer lines than `fewest_lines` are not deleted.
+    """
+
+    name: str
+    version: str
+    sha256: str
+    license: str
+    files: Mapping[str, bytes]
+    sources: tuple[str, ...]
+    imports: tuple[str, ...]
+    test_files: tuple[str, ...]
+    fewest_lines: int = FEWEST_LINES
+
+    @property
+    def tree(self) -> str:
+        """Name of the package's tree in a file of tasks."""
+        return f"{self.name}-{self.version}"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names under which the sources are imported."""
+        return tuple(one.rpartition("/")[2].removesuffix(".py") for one in self.sources)
+
+    def source_files(self) -> list[str]:
+        """Return the package's own modules, without tests."""
+        return [
+            path
+            for path in sorted(self.files)
+            if path.endswith(".py")
+            and not is_test(path)
+            and any(path == one or path.startswith(f"{one}/") for one in self.sources)
+        ]
+
+    def module_of(self, path: str) -> str:
+        """Return the name under which a file of the sources is imported."""
+        base = self.imports[0]
+        inner = path if base == "." else path.removeprefix(f"{base}/")
+        return inner.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def package_of(
+    name: str, version: str, sha256: str, files: Mapping[str, bytes], in_boxes: Iterable[str] = ()
+) -> Package:
+    """Return the package of a source distribution's files; raises PackageRefused.
+
+    `in_boxes` are the distributions that every box has: one of them cannot be a task.
+    """
+    if _plain(name) in {_plain(one) for one in in_boxes}:
+        raise PackageRefused("pytest needs it, so every box has a copy of its code")
+    license_ = _license(files)
+    kept = _curated(files)
+    native = [one for one in sorted(kept) if one.endswith(NATIVE) and not is_test(one)]
+    if native:
+        raise PackageRefused(f"it has extension modules ({native[0]}): only pure Python is built")
+    sources, base = _sources(name, files, kept)
+    tests = tuple(one for one in sorted(kept) if TEST_FILE.fullmatch(one) and one not in sources)
+    if not tests:
+        raise PackageRefused("its source distribution has no tests")
+    if (size := sum(map(len, kept.values()))) > LARGEST_TREE:
+        raise PackageRefused(f"its tree has {size:,} bytes, and a box takes {LARGEST_TREE:,}")
+    return Package(name, version, sha256, license_, kept, sources, (base,), tests)
+
+
+def _curated(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files that a task's tree may have."""
+    return {
+        path: content
+        for path, content in sorted(files.items())
+        if PATH.fullmatch(path)
+        and len(path) < 300
+        and len(content) <= LARGEST_FILE
+        and not LEAKS.fullmatch(path)
+        and not LEFT_OUT.match(path)
+        and not INSTRUCTIONS.fullmatch(path)
+    }
+
+
+def _license(files: Mapping[str, bytes]) -> str:
+    """Return what is said of the license; raise PackageRefused where nothing is."""
+    about = HeaderParser().parsestr(files.get("PKG-INFO", b"").decode("utf-8", "replace"))
+    classifiers = [one for one in about.get_all("Classifier", []) if one.startswith("License ::")]
+    stated = str(about.get("License-Expression") or about.get("License") or "").split("\n")[0]
+    if classifiers and not stated:
+        stated = classifiers[0].rpartition(" :: ")[2]
+    if not stated and not any(LICENSE.fullmatch(path) for path in files):
+        raise PackageRefused("it has no license, neither a file nor in PKG-INFO")
+    return stated[:200] or "see the license file"
+
+
+def _sources(
+    name: str, files: Mapping[str, bytes], kept: Mapping[str, bytes]
+) -> tuple[tuple[str, ...], str]:
+    """Return the folders or modules of the package, and the folder that they are imported from."""
+    said = [one for path in files if path.endswith("/top_level.txt") for one in _lines(files[path])]
+    for base in BASES:
+        tops = _tops(kept, base)
+        wanted = [one for one in tops if one in said and one not in NO_PACKAGE]
+        wanted = wanted or [one for one in tops if _plain(one) == _plain(name)]
+        wanted = wanted or [one for one in tops if one not in NO_PACKAGE and one[0] != "_"]
+        if wanted:
+            found = tuple(f"{base}{tops[one]}" for one in wanted)
+            return found, base.rstrip("/") or "."
+    raise PackageRefused("no importable module is in its source distribution")
+
+
+def _tops(kept: Mapping[str, bytes], base: str) -> dict[str, str]:
+    """Return what is importable from a folder: names with the path of each."""
+    found = {}
+    for path in sorted(kept):
+        inner = path.removeprefix(base)
+        if not path.startswith(base):
+            continue
+        if inner.count("/") == 1 and inner.endswith("/__init__.py"):
+            found[inner.split("/")[0]] = inner.split("/")[0]
+        elif "/" not in inner and inner.endswith(".py") and not TEST_FILE.fullmatch(inner):
+            found[inner.removesuffix(".py")] = inner
+    return found
+
+
+def _lines(content: bytes) -> list[str]:
+    return content.decode("utf-8", "replace").split()
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,177 @@
+"""An attempt at a coding task: a tree that tools change and test, and the verdict on it.
+
+The tree is data. A box exists only while a command runs in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask, file_of
+from composer_mesh.plugins.code_tasks.judge.tests_box import TestResults, run_tests
+from composer_mesh.plugins.code_tasks.judge.verdict import Verdict
+from composer_mesh.plugins.code_tasks.model_monitor import model_findings
+from composer_mesh.plugins.code_tasks.texts import cut, decoded, syntax_error
+from composer_mesh.tasks.calls import waiting_for_others
+from composer_mesh.tasks.errors import ToolError, UnusableTask
+from composer_mesh.tasks.sandbox import FileTree, SandboxSession
+from composer_mesh.tasks.session import Session
+from composer_mesh.tasks.tool import tool
+
+if TYPE_CHECKING:
+    from composer_mesh.plugins.code_tasks.task import CodeTask
+
+Path = Annotated[str, Field(min_length=1, max_length=300)]
+Text = Annotated[str, Field(max_length=400_000)]
+Files = Annotated[list[Path], Field(max_length=50)]
+LONGEST_SHOWN = 200
+
+
+class CodeWork(Session):
+    """One attempt at a coding task: edits, tests, and the verdict on them."""
+
+    task: CodeTask
+    judged: JudgedTask
+    work: SandboxSession
+    test_runs = 0
+    _verdict: Verdict | None = None
+    _read = False
+
+    def start(self) -> None:
+        self.judged = self.task.judged(self.row)
+        self.work = SandboxSession(self.task.boxes, FileTree(self.judged.files))
+
+    async def close(self) -> None:
+        await self.work.close()
+
+    @property
+    def edits(self) -> dict[str, bytes | None]:
+        """What the agent has changed so far; None stands for a removed file."""
+        return dict(self.work.tree.edits)
+
+    @property
+    def judgement(self) -> Verdict:
+        """The verdict, once rewards have asked for it."""
+        if self._verdict is None:
+            raise UnusableTask("the session is not judged yet: its rewards are computed first")
+        return self._verdict
+
+    async def verdict(self) -> Verdict:
+        """Judge the session's edits, once. Waits for two boxes; raises SandboxError."""
+        if self._verdict is None:
+            with waiting_for_others():
+                self._verdict = await self.task.judge_of_code.judge(self.judged, self.edits)
+        return self._verdict
+
+    async def read_by_model(self) -> Verdict:
+        """Return the verdict with what the model that the options name finds, asked once.
+
+        Waits for the judge. Raises JudgeFailed and JudgesSpent, which are no finding.
+        """
+        verdict = await self.verdict()
+        judge = self.task.model_judge
+        if judge is not None and not self._read:
+            found = await model_findings(judge, self.judged, self.edits)
+            self._read = True
+            self._verdict = verdict = replace(verdict, flags={**verdict.flags, **found})
+        return verdict
+
+    @tool
+    def write_file(self, path: Path, content: Text) -> str:
+        """Writes a whole file; one that exists is replaced.
+
+        Args:
+            path: Path of the file from the root of the repository.
+            content: All that the file contains afterwards.
+        """
+        return self._write(path, content)
+
+    @tool
+    async def run_tests(self, files: Files = []) -> str:  # noqa: B006  a default of a schema
+        """Runs tests with pytest and says which failed and why.
+
+        Args:
+            files: Paths of test files; by default those that the task names.
+        """
+        wanted = files or self._known_tests()
+        if not wanted:
+            raise ToolError("no_tests", "no tests of the task are shown: write some, and name them")
+        for path in wanted:
+            if path not in self.work.list():
+                raise self._no_file(path, "file")
+        self.test_runs += 1
+        with waiting_for_others():
+            results = await run_tests(
+                self.task.boxes,
+                self.work.tree,
+                wanted,
+                None,
+                self.judged.imports,
+                [],
+                self.task.limits.tests,
+            )
+        return self._told(results)
+
+    @tool
+    def submit(self) -> str:
+        """Ends the work; what the repository is now is judged."""
+        self.end()
+        return "submitted"
+
+    def _known_tests(self) -> list[str]:
+        """Return the test files of the feature that are shown, or those of everything else."""
+        shown = set(self.work.list())
+        feature = {file_of(one) for one in self.judged.visible_tests} & shown
+        return sorted(feature or set(self.judged.test_files) & shown)
+
+    def _told(self, results: TestResults) -> str:
+        """Return what a run of tests says; raise ToolError where one failed."""
+        outcomes = results.outcomes
+        bad = [one for one, how in outcomes.items() if how not in {"passed", "skipped", "xfail"}]
+        counts = f"{len(outcomes) - len(bad)} passed or skipped, {len(bad)} failed"
+        if not bad and outcomes and not results.collection and results.box.report.end is not None:
+            return counts
+        if results.box.result.ended in {"wall_time", "cpu_time"}:
+            limit = f"{results.box.result.seconds:.0f}"
+            raise ToolError("tests_timeout", f"{counts}; then they took too long", {"limit": limit})
+        texts = [results.failures.get(one, "") for one in bad] + list(results.collection)
+        facts = {"test": bad[0] if bad else "none", "assertion": _assertion(texts)}
+        body = "\n\n".join([*bad[:20], *texts[:5]])
+        if not bad and not texts:
+            body = "pytest ended early\n" + decoded(results.box.result.stderr)
+        kind = "test_failed" if bad else "tests_not_run"
+        raise ToolError(kind, self._cut(f"{counts}\n{body}"), facts)
+
+    def _write(self, path: str, content: str) -> str:
+        try:
+            self.work.write(path, content.encode("utf-8", errors="replace"))
+        except ValueError as error:
+            raise ToolError("bad_path", str(error), {"path": path[:LONGEST_SHOWN]}) from None
+        broken = syntax_error(path, content)
+        if broken is not None:
+            line, message = broken
+            facts = {"path": path, "line": str(line), "message": message}
+            raise ToolError(
+                "syntax_error", f"{path} was written, but line {line} is wrong: {message}", facts
+            )
+        return f"{path} was written"
+
+    def _no_file(self, path: str, what: str) -> ToolError:
+        shown = path[:LONGEST_SHOWN]
+        return ToolError("no_such_file", f"there is no {what} {shown}", {"path": shown})
+
+    def _cut(self, text: str) -> str:
+        return cut(text, self.task.output_characters)
+
+
+def _assertion(texts: Sequence[str]) -> str:
+    """Return the lines of the first failure that pytest marks as the error."""
+    for text in texts:
+        marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+        if marked:
+            return " ".join(marked[:3])[:400]
+    return "nothing was asserted"

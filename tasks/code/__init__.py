@@ -1,1 +1,0 @@
-"""Coding tasks: repositories with a feature missing, and how work on them is judged."""
