@@ -19,9 +19,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.http11 import Request, Response
 
+from composer_mesh.plugins.openenv.client.task import OpenEnvTask, limits_of, only_text_field
+from composer_mesh.plugins.openenv.client.wire import HEALTH_PATH, SESSION_PATH
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.tasks.openenv.task import OpenEnvTask, limits_of, only_text_field
-from composer_mesh.tasks.openenv.wire import HEALTH_PATH, SESSION_PATH
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import TaskSettings
 

@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 
 KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
-    "step_hooks",
+    *("step_hooks", "reward_servers"),
 )
 CORE = "composer_mesh.plugin"
 PLUGINS = "composer_mesh.plugins"

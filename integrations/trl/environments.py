@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_mesh.integrations.tool_methods import tool_method
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Split
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.tool_methods import tool_method
 
 ENDED = "The episode has ended."
 

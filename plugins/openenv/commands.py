@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -41,8 +42,8 @@ def _add_serve_env(parser: argparse.ArgumentParser) -> None:
 @command("offer a task to others as an OpenEnv and MCP server", _add_serve_env, many_files=True)
 def serve_env(arguments: argparse.Namespace) -> int:
     """Serve a task to OpenEnv and MCP clients."""
-    from composer_mesh.services.serve_env.command import serve_env as serve
-    from composer_mesh.services.serve_env.options import ServeOptions
+    from composer_mesh.plugins.openenv.server.command import serve_env as serve
+    from composer_mesh.plugins.openenv.server.options import ServeOptions
     from composer_mesh.services.web.options import ServeRefused
 
     try:
@@ -61,3 +62,18 @@ def serve_env(arguments: argparse.Namespace) -> int:
         raise UsageError(first_refused_option(error)) from None
     except ServeRefused as refused:
         raise UsageError(str(refused)) from refused
+
+
+def follow_rewards(run: Path, url: str, token_env: str | None, source: str | None) -> int:
+    """Post the late rewards of a server until the run ends; return the exit status.
+
+    `token_env` is the environment variable with the server's token. Raises LateRewardError where
+    the run takes no late rewards.
+    """
+    from composer_mesh.plugins.openenv.client.options import read_options
+    from composer_mesh.plugins.openenv.client.server import Server
+    from composer_mesh.plugins.openenv.served_rewards import follow_server
+
+    options = read_options({"url": url} | ({"token_env": token_env} if token_env else {}))
+    server = Server(options, options.headers(), options.connect_s)
+    return follow_server(run, server, source or f"server {options.url}")

@@ -4,7 +4,10 @@ TABLE = {
     "commands": {
         "serve-env": "composer_mesh.plugins.openenv.commands:serve_env",
     },
+    "reward_servers": {
+        "openenv": "composer_mesh.plugins.openenv.commands:follow_rewards",
+    },
     "tasks": {
-        "openenv": "composer_mesh.tasks.openenv.task:OpenEnvTask",
+        "openenv": "composer_mesh.plugins.openenv.client.task:OpenEnvTask",
     },
 }

@@ -6,6 +6,7 @@ Each imports its implementation when it runs.
 import argparse
 from pathlib import Path
 
+from composer_mesh.configs import plugins
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import command
 from composer_mesh.services.offline.options import add_options, read_options
@@ -155,7 +156,10 @@ def reward(arguments: argparse.Namespace) -> int:
             "of them"
         )
     if arguments.openenv is not None:
-        return _follow_server(arguments)
+        follow_server = plugins.load("reward_servers", "openenv")
+        return int(
+            follow_server(arguments.run, arguments.openenv, arguments.token_env, arguments.source)
+        )
     if arguments.follow is not None:
         from composer_mesh.services.replay.reward_queue import follow_rewards
 
@@ -163,19 +167,6 @@ def reward(arguments: argparse.Namespace) -> int:
     posts = read_posts(arguments.file) if arguments.file else {one[0]: one[1]}
     post_rewards(arguments.run, posts, arguments.source)
     return 0
-
-
-def _follow_server(arguments: argparse.Namespace) -> int:
-    from composer_mesh.services.replay.served_rewards import follow_server
-    from composer_mesh.tasks.openenv.options import read_options
-    from composer_mesh.tasks.openenv.server import Server
-
-    given = {"url": arguments.openenv}
-    options = read_options(
-        given | {"token_env": arguments.token_env} if arguments.token_env else given
-    )
-    server = Server(options, options.headers(), options.connect_s)
-    return follow_server(arguments.run, server, arguments.source or f"server {options.url}")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from composer_mesh import moved
+
 if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
     from composer_mesh.channels.port import Channel, ChannelRows
@@ -104,6 +106,8 @@ _MODULES = {
     "turn_reward": "tasks.reward",
 }
 """Module of each public name."""
+
+moved.install()
 
 __all__ = [
     "AdvantageInputs",

@@ -30,6 +30,8 @@ from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask
 from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, read_patch
+from composer_mesh.plugins.openenv.server.errors import Refused as FrameRefused
+from composer_mesh.plugins.openenv.server.validation import client_frame
 from composer_mesh.plugins.task_packages.reasoning_gym import last_answer
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
 from composer_mesh.rollouts.call_formats.choosing import KNOWN
@@ -42,8 +44,6 @@ from composer_mesh.rollouts.near_duplicates import shingles
 from composer_mesh.rollouts.pair_filters import action_content, special_ratio, word_count
 from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
 from composer_mesh.services.serve.requests import Sample, parsed
-from composer_mesh.services.serve_env.errors import Refused as FrameRefused
-from composer_mesh.services.serve_env.validation import client_frame
 from composer_mesh.services.web.errors import Refused
 from composer_mesh.tasks.judges import json_in
 

@@ -21,7 +21,10 @@ CLOSED_BY_TYPES: frozenset[Circle] = frozenset(
             "composer_mesh.plugins.code_tasks.task",
             "composer_mesh.plugins.code_tasks.work",
         ),
-        ("composer_mesh.tasks.openenv.session", "composer_mesh.tasks.openenv.task"),
+        (
+            "composer_mesh.plugins.openenv.client.session",
+            "composer_mesh.plugins.openenv.client.task",
+        ),
     }
 )
 """Circles of a task and its own session, whose attribute `task` has the task's class."""

@@ -27,9 +27,9 @@ sys.path.append(str(ROOT / "tests" / "unit" / "helpers"))
 
 from openenv_server import OpenEnvServer  # noqa: E402
 
+from composer_mesh.plugins.openenv.client.errors import ServerFull  # noqa: E402
+from composer_mesh.plugins.openenv.client.task import OpenEnvTask  # noqa: E402
 from composer_mesh.rollouts.tool_calls import call_text  # noqa: E402
-from composer_mesh.tasks.openenv.errors import ServerFull  # noqa: E402
-from composer_mesh.tasks.openenv.task import OpenEnvTask  # noqa: E402
 from composer_mesh.tasks.playing import SyncSession  # noqa: E402
 from composer_mesh.tasks.task import TaskSettings  # noqa: E402
 
@@ -104,7 +104,7 @@ app = create_app(
 '''
 
 ECHO_TASK = """
-from composer_mesh.tasks.openenv.task import OpenEnvTask
+from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 
 
 class Echo(OpenEnvTask):
@@ -270,7 +270,7 @@ def test_a_run_trains_on_the_packages_own_echo(echo: str, tmp_path: Path):
 
 GRID_TASK = """
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.openenv.task import OpenEnvTask
+from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 
 
 class Grid(OpenEnvTask):

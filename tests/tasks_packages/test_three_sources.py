@@ -25,7 +25,7 @@ LEARNED_S = 900.0
 SOURCES = '''
 """The three sources, each with an expert: a warm start and builtin teachers need one."""
 
-from composer_mesh.tasks.openenv.task import OpenEnvTask
+from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 from composer_mesh.plugins.task_packages.bfcl.task import BfclMultiTurn
 from composer_mesh.plugins.task_packages.reasoning_gym import ReasoningGym
 from composer_mesh.tasks.task import TaskSettings

@@ -75,7 +75,7 @@ def test_values_of_others_are_validated_in_one_place() -> None:
     ]
     assert found == []
     adapters = [path for path in SOURCES if "TypeAdapter" in called_names(parsed(path))]
-    only_for_their_schema = ROOT / "services" / "serve_env" / "session.py"
+    only_for_their_schema = ROOT / "plugins" / "openenv" / "server" / "session.py"
     assert adapters == [ROOT / "configs" / "validation.py", only_for_their_schema]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from openenv_server import Hook, Json, OpenEnvServer, Socket
 
-from composer_mesh.tasks.openenv.task import OpenEnvTask
+from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 from composer_mesh.tasks.task import TaskSettings
 
 CALL_S = 30.0

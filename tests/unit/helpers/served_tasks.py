@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.plugins.openenv.server.forwarding import Forwarding
+from composer_mesh.plugins.openenv.server.late_rewards import LateRewards
+from composer_mesh.plugins.openenv.server.mcp_sessions import McpSessions
+from composer_mesh.plugins.openenv.server.options import ServeOptions, WorkerStart
+from composer_mesh.plugins.openenv.server.session_counts import SessionCounts
+from composer_mesh.plugins.openenv.server.session_pool import SessionPool
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.services.serve_env.forwarding import Forwarding
-from composer_mesh.services.serve_env.late_rewards import LateRewards
-from composer_mesh.services.serve_env.mcp_sessions import McpSessions
-from composer_mesh.services.serve_env.options import ServeOptions, WorkerStart
-from composer_mesh.services.serve_env.session_counts import SessionCounts
-from composer_mesh.services.serve_env.session_pool import SessionPool
 from composer_mesh.services.web.http_server import listening_socket
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.reward import Transcript, reward
@@ -117,7 +117,7 @@ def pool_of(
 
 def served(folder: Path, pool: SessionPool) -> Any:
     """What the routes answer from."""
-    from composer_mesh.services.serve_env.app import Served
+    from composer_mesh.plugins.openenv.server.app import Served
 
     rewards = LateRewards(folder / "rewards.sqlite")
     return Served(pool, McpSessions(pool, 0), rewards, Forwarding(folder, 1, 0))
@@ -160,7 +160,7 @@ class ScriptedSocket:
 @contextmanager
 def served_beside(folder: Path, config: Config, **options: Any) -> Iterator[str]:
     """Serve a config's task on a thread; yields the URL."""
-    from composer_mesh.services.serve_env.worker import Worker
+    from composer_mesh.plugins.openenv.server.worker import Worker
 
     ports, ended = queue.Queue[int](), threading.Event()
 

@@ -75,7 +75,7 @@ def test_every_interpreter_is_started_by_one_helper() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        'COMMAND = (sys.executable, "-m", "composer_mesh.services.serve_env.worker")',
+        'COMMAND = (sys.executable, "-m", "composer_mesh.plugins.openenv.server.worker")',
         'run([python, "-m", "composer_mesh", *words])',
         'run(["/usr/bin/python3.11", "-c", code])',
         "os.execv(path, words)",

@@ -14,6 +14,7 @@ import pytest
 
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, SessionLost
+from composer_mesh.plugins.openenv.client.errors import ConnectionLost
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
@@ -21,7 +22,6 @@ from composer_mesh.services.episodes.retries import Retries, RolloutsFail
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskProcessEnded
-from composer_mesh.tasks.openenv.errors import ConnectionLost
 
 EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})
 TRACE = Trace("train-000007-000", 7, 0, "toolbox", "train", 7, [], [], 1.0, True, [])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from composer_mesh.plugins.dashboard.options import DashboardOptions
+from composer_mesh.plugins.openenv.server.options import ServeOptions
 from composer_mesh.services.commands.parser import make_parser
-from composer_mesh.services.serve_env.options import ServeOptions
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 from composer_mesh.services.web.options import ListenOptions, ServeRefused
 

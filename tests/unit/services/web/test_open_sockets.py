@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 from wsproto.handshake import H11Handshake
 
 from composer_mesh.mesh.json_server import ByteBudget
-from composer_mesh.services.serve_env.app import make_app
+from composer_mesh.plugins.openenv.server.app import make_app
 from composer_mesh.services.web.connections import Limits
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 from composer_mesh.services.web.open_sockets import TRY_AGAIN_LATER, OpenSocket

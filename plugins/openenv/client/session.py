@@ -1,0 +1,267 @@
+"""One episode on an OpenEnv server: its actions, observations, errors and reward.
+
+The reward is taken from the environment alone, and only after the server has confirmed that no
+answer is left over and that the episode is the one that was begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+from composer_mesh.plugins.openenv.client.errors import (
+    EnvironmentRaised,
+    ProtocolViolation,
+    ServerFailure,
+)
+from composer_mesh.plugins.openenv.client.observations import (
+    UnreadableObservation,
+    accepted_actions,
+    has_error_kind,
+    text_of,
+    told_error,
+    tool_result,
+)
+from composer_mesh.plugins.openenv.client.wire import (
+    FINISH,
+    MESSAGE,
+    MOST_EPISODE_ID,
+    TURN,
+    CallToolAction,
+    ErrorCode,
+    ErrorFrame,
+    ObservationData,
+    ObservationFrame,
+    ResetFrame,
+    StateData,
+    StateFrame,
+    StateReply,
+    StepFrame,
+)
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.errors import ERROR_PREFIX, ToolError
+from composer_mesh.tasks.session import Reply, Session
+
+if TYPE_CHECKING:
+    from composer_mesh.plugins.openenv.client.connection import Connection
+    from composer_mesh.plugins.openenv.client.task import OpenEnvTask
+
+T = TypeVar("T")
+READY = "The environment is ready."
+STATELESS = frozenset(
+    {ErrorCode.UNKNOWN_TYPE, ErrorCode.VALIDATION_ERROR, ErrorCode.EXECUTION_ERROR}
+)
+"""Answers of environments that tell no state."""
+
+
+class OpenEnvSession(Session):
+    """An episode of an environment behind a URL; its socket is its own."""
+
+    task: OpenEnvTask
+    _connection: Connection | None = None
+    _steps, _total, _last = 0, 0.0, 0.0
+    _finished, _asked_id = False, ""
+    _accepted: frozenset[str] = frozenset()
+    _state: StateData | None = None
+    _first: ObservationData
+
+    async def start(self) -> None:
+        """Connect and reset. Waits while the server is full or away, within the task's limits."""
+        from composer_mesh.plugins.openenv.client.begin import open_and_ask
+
+        limits, task = self.task.limits, self.task
+        self._connection, self._first = await open_and_ask(
+            task.options, task.headers, limits.connect_s, self._reset
+        )
+
+    def opening(self) -> str:
+        """Return the prompt and the first observation."""
+        observed = self._read(lambda: text_of(self._first, self.task.options.observation))
+        texts = [self.task.options.prompt, observed]
+        return "\n\n".join(text for text in texts if text) or READY
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool of the environment, or take its action; return the result as text."""
+        if self.task.kind == "schema":
+            data, failed = await self._step(arguments), None
+            text = self._read(lambda: text_of(data, self.task.options.observation))
+        else:
+            action = CallToolAction(tool_name=name, arguments=arguments)
+            data = await self._step(action.model_dump(exclude={"metadata"}))
+            text, failed = self._read(lambda: tool_result(data))
+        if (error := self._told(data, text) or failed) is not None:
+            raise error
+        return text
+
+    async def reply(self, text: str) -> Reply | None:
+        """Take a text as the action, where the environment takes one; else end."""
+        field = self.task.text_field or (MESSAGE if MESSAGE in self._accepted else None)
+        if field is None:
+            return None
+        data = await self._step({field: text})
+        said = self._read(lambda: text_of(data, self.task.options.observation))
+        error = self._told(data, said)
+        if data.done:
+            return Reply(error=error)
+        if error is not None:
+            raise error
+        messages: list[Message] = [{"role": "user", "content": said or READY}]
+        return Reply(messages, done=False)
+
+    async def reward(self) -> float:
+        """Return the episode's reward, once the server has confirmed the episode.
+
+        One that is not over is ended where it is, where the environment takes that.
+        """
+        if not self._finished and FINISH in self._accepted:
+            await self._finish()
+        if not self._finished:
+            await self._confirm(self._until(self.task.limits.step_s))
+        summed = self.task.options.reward == "summed"
+        return self._total if summed else self._last if self._finished else 0.0
+
+    @property
+    def episode_id(self) -> str:
+        """The id that the server tells, or the one that it was asked for."""
+        told = "" if self._state is None else self._state.episode_id
+        return (told or self._asked_id)[:MOST_EPISODE_ID]
+
+    async def close(self) -> None:
+        """End the session on the server."""
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def _reset(self, connection: Connection) -> ObservationData:
+        until = self._until(self.task.limits.reset_s)
+        self._connection, self._asked_id = connection, uuid4().hex
+        sent = {**self.task.options.reset, **self.row, "episode_id": self._asked_id}
+        frame = await connection.ask(ResetFrame(data=sent), until, "reset")
+        data = self._observed(frame, "reset")
+        if data.done:
+            raise self._violation("said at the reset that the episode is over")
+        await self._confirm(until)
+        self._accepted = accepted_actions(data)
+        return data
+
+    async def _step(self, action: dict[str, Any]) -> ObservationData:
+        """Act, which is a turn."""
+        data = await self._answer(action, self._steps + 1, "step")
+        self._steps += 1
+        self.task.seen_error_kind |= has_error_kind(data)
+        return data
+
+    async def _finish(self) -> None:
+        """Have the environment score the episode where it is."""
+        data = await self._answer({"type": FINISH}, self._steps, FINISH)
+        if not data.done:
+            raise self._violation(f"goes on after {FINISH!r}, which it says that it takes")
+
+    async def _answer(self, action: dict[str, Any], turn: int, what: str) -> ObservationData:
+        """Return what the environment says to an action after which it has counted `turn` turns.
+
+        The answer to the last action is confirmed before anything is taken from it.
+        """
+        if self._finished:
+            raise RuntimeError("the environment's episode is over: start a new session")
+        until = self._until(self.task.limits.step_s)
+        frame = await self._connected.ask(StepFrame(data=action), until, what)
+        data = self._observed(frame, what)
+        self._check_turn(data, turn)
+        self._count(data)
+        if data.done:
+            await self._confirm(until)
+            self._finished = True
+            self.end()
+        return data
+
+    def _observed(self, frame: Any, what: str) -> ObservationData:
+        """Return an observation; raises what an error frame means."""
+        if isinstance(frame, ObservationFrame):
+            return frame.data
+        if isinstance(frame, ErrorFrame):
+            raise self._meaning(frame, what)
+        raise self._violation(f"answered a {what} with a {frame.type} frame")
+
+    def _meaning(self, frame: ErrorFrame, what: str) -> Exception:
+        """Return the error that an error frame stands for."""
+        from composer_mesh.plugins.openenv.client.begin import full
+        from composer_mesh.plugins.openenv.client.connection import reason_of
+
+        url, code, reason = self.task.options.url, frame.data.code, reason_of(frame)
+        if (failure := full(url, frame)) is not None:
+            return failure
+        if what == "step" and code == ErrorCode.VALIDATION_ERROR:
+            return ToolError("invalid_action", reason)
+        tells = what == "step" and self.task.options.step_errors == "tell"
+        if code == ErrorCode.EXECUTION_ERROR:
+            return (
+                ToolError("step_failed", reason) if tells else EnvironmentRaised(url, code, reason)
+            )
+        if what == "reset" and code == ErrorCode.VALIDATION_ERROR:
+            return EnvironmentRaised(url, code, reason)
+        return self._violation(f"answered a {what} with the error {code[:40]!r}: {reason}")
+
+    async def _confirm(self, until: float) -> None:
+        """Ask for the state: no answer may be left over, and the episode must be the same."""
+        frame = await self._connected.ask(StateFrame(), until, "state")
+        if isinstance(frame, ErrorFrame) and frame.data.code in STATELESS:
+            return
+        if not isinstance(frame, StateReply):
+            raise self._violation(
+                f"answered a question for the state with a {frame.type} frame, as after two "
+                "answers to one step"
+            )
+        before, self._state = self._state, frame.data
+        if before is None:
+            return
+        if before.episode_id != frame.data.episode_id or frame.data.step_count < before.step_count:
+            raise self._violation("has reset the environment during the episode")
+
+    def _check_turn(self, data: ObservationData, turn: int) -> None:
+        """Refuse the answer to another action, where the environment counts them."""
+        told = (data.metadata or {}).get(TURN)
+        if isinstance(told, int) and told != turn:
+            raise self._violation(f"answered action {turn} as if it were action {told}")
+
+    def _count(self, data: ObservationData) -> None:
+        reward = data.reward
+        if reward is None:
+            if data.done and self.task.options.reward == "terminal":
+                raise self._violation("ended the episode without a reward: see data.options.reward")
+            return
+        most = self.task.options.most_reward
+        if abs(reward) > most:
+            raise self._violation(
+                f"gave the reward {reward:g}, beyond most_reward, which is {most:g}"
+            )
+        self._last = float(reward)
+        self._total += self._last
+
+    def _told(self, data: ObservationData, text: str) -> ToolError | None:
+        """Return the agent's error that an observation tells, with its text."""
+        error = told_error(data, self.task.templates)
+        if error is None:
+            return None
+        said = text.removeprefix(ERROR_PREFIX) or error.kind  # the agent's messages get their own
+        return ToolError(error.kind, said, {**error.facts, "text": said[:1000]}, error.hint)
+
+    def _read(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except UnreadableObservation as problem:
+            raise self._violation(str(problem)) from None
+
+    def _violation(self, reason: str) -> ServerFailure:
+        if self._connection is not None:
+            return self._connection.fail(ProtocolViolation, reason)
+        return ProtocolViolation(self.task.options.url, reason)
+
+    def _until(self, seconds: float) -> float:
+        return asyncio.get_running_loop().time() + seconds
+
+    @property
+    def _connected(self) -> Connection:
+        assert self._connection is not None, "a session is started before it is used"
+        return self._connection

@@ -1,0 +1,95 @@
+"""What a client reads after a reset and a step: a text, the result of a call, the metadata.
+
+The messages with their roles are in the state of a turn. Rows and verified answers are in neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_mesh.plugins.openenv.client.wire import (
+    ERROR_FACTS,
+    ERROR_KIND,
+    HINT_TEMPLATE_KEY,
+    NO_ERROR,
+    ToolErrorType,
+)
+from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.traces import ErrorSite, Message
+
+ERROR_TYPES: Mapping[str, ToolErrorType] = {
+    "unknown_tool": ToolErrorType.TOOL_NOT_FOUND,
+    "missing_argument": ToolErrorType.INVALID_ARGS,
+    "unknown_argument": ToolErrorType.INVALID_ARGS,
+    "wrong_type": ToolErrorType.INVALID_ARGS,
+    "bad_value": ToolErrorType.INVALID_ARGS,
+    "malformed_call": ToolErrorType.INVALID_ARGS,
+    "tool_timeout": ToolErrorType.TIMEOUT,
+}
+"""Error types of OpenEnv for error kinds of calls that did not reach their tool."""
+
+
+def observation(
+    messages: Sequence[Message],
+    metadata: Mapping[str, Any],
+    outcome: Outcome | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return an observation; with an outcome it is the last one, and has the reward."""
+    about = dict(metadata)
+    if outcome is not None:
+        about |= {"rewards": dict(outcome.rewards), "success": outcome.success}
+    seen = {"text": text_of(messages), **(more or {})}
+    return {
+        "observation": {**seen, "metadata": about},
+        "reward": None if outcome is None else outcome.reward,
+        "done": outcome is not None,
+        "metadata": about,
+    }
+
+
+def episode_metadata(episode: Episode, episode_id: str, turn: int) -> dict[str, Any]:
+    """Return where a session is."""
+    return {
+        "task": episode.task,
+        "split": episode.split,
+        "index": episode.index,
+        "episode_id": episode_id,
+        "turn": turn,
+    }
+
+
+def error_metadata(error: ErrorSite | None) -> dict[str, Any]:
+    """Return the metadata of an error site, or that there is none."""
+    if error is None:
+        return {ERROR_KIND: NO_ERROR}
+    return {
+        ERROR_KIND: error.error_kind,
+        HINT_TEMPLATE_KEY: error.hint_template_key,
+        ERROR_FACTS: dict(error.data),
+    }
+
+
+def call_result(name: str, result: StepResult) -> dict[str, Any]:
+    """Return the fields of a `call_tool` observation."""
+    text = text_of(result.messages)
+    kind = None if result.error is None else ERROR_TYPES.get(result.error.error_kind)
+    failed = result.error is not None and result.error.error_kind != "no_answer"
+    content = [{"type": "text", "text": text}] if text else []
+    return {
+        "tool_name": name,
+        "result": {
+            "content": content,
+            "structured_content": None,
+            "data": text,
+            "is_error": failed,
+        },
+        "error": None if kind is None else {"error_type": kind.value, "message": text},
+    }
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """Return the texts of messages, one below the other."""
+    texts = (one.get("content") for one in messages)
+    return "\n".join(one for one in texts if isinstance(one, str))

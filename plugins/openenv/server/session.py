@@ -1,0 +1,251 @@
+"""One session of a client: episodes one after another, without sockets.
+
+    reset -> observation      begins an episode; one that is running is closed
+    step  -> observation      acts; the last one has the reward
+    state -> state            of now, or what the agent had read at a turn
+
+A fault of the task's own code ends the episode, never with a reward; the session goes on with the
+next reset.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import uuid
+from collections.abc import Coroutine, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from composer_mesh.plugins.openenv.client.wire import (
+    ACCEPTED_ACTIONS,
+    FINISH,
+    MESSAGE,
+    MESSAGES,
+    MOST_EPISODE_ID,
+    TURN,
+    CallToolAction,
+    ErrorCode,
+    ListToolsAction,
+)
+from composer_mesh.plugins.openenv.server.errors import Refused, invalid
+from composer_mesh.plugins.openenv.server.observations import (
+    call_result,
+    episode_metadata,
+    error_metadata,
+    observation,
+)
+from composer_mesh.plugins.openenv.server.tools import answer_name, answer_text, listed_tools
+from composer_mesh.plugins.openenv.server.validation import checked
+from composer_mesh.rollouts.tasks import Episode, StepResult
+from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.traces import Message, Split
+from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskTimeout
+from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.task import Task
+from composer_mesh.tasks.task_loop import LoopBlocked, LoopLost, TaskRunner
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+LARGEST_INDEX = 2**53 - 1
+"""Largest integer that every client's JSON holds."""
+
+
+class ResetArguments(BaseModel):
+    """Which episode is begun: `index` of `split`, or else the one that `seed` stands for.
+
+    Without either it is drawn. Further arguments are ignored, as OpenEnv does.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    seed: int | None = Field(default=None, ge=0, le=LARGEST_INDEX)
+    episode_id: str | None = Field(default=None, min_length=1, max_length=MOST_EPISODE_ID)
+    split: Split = "train"
+    index: int | None = Field(default=None, ge=0, le=LARGEST_INDEX)
+
+    def chosen(self) -> int:
+        """Return the index of the episode."""
+        if self.index is not None:
+            return self.index
+        return random.randrange(2**31) if self.seed is None else self.seed
+
+
+class MessageAction(BaseModel):
+    """The text of an action, as a model writes it: an answer, or a call in its tags."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    message: str
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class FinishAction(BaseModel):
+    """Ends the episode where it is, and scores it: the agent's context is full."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["finish"] = "finish"
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+Action = MessageAction | CallToolAction | ListToolsAction | FinishAction
+_ACTIONS: Mapping[str, type[Action]] = {
+    "call_tool": CallToolAction,
+    "list_tools": ListToolsAction,
+    FINISH: FinishAction,
+    "": MessageAction,
+}
+
+
+def action_schema(task: Task) -> dict[str, Any]:
+    """Return the JSON schema of a task's actions; without tools they are messages alone."""
+    return (TypeAdapter(Action) if task.tools else TypeAdapter(MessageAction)).json_schema()
+
+
+class EnvSession:
+    """One client's session; one request at a time."""
+
+    def __init__(self, runner: TaskRunner) -> None:
+        self._runner = runner
+        self._running: RunningEpisode | None = None
+        self._episode: Episode | None = None
+        self._episode_id: str | None = None
+        self._turn = 0
+        self._is_done = False
+        self._fault = ""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools of the episode's task, or of the whole task before the first reset."""
+        return listed_tools(self._task)
+
+    async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin an episode. Raises Refused."""
+        asked = checked(ResetArguments, dict(data))
+        await self.close()
+        chosen = self._runner.task.pick(asked.split, asked.chosen())
+        self._episode_id = asked.episode_id or uuid.uuid4().hex
+        self._turn, self._is_done, self._fault = 0, False, ""
+        self._episode = chosen
+        self._running, messages = await self._run(self._runner.begin_episode(chosen))
+        return observation(messages, {**self._metadata(), ACCEPTED_ACTIONS: [MESSAGE, FINISH]})
+
+    async def step(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Act. Raises Refused, also after the end of the episode."""
+        action = action_of(data)
+        if isinstance(action, ListToolsAction):
+            return observation([], {}, more={"tools": self.tools})
+        running = self._open_episode()
+        if isinstance(action, FinishAction):
+            return await self._finished(running)
+        text = self._text(action)
+        result = await self._run(running.step(text))
+        self._turn += 1
+        more = call_result(action.tool_name, result) if isinstance(action, CallToolAction) else None
+        return await self._observed(running, result, more)
+
+    def state(self, turn: int | None = None) -> dict[str, Any]:
+        """Return the present state, or with a turn what the agent had read then."""
+        now: dict[str, Any] = {"episode_id": self._episode_id, "step_count": self._turn}
+        if self._episode is not None:
+            now |= {"done": self._is_done, "task": self._episode.task}
+        if turn is None:
+            return now
+        return {**now, TURN: turn, MESSAGES: self._messages_at(turn)}
+
+    async def close(self) -> None:
+        """Release the episode, ended or not. Raises Refused where the task's own code fails."""
+        running, self._running = self._running, None
+        if running is not None:
+            await self._run(running.close())
+
+    async def _finished(self, running: RunningEpisode) -> dict[str, Any]:
+        outcome = await self._run(running.outcome())
+        self._is_done = True
+        return observation([], {**self._metadata(), **error_metadata(None)}, outcome)
+
+    async def _observed(
+        self, running: RunningEpisode, result: StepResult, more: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        metadata = {**self._metadata(), **error_metadata(result.error)}
+        if not result.done:
+            return observation(result.messages, metadata, more=more)
+        outcome = await self._run(running.outcome())
+        self._is_done = True
+        return observation([], metadata, outcome, more)
+
+    def _messages_at(self, turn: int) -> list[Message]:
+        if self._running is None:
+            raise invalid("there is no episode: reset first")
+        try:
+            return self._running.state(turn)
+        except IndexError as error:
+            raise invalid(str(error)) from None
+
+    def _open_episode(self) -> RunningEpisode:
+        if self._fault:
+            raise Refused(
+                ErrorCode.EXECUTION_ERROR, f"the episode has failed: reset ({self._fault})"
+            )
+        if self._running is None:
+            raise invalid("there is no episode: reset first")
+        if self._is_done:
+            raise invalid(f"the episode has ended after {self._turn} steps: reset")
+        return self._running
+
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the task's code; its own errors end the episode."""
+        try:
+            return await self._runner.run(work)
+        except LoopLost as lost:
+            self._running = None
+            raise Refused(ErrorCode.SESSION_ERROR, f"the session is lost: {lost}", True) from None
+        except LoopBlocked as blocked:
+            self._running = None  # what it holds belongs to a loop that will never run again
+            raise self._failed(blocked) from None
+        except TaskError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: TaskError) -> Refused:
+        _log.error("episode %r: %s", self._episode_id, error)  # the id is a client's
+        self._fault = public_text(error)
+        return Refused(ErrorCode.EXECUTION_ERROR, self._fault)
+
+    @property
+    def _task(self) -> Task:
+        whole = self._runner.task
+        return whole if self._episode is None else whole.of(self._episode.task)
+
+    def _text(self, action: MessageAction | CallToolAction) -> str:
+        """Return the text of an action as a model writes it."""
+        if isinstance(action, MessageAction):
+            return action.message
+        if action.tool_name == answer_name(self._task):
+            return answer_text(action.arguments)
+        return call_text(action.tool_name, action.arguments)
+
+    def _metadata(self) -> dict[str, Any]:
+        assert self._episode is not None, "set by reset"
+        assert self._episode_id is not None, "set by reset"
+        return episode_metadata(self._episode, self._episode_id, self._turn)
+
+
+def public_text(error: TaskError) -> str:
+    """Return what a client is told of a fault: neither paths nor values, which may hold answers."""
+    if isinstance(error, TaskTimeout):
+        return f"{error.what} did not return within {error.limit_s:g} s"
+    if isinstance(error, TaskCodeError):
+        kind = error.problem.partition(":")[0]
+        return f"{error.what} failed with {kind}: the server's log has the line"
+    return f"the task failed ({type(error).__name__}): the server's log has the reason"
+
+
+def action_of(data: Mapping[str, Any]) -> Action:
+    """Return a client's action; raise Refused for what is none."""
+    kind = data.get("type", "")
+    if not isinstance(kind, str) or kind not in _ACTIONS:
+        known = ", ".join(name for name in _ACTIONS if name)
+        raise invalid(f'the type is {str(kind)[:40]!r}: send {known}, or {{"message": TEXT}}')
+    return checked(_ACTIONS[kind], dict(data))
