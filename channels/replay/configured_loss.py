@@ -33,16 +33,22 @@ def preference_loss(
     normalizer: int,
 ) -> PreferenceLoss:
     """Compute the loss of a config section; only SimPO needs no log-probs of a reference."""
-    shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
-    smoothed: dict[str, Any] = {"label_smoothing": config.label_smoothing}
     if reference is None:
-        shared |= {"beta": config.simpo_beta, "gamma": config.simpo_gamma}
-        return simpo_loss(*policy, *lengths, **smoothed, **shared)
+        return simpo_loss(
+            *policy,
+            *lengths,
+            beta=config.simpo_beta,
+            gamma=config.simpo_gamma,
+            label_smoothing=config.label_smoothing,
+            normalizer=normalizer,
+            weights=weights,
+        )
+    shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
     shared |= {"beta": config.dpo_beta}
     if config.loss == "ipo":
         return ipo_loss(*policy, *reference, *lengths, **shared)
     shared |= {"f_divergence_type": config.f_divergence_type, "f_alpha": config.f_alpha}
-    shared |= smoothed
+    shared |= {"label_smoothing": config.label_smoothing}
     if config.loss == "mpo":
         types = {loss_type(name): weight for name, weight in config.mpo_types.items()}
         return mpo_loss(*policy, *reference, *lengths, **shared, loss_types=types)
