@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from composer_mesh.mesh.object_store.port import ObjectStore
+from composer_mesh.plugins.islands.store.port import ObjectStore
 
 TOLERANCE = 1e-5
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from islands_audit import TOLERANCE, audit
 
-from composer_mesh.mesh.object_store.opening import open_store
+from composer_mesh.plugins.islands.store.opening import open_store
 
 WORKER = Path(__file__).parent / "islands_worker.py"
 HANG_S = 240.0

@@ -18,7 +18,7 @@ from islands_stores import MemoryStore
 from islands_world import Run, island_config, together
 from report import Report, arguments
 
-from composer_mesh.mesh.islands.all_reduce import Clock
+from composer_mesh.plugins.islands.rounds.all_reduce import Clock
 
 ISLANDS, STEPS, STEPS_PER_ROUND, OVERLAP = 4, 18, 6, 1
 WORLDS, QUICK_WORLDS = 6, 2

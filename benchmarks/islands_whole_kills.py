@@ -29,7 +29,7 @@ from islands_moments import GROUP, PHASES, Watched, wait_for_moment
 from report import Report, arguments
 from safetensors.numpy import load_file
 
-from composer_mesh.mesh.object_store.opening import open_store
+from composer_mesh.plugins.islands.store.opening import open_store
 from composer_mesh.services.directory.report import read_metrics
 from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.launch.by_ssh import lives, pid_of

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from islands_world import Checkpoint, Run, island_config
 
-from composer_mesh.mesh.object_store.opening import open_store
+from composer_mesh.plugins.islands.store.opening import open_store
 
 
 def main() -> None:

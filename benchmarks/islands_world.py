@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from composer_mesh.configs.islands import IslandsConfig
-from composer_mesh.mesh.islands.all_reduce import Clock
-from composer_mesh.mesh.islands.island import Island
-from composer_mesh.mesh.islands.outer_optimizer import Vector
-from composer_mesh.mesh.object_store.port import ObjectStore
+from composer_mesh.plugins.islands.rounds.all_reduce import Clock
+from composer_mesh.plugins.islands.rounds.island import Island
+from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
+from composer_mesh.plugins.islands.store.port import ObjectStore
 
 SIZES = {"a": 30, "b": 10, "c": 20, "d": 5}
 

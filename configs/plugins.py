@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 
 KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
-    *("step_hooks", "reward_servers"),
+    *("step_hooks", "reward_servers", "checks", "trees"),
 )
 CORE = "composer_mesh.plugin"
 PLUGINS = "composer_mesh.plugins"
@@ -41,6 +41,10 @@ class Registration(NamedTuple):
 
 class RegistrationError(ValueError):
     """A name that nobody registers, or that several do."""
+
+
+class PluginFailed(Exception):
+    """Something registered cannot go on, and the message says all about it."""
 
 
 def own(kind: str) -> Mapping[str, Registration]:

@@ -5,7 +5,7 @@ Every method is collective: all ranks call it together.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,14 +23,13 @@ from composer_mesh.actors.checkpoints.state import (
     restore_random_states,
 )
 from composer_mesh.actors.checkpoints.writer import CheckpointWriter
-from composer_mesh.actors.learning.islands import LearnerIsland
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.models.adapter_files import AdapterFolder
 from composer_mesh.actors.models.checkpoint_names import ModelFolder
 from composer_mesh.actors.models.lora import restore_adapters
-from composer_mesh.actors.models.optimizer_state import check_weights
+from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.ranks import Division, Ranks
 from composer_mesh.actors.models.sharding import distinct, own_weights
 from composer_mesh.actors.models.trained_model import frozen_model
@@ -41,10 +40,38 @@ from composer_mesh.actors.teacher_outputs.teacher_folder import (
     teacher_vocabulary,
 )
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
+from composer_mesh.configs import plugins
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_folder import TEACHER_KEY, UnfitModelFolder
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import TurnDivergences
+
+
+class StepHook(Protocol):
+    """What else happens at a step: made with the config, the trained weights and the ranks.
+
+    Every method but `new_events` is collective over the ranks.
+    """
+
+    def join(self) -> None:
+        """Begin before the first step."""
+        ...
+
+    def restore(self, step: int, kept: StoredOptimizerState) -> None:
+        """Go on after the checkpoint of a step, with what it has `kept`."""
+        ...
+
+    def after_step(self, step: int) -> Mapping[str, float]:
+        """Read and change the weights after a step; return figures for its metrics."""
+        ...
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Return what a checkpoint keeps for `restore`."""
+        ...
+
+    def new_events(self) -> list[tuple[str, str]]:
+        """Return the events since the last call: kind and text."""
+        ...
 
 
 class Learner:
@@ -68,9 +95,9 @@ class Learner:
         self._writer = CheckpointWriter(
             ranks, None if export is None else export.write, _adapter_export(config)
         )
-        self._island: LearnerIsland | None = None
+        self._island: StepHook | None = None
         if config.islands.on:
-            self._island = LearnerIsland(config, self.step.weights, ranks)
+            self._island = plugins.load("step_hooks", "islands")(config, self.step.weights, ranks)
         self._teacher: TeacherModel | None = None
         if config.sdpo.on and config.sdpo.placement == "inline":
             self._teacher = self._inline_teacher(folder)

@@ -86,7 +86,7 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
 @command("train several runs that average their weights", _add_islands, signals=True)
 def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Start several runs that average their weights, and follow them."""
-    from composer_mesh.services.islands.command import islands_command
+    from composer_mesh.plugins.islands.jobs.command import islands_command
 
     return islands_command(arguments, signals)
 
@@ -100,7 +100,7 @@ def _add_island_job(parser: argparse.ArgumentParser) -> None:
 @command("what a job of `islands --on` runs", _add_island_job, signals=True)
 def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Train the island of a cloud's job, or go on with it, and copy its records to the store."""
-    from composer_mesh.services.islands.in_job import train_in_job
+    from composer_mesh.plugins.islands.jobs.in_job import train_in_job
 
     output: Path = arguments.output.expanduser()
 
@@ -110,3 +110,14 @@ def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         return int(train.run(argparse.Namespace(**known, **other), signals))
 
     return train_in_job(output, train_file)
+
+
+def tree_of(root: Path, as_json: bool, watch: bool) -> int | None:
+    """Show the live meshes of a directory's islands; None if it has none."""
+    from composer_mesh.plugins.islands.jobs.directory import islands_in
+
+    if (place := islands_in(root)) is None:
+        return None
+    from composer_mesh.plugins.islands.jobs.tree import islands_tree
+
+    return islands_tree(place, as_json, watch)

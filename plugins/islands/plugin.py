@@ -5,4 +5,13 @@ TABLE = {
         "islands": "composer_mesh.plugins.islands.commands:islands",
         "island-job": "composer_mesh.plugins.islands.commands:island_job",
     },
+    "step_hooks": {
+        "islands": "composer_mesh.plugins.islands.learner:LearnerIsland",
+    },
+    "checks": {
+        "islands": "composer_mesh.plugins.islands.rounds.lighthouse:check_torchft",
+    },
+    "trees": {
+        "islands": "composer_mesh.plugins.islands.commands:tree_of",
+    },
 }

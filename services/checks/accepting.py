@@ -37,7 +37,6 @@ from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
-from composer_mesh.mesh.islands.lighthouse import check_torchft
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_teaches
 from composer_mesh.planning.model_folder import (
     TEACHER_KEY,
@@ -215,7 +214,8 @@ def startable(config: Config) -> None:
             raise LoraMissing()
         if config.trainer.optimizer == "adamw_8bit" and find_spec("torchao") is None:
             raise LowbitMissing()
-        check_torchft(config.islands)
+        if config.islands.on:
+            plugins.load("checks", "islands")(config.islands)
 
 
 def items(text: str) -> list[str]:

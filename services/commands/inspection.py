@@ -31,12 +31,11 @@ def _add_tree(parser: argparse.ArgumentParser) -> None:
 def tree(arguments: argparse.Namespace) -> int:
     """Show the live mesh of a run, or of several islands."""
     from composer_mesh.services.inspection.tree import tree_command
-    from composer_mesh.services.islands.directory import islands_in
 
-    if arguments.run is not None and (place := islands_in(arguments.run)) is not None:
-        from composer_mesh.services.islands.tree import islands_tree
-
-        return islands_tree(place, arguments.json, arguments.watch)
+    for name in plugins.own("trees") if arguments.run is not None else ():
+        shown = plugins.load("trees", name)(arguments.run, arguments.json, arguments.watch)
+        if shown is not None:
+            return int(shown)
     return int(tree_command(arguments.run, arguments.json, arguments.watch))
 
 

@@ -30,9 +30,9 @@ from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.plugins import PluginFailed
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
-from composer_mesh.mesh.object_store.port import StoreUnavailable, StoreUnfit
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import START_DEADLINE_S, MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
@@ -90,7 +90,7 @@ UNGUARDED = (
 ONE_LINE = (
     *(DamagedRecord, RunDirectoryError, StoreError, TransportUnavailable),
     *(ChatTemplateError, CheckpointFailed, ConfigError, JudgesSpent, NoCapacity),
-    *(GradientNotFinite, StoreUnavailable, StoreUnfit, UnreadableCheckpoint, UnreadableManifest),
+    *(GradientNotFinite, PluginFailed, UnreadableCheckpoint, UnreadableManifest),
 )
 """Errors whose message is complete, so no traceback is printed."""
 

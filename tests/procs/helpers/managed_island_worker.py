@@ -19,7 +19,7 @@ from islands_worker import read_checkpoint, write_checkpoint
 from islands_world import SIZES, Checkpoint, FlatWeights
 
 from composer_mesh.configs.islands import IslandsConfig
-from composer_mesh.mesh.islands.managed_island import ManagedIsland
+from composer_mesh.plugins.islands.rounds.managed_island import ManagedIsland
 
 MOST_STEPS = 100_000
 

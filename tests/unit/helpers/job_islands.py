@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.mesh.object_store.opening import open_store
+from composer_mesh.plugins.islands.jobs.jobs import JobCloud, JobExecutor, JobOptions
+from composer_mesh.plugins.islands.jobs.ports import Replica
+from composer_mesh.plugins.islands.store.opening import open_store
 from composer_mesh.services.directory.status import STATUS_FILE, RunStatus, write_status
-from composer_mesh.services.islands.jobs import JobCloud, JobExecutor, JobOptions
-from composer_mesh.services.islands.ports import Replica
 
 PRESET = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 FINISHED = """for last; do :; done

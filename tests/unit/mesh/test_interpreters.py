@@ -21,7 +21,7 @@ NAMED_ONLY = {
     "mesh/hosts/agent.py": "a part of what a host says of itself",
     "mesh/hosts/worker.py": "a part of its record",
     "mesh/sandboxes/root.py": "copied into boxes",
-    "services/islands/by_launch.py": "a part of an order",
+    "plugins/islands/jobs/by_launch.py": "a part of an order",
     "services/launch/command.py": "a part of an order",
 }
 """Files that use the path of the interpreter without starting it."""

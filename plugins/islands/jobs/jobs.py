@@ -1,0 +1,250 @@
+"""Islands as jobs of a cloud, which gives each a machine for as long as its command runs.
+
+A job gets its config in an environment variable, and no file of this machine. The records of its
+run come back through the store where the islands meet.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from composer_mesh.configs.load import dump_toml
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.mesh.environment import python_module
+from composer_mesh.mesh.open_folder import write_whole
+from composer_mesh.plugins.islands.jobs.ports import ENDED, Replica, ReplicaState, State
+from composer_mesh.plugins.islands.jobs.records import RunRecords
+from composer_mesh.plugins.islands.jobs.states import failure_of, wait_for_all
+from composer_mesh.plugins.islands.store.port import ObjectStore, StoreUnavailable
+from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
+from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.launch.ports import LaunchFailed
+
+JOBS_FILE = "jobs.json"
+MOST_BYTES = 1 << 20
+CONFIG = "COMPOSER_MESH_ISLAND_CONFIG"
+"""The environment variable with an island's config, as TOML."""
+RUNS = "~/composer-mesh-runs"
+MOUNTED_RUNS = "/runs"
+POLL_S = 10.0
+LOG_LINES = 3
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What jobs are made of: image, hardware, names of secret variables, a volume for the runs."""
+
+    image: str
+    hardware: str | None = None
+    secrets: tuple[str, ...] = ()
+    volume: str | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job. The values of `secrets` are in this process's environment, and in no output."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    options: JobOptions
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class JobCloud(Protocol):
+    """Where jobs run; every method raises `LaunchFailed` where the cloud refuses."""
+
+    name: str
+
+    def check(self, options: JobOptions) -> None:
+        """Refuse options that it does not serve; asks nobody."""
+        ...
+
+    def connect(self) -> None:
+        """Check the account."""
+        ...
+
+    def describe(self, job: Job) -> Mapping[str, object]:
+        """Return the call that `submit` would make; without values of secrets."""
+        ...
+
+    def submit(self, job: Job) -> str:
+        """Start a job. Waits until it is accepted; returns its identity."""
+        ...
+
+    def state(self, job: str) -> tuple[State, str]:
+        """Return the state of a job, and what the cloud says of it."""
+        ...
+
+    def last_lines(self, job: str, count: int) -> list[str]:
+        """Return the end of what a job has printed."""
+        ...
+
+    def cancel(self, job: str) -> None:
+        """End a job that has not ended."""
+        ...
+
+
+def job_of(replica: Replica, root: Path, options: JobOptions, secrets: Mapping[str, str]) -> Job:
+    """Return the job of an island; paths of its config are those of the image."""
+    runs = MOUNTED_RUNS if options.volume else RUNS
+    output = f"{runs}/{root.name}/island-{replica.rank}"
+    python = replica.config.cluster.python or "python"
+    return Job(
+        f"{root.name}-{replica.rank}",
+        tuple(python_module("composer_mesh", "island-job", "--output", output, python=python)),
+        {CONFIG: dump_toml(replica.config)},
+        options,
+        secrets,
+    )
+
+
+class JobExecutor:
+    """Starts each island as a job, and reads its records from the store."""
+
+    def __init__(
+        self,
+        cloud: JobCloud,
+        root: Path,
+        options: JobOptions,
+        secrets: Mapping[str, str],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._cloud, self._root = cloud, root
+        self._options, self._secrets, self._sleep = options, secrets, sleep
+        self._store: ObjectStore | None = None
+        self._jobs: dict[int, tuple[Replica, str]] = {}
+        self._known: dict[int, State] = {}
+
+    def dry_run(self, replicas: Sequence[Replica]) -> None:
+        """Print the call for each island; ask and change nothing."""
+        for one in replicas:
+            job = job_of(one, self._root, self._options, self._secrets)
+            sys.stdout.write(f"# island {one.rank}\n")
+            sys.stdout.write(json.dumps(self._cloud.describe(job), indent=1) + "\n")
+
+    def connect(self, store: ObjectStore | None) -> None:
+        if store is None:
+            raise LaunchFailed("jobs record in a store, and there is none: give --store")
+        self._store = store
+        self._cloud.connect()
+
+    def launch_replicas(self, replicas: Sequence[Replica]) -> None:
+        self._refuse_the_living(replicas)
+        for one in replicas:
+            if not one.resume:
+                self._records(one).forget()
+        try:
+            for one in replicas:
+                job = job_of(one, self._root, self._options, self._secrets)
+                self._jobs[one.rank] = (one, self._cloud.submit(job))
+                self._write()
+        except BaseException as error:
+            try:
+                self.cancel(0.0)
+            except LaunchFailed as failed:
+                raise LaunchFailed(f"{error}; {failed}") from error
+            raise
+
+    def poll(self) -> list[ReplicaState]:
+        return [self._state(*self._jobs[rank]) for rank in sorted(self._jobs)]
+
+    def collect(self, timeout_s: float | None = None) -> list[ReplicaState]:
+        return wait_for_all(self.poll, self._sleep, POLL_S, timeout_s)
+
+    def cancel(self, grace_s: float) -> None:
+        """End the jobs now, whatever `grace_s` is: a cloud gives no time for a checkpoint."""
+        del grace_s
+        left = []
+        for _, job in self._jobs.values():
+            try:
+                if self._cloud.state(job)[0] not in ENDED:
+                    self._cloud.cancel(job)
+            except LaunchFailed as failed:
+                left.append(f"job {job} may go on: {failed}")
+        if left:
+            raise LaunchFailed("; ".join(left))
+
+    def _state(self, one: Replica, job: str) -> ReplicaState:
+        try:
+            state, described = self._cloud.state(job)
+        except LaunchFailed as failed:  # its job goes on, and the next poll asks again
+            return ReplicaState(one.rank, self._known.get(one.rank, "waiting"), cause=str(failed))
+        self._known[one.rank] = state
+        unread = ""
+        try:
+            self._records(one).fetch()
+        except StoreUnavailable as unavailable:  # the next poll reads them, if there is one
+            unread = str(unavailable)
+        step = len(read_metrics(one.output / METRICS_FILE))
+        if state == "finished" and not unread and not _has_finished(one):
+            state, described = "failed", "its job has ended, but no run has finished in it"
+        if state == "failed":
+            said = (described, self._said_last(job))
+            cause = failure_of(one.output) or ": ".join(filter(None, said))
+        else:
+            cause = unread or ("" if state in ENDED else described)
+        return ReplicaState(one.rank, state, step, cause)
+
+    def _records(self, one: Replica) -> RunRecords:
+        if self._store is None:
+            raise RuntimeError("connect comes first")
+        return RunRecords(self._store, one.rank, one.output)
+
+    def _said_last(self, job: str) -> str:
+        try:
+            return " / ".join(self._cloud.last_lines(job, LOG_LINES))
+        except LaunchFailed as failed:
+            return str(failed)
+
+    def _refuse_the_living(self, replicas: Sequence[Replica]) -> None:
+        """Raise `LaunchFailed` where an earlier job of one of the islands has not ended."""
+        known = self._read()
+        for one in replicas:
+            job = known.get(one.rank)
+            if job is not None and not self._has_ended(job):
+                raise LaunchFailed(
+                    f"job {job} of island {one.rank} has not ended: wait for it, or cancel it at "
+                    f"{self._cloud.name} first"
+                )
+
+    def _has_ended(self, job: str) -> bool:
+        try:
+            return self._cloud.state(job)[0] in ENDED
+        except LaunchFailed as failed:
+            raise LaunchFailed(
+                f"{failed}; it is in {self._root / JOBS_FILE}, which may be moved away once none "
+                "of its jobs is left"
+            ) from failed
+
+    def _read(self) -> dict[int, str]:
+        path = self._root / JOBS_FILE
+        try:
+            about = json.loads(read_regular(path, MOST_BYTES))
+            return {int(rank): str(job) for rank, job in about[self._cloud.name].items()}
+        except FileNotFoundError:
+            return {}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{path} does not say which jobs of {self._cloud.name} were started ({error!r}): "
+                "move it away once none of them is left"
+            ) from None
+
+    def _write(self) -> None:
+        jobs = self._read() | {rank: job for rank, (_, job) in self._jobs.items()}
+        text = json.dumps({self._cloud.name: {str(rank): jobs[rank] for rank in sorted(jobs)}})
+        write_whole(self._root / JOBS_FILE, (text + "\n").encode())
+
+
+def _has_finished(one: Replica) -> bool:
+    """Whether an island's records say so; a cloud may report a start that failed as an end."""
+    status = read_status(one.output)
+    return status is not None and status.state == "finished"

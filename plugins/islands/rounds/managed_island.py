@@ -1,0 +1,239 @@
+"""One island whose rounds are averaged by torchft's Manager, in place of an object store.
+
+    begin   snapshot s of the weights; a background thread takes part in the next round
+    merge   waits for it; then weights = common weights + (weights of now - s)
+
+Every island averages the same fragment in a round: round r, counted from 0, is that of fragment
+r modulo `fragments`. So the fragment is chosen after the quorum, in which an island that comes
+back gets the common state and the round of the others.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from composer_mesh.configs.islands import IslandsConfig
+from composer_mesh.mesh.waiting import in_background
+from composer_mesh.plugins.islands.rounds.all_reduce import Clock, RoundLost
+from composer_mesh.plugins.islands.rounds.common_state import FragmentStates
+from composer_mesh.plugins.islands.rounds.fragment_sync import Counts
+from composer_mesh.plugins.islands.rounds.fragments import cut
+from composer_mesh.plugins.islands.rounds.island import FIGURES, Weights, layout_of, schedules
+from composer_mesh.plugins.islands.rounds.outer_gradient import OuterGradient, mixed, outer_gradient
+from composer_mesh.plugins.islands.rounds.outer_optimizer import OuterState, Vector, make_outer
+from composer_mesh.plugins.islands.rounds.torchft_all_reduce import Offer, Outcome, TorchftAllReduce
+
+Residuals = dict[int, Vector]
+
+
+@dataclass
+class Pending:
+    """A round under way: the snapshot it averages, and what was kept when it began."""
+
+    snapshot: Vector
+    states: tuple[OuterState, ...]
+    residuals: Residuals
+    done: Future[Outcome]
+
+
+class ManagedIsland:
+    """The rounds of one run, one at a time; not to be used before `join` or `restore`.
+
+    Raises `BadRank`, and `LighthouseUnfit` for an address that cannot be used.
+    """
+
+    def __init__(
+        self, config: IslandsConfig, steps: int, weights: Weights, clock: Clock | None = None
+    ) -> None:
+        assert config.lighthouse is not None, "a run without islands.lighthouse has no Manager"
+        self._config, self._weights, self._steps = config, weights, steps
+        self._clock = clock or Clock()
+        self._fragments = cut(weights.sizes, config.fragments)
+        self._names = [name for one in self._fragments for name in one.sizes]
+        self._ends = np.cumsum([one.size for one in self._fragments])[:-1]
+        self._outer = make_outer(config.outer)
+        nothing = [np.zeros(one.size, np.float32) for one in self._fragments]
+        self._states = FragmentStates(self._outer, nothing)  # `join` and `restore` fill it
+        self._residuals: Residuals = {}
+        self._pending: Pending | None = None
+        self._told: list[tuple[str, str]] = []
+        self._counts = Counts()
+        self._islands: tuple[int, ...] | None = None
+        (self._schedule,) = schedules(config, steps)
+        names = json.dumps(layout_of(config, weights.sizes), sort_keys=True)
+        self._reduce = TorchftAllReduce(
+            config.lighthouse,
+            config.rank,
+            config.world_size,
+            host=config.host,
+            quorum=config.quorum,
+            deadline_s=config.deadline_s,
+            request_s=config.request_s,
+            quantization=config.quantization,
+            layout=hashlib.sha256(names.encode()).digest(),
+            state=self._states,
+            clock=self._clock,
+        )
+        self._reported = self._totals()
+
+    def join(self) -> bool:
+        """Start from the run's own weights; its first round brings those of the others."""
+        self._states.start(self._parts(self._read()))
+        return False
+
+    def restore(self, step: int, kept: Mapping[str, Vector]) -> None:  # noqa: ARG002  of the port
+        """Go on after the checkpoint of a step, with what `kept` returned for it.
+
+        If the others are further, the next round brings their common weights.
+        """
+        self._states.load(kept["common"])
+        self._states.healed = False
+        self._reduce.start_after(self._states.round)
+        prefix = "residual."
+        self._residuals = {
+            int(name.removeprefix(prefix)): one
+            for name, one in kept.items()
+            if name.startswith(prefix)
+        }
+        if "snapshot" in kept:
+            self._begin(kept["snapshot"])
+
+    def kept(self) -> dict[str, Vector]:
+        """Return what a checkpoint stores for `restore`, beside the weights."""
+        pending = self._pending
+        states = self._states.now if pending is None else pending.states
+        residuals = self._residuals if pending is None else pending.residuals
+        kept = {f"residual.{index}": one for index, one in residuals.items()}
+        kept["common"] = FragmentStates.packed(states)
+        if pending is not None:
+            kept["snapshot"] = pending.snapshot
+        return kept
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Begin and end what is due after a trained step; return figures of this step.
+
+        Waits where a round ends, at most its deadline and a request. After the last step each
+        fragment has a round, and the island leaves.
+        """
+        began = self._clock.now()
+        if step == self._steps:
+            if self._pending is not None:
+                self._merge()
+            for _ in self._fragments:
+                self._begin(self._read())
+                self._merge()
+            self.finish()
+        else:
+            if self._schedule.begins(step):
+                self._begin(self._read())
+            if self._schedule.merges(step) and self._pending is not None:
+                self._merge()
+        return self.figures(self._clock.now() - began)
+
+    def finish(self) -> None:
+        """Leave, so that no island waits for this one."""
+        self._reduce.close()
+
+    def new_events(self) -> list[tuple[str, str]]:
+        """Return the events since the last call: kind and text."""
+        told, self._told = self._told, []
+        return told
+
+    def figures(self, waited_s: float = 0.0) -> dict[str, float]:
+        """Return what happened since the last call."""
+        before, now = self._reported, self._totals()
+        self._reported = now
+        return {
+            **{name: value - before[name] for name, value in now.items()},
+            "islands/round": self._states.round,
+            "islands/contributors": self._counts.contributors,
+            "time/islands_s": waited_s,
+        }
+
+    def _begin(self, snapshot: Vector) -> None:
+        states, residuals = self._states.now, dict(self._residuals)
+        self._states.healed = False
+        done = in_background(self._round(self._parts(snapshot)))
+        self._pending = Pending(snapshot, states, residuals, done)
+
+    def _round(self, snapshot: Sequence[Vector]) -> Callable[[], Outcome]:
+        """Return the work of a round, after which the common state is that of its end."""
+        offered: dict[int, OuterGradient | None] = {}
+
+        def offer(number: int) -> Offer:
+            index = number % len(self._fragments)
+            state = self._states.now[index]
+            offered[index] = found = outer_gradient(
+                state.weights,
+                snapshot[index],
+                self._residuals.get(index),
+                self._config.quantization,
+            )
+            payload = None if found is None or self._states.healed else found.payload
+            return Offer(payload, state.weights.size, self._states.digest(index))
+
+        def work() -> Outcome:
+            outcome = self._reduce.average(offer)
+            index = (outcome.round - 1) % len(self._fragments)
+            gradient = offered[index]
+            self._states.advance(index, outcome.mean)
+            if self._states.healed:
+                self._residuals.clear()
+            elif outcome.gave and gradient is not None and gradient.residual is not None:
+                self._residuals[index] = gradient.residual
+            return outcome
+
+        return work
+
+    def _merge(self) -> None:
+        """Wait for the round under way, and take what it has made into the weights."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        try:
+            self._count(pending.done.result())
+        except RoundLost as lost:
+            self._counts.lost += 1
+            self._tell("round_lost", str(lost))
+        if self._states.healed:
+            self._counts.dropped += 1
+            self._tell("island_rejoined", f"has the common weights of round {self._states.round}")
+        before, now = pending.states, self._states.now
+        own, snapshot = self._parts(self._read()), self._parts(pending.snapshot)
+        for index, fragment in enumerate(self._fragments):
+            if now[index] is not before[index]:
+                common = now[index].weights
+                merged = mixed(common, own[index], snapshot[index], self._config.mixing)
+                self._weights.write(list(fragment.sizes), merged)
+
+    def _count(self, outcome: Outcome) -> None:
+        self._counts.merged += 1
+        self._counts.contributors = len(outcome.islands)
+        if not outcome.gave and not self._states.healed:
+            self._counts.refused += 1
+            self._tell("contribution_refused", "own outer gradient has values like NaN")
+        if outcome.islands != self._islands:
+            self._islands, names = outcome.islands, ", ".join(map(str, outcome.islands))
+            of = f"{len(outcome.islands)} of {self._config.world_size} islands"
+            self._tell("islands_changed", f"round {outcome.round} averages {of}: {names}")
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._told.append((kind, text))
+
+    def _read(self) -> Vector:
+        return self._weights.read(self._names)
+
+    def _parts(self, flat: Vector) -> list[Vector]:
+        return list(np.split(flat, self._ends))
+
+    def _totals(self) -> dict[str, float]:
+        traffic = self._reduce.traffic
+        return {
+            **{f"islands/{name}": float(getattr(self._counts, name)) for name in FIGURES},
+            "islands/bytes_sent": traffic.sent,
+            "islands/bytes_received": traffic.received,
+            "islands/retries": traffic.retries,
+        }

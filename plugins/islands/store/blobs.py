@@ -1,0 +1,127 @@
+"""Large objects with checksums: parts that a resumed upload need not send again, then a head.
+
+    KEY.parts/00000-DIGEST ...   parts of the payload, named by their content
+    KEY.0                        the head: sizes, checksums and a table about it; written once
+
+A blob is visible when its head is, and then all of its parts are.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from composer_mesh.plugins.islands.store.port import CorruptObject, ObjectStore, StoreUnavailable
+from composer_mesh.plugins.islands.store.write_once import ATTEMPTS, decide, decided
+
+PART_BYTES = 32 << 20
+Sleep = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A blob's head: the table about it, and name, bytes and SHA-256 of each part."""
+
+    about: dict[str, Any]
+    parts: tuple[tuple[str, int, str], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return sum(size for _, size, _ in self.parts)
+
+
+def put_blob(
+    store: ObjectStore,
+    key: str,
+    payload: bytes,
+    about: dict[str, Any],
+    *,
+    part_bytes: int = PART_BYTES,
+    sleep: Sleep = time.sleep,
+) -> Head:
+    """Write a blob unless there is one; return the head of the one that is there.
+
+    Parts that an interrupted call has written are not sent again.
+    """
+    if (head := head_of(store, key, sleep)) is not None:
+        return head
+    parts = list(_parts(key, payload, part_bytes))
+    for name, chunk, _ in parts:
+        _put_part(store, name, chunk)
+    told = [[name, len(chunk), digest] for name, chunk, digest in parts]
+    return _head(decide(store, key, {"about": about, "parts": told}, sleep, _is_head))
+
+
+def head_of(store: ObjectStore, key: str, sleep: Sleep = time.sleep) -> Head | None:
+    """Return a blob's head; None if there is none."""
+    found = decided(store, key, sleep, _is_head)
+    return None if found is None else _head(found)
+
+
+def payload_of(store: ObjectStore, head: Head, size: int) -> bytes:
+    """Return a blob's payload of `size` bytes.
+
+    Raises `CorruptObject` for another size, of which nothing is read, and for parts that are
+    missing or changed.
+    """
+    if head.size != size:
+        raise CorruptObject(head.parts[0][0], f"is of {head.size} bytes but {size} are its values")
+    return b"".join(_checked(store, *part) for part in head.parts)
+
+
+def is_payload(head: Head, payload: bytes) -> bool:
+    """Whether a blob has this payload, by its checksums."""
+    place = 0
+    for _, size, digest in head.parts:
+        if hashlib.sha256(payload[place : place + size]).hexdigest() != digest:
+            return False
+        place += size
+    return place == len(payload)
+
+
+def delete_folder(store: ObjectStore, folder: str) -> None:
+    """Remove the blobs of a folder such as "states/7/", heads first: none may lack its parts."""
+    for key in sorted(store.keys(folder), key=lambda one: ".parts/" in one):
+        store.delete(key)
+
+
+def _put_part(store: ObjectStore, name: str, chunk: bytes) -> None:
+    """Write a part unless it is there; once more where only some of it was stored."""
+    for _ in range(ATTEMPTS):
+        if store.size(name) == len(chunk):
+            return
+        store.put(name, chunk)
+    if store.size(name) != len(chunk):
+        raise StoreUnavailable("write", name, f"{ATTEMPTS} writes of it were torn")
+
+
+def _parts(key: str, payload: bytes, part_bytes: int) -> Iterator[tuple[str, bytes, str]]:
+    for place, start in enumerate(range(0, max(1, len(payload)), part_bytes)):
+        chunk = payload[start : start + part_bytes]
+        digest = hashlib.sha256(chunk).hexdigest()
+        yield f"{key}.parts/{place:05d}-{digest[:16]}", chunk, digest
+
+
+def _checked(store: ObjectStore, name: str, size: int, digest: str) -> bytes:
+    data = store.get(name)
+    if data is None:
+        raise CorruptObject(name, "is gone")
+    if len(data) != size:
+        raise CorruptObject(name, f"has {len(data)} bytes of {size}")
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise CorruptObject(name, f"has a wrong checksum over its {size} bytes")
+    return data
+
+
+def _is_head(found: dict[str, Any]) -> bool:
+    parts = found.get("parts")
+    if not isinstance(found.get("about"), dict) or not isinstance(parts, list) or not parts:
+        return False
+    return all(isinstance(one, list) and [*map(type, one)] == [str, int, str] for one in parts)
+
+
+def _head(found: dict[str, Any]) -> Head:
+    parts = tuple((name, size, digest) for name, size, digest in found["parts"])
+    return Head(found["about"], parts)
