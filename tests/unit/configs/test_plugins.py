@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -153,13 +154,19 @@ def test_metadata_in_the_working_directory_registers_nothing(
     assert not (tmp_path / "imported").exists()
 
 
-def test_without_the_folder_of_plugins_the_core_says_what_is_missing(tmp_path: Path) -> None:
+def core_alone(folder: Path) -> Path:
+    """A copy of the package without its plugins; returns what to put on PYTHONPATH."""
     ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
     for link in (ROOT / "src" / "composer_mesh").iterdir():
         if link.is_symlink() and link.name != "plugins":
-            shutil.copytree(ROOT / link.name, tmp_path / link.name, ignore=ignored)
-    package = tmp_path / "src" / "composer_mesh"
+            shutil.copytree(ROOT / link.name, folder / link.name, ignore=ignored)
+    package = folder / "src" / "composer_mesh"
     shutil.copytree(ROOT / "src" / "composer_mesh", package, symlinks=True, ignore=ignored)
+    return folder / "src"
+
+
+def test_without_the_folder_of_plugins_the_core_says_what_is_missing(tmp_path: Path) -> None:
+    core_alone(tmp_path)
     bare = Environment.make(tmp_path / "environment", tmp_path / "src")
     checked = bare.run("check", str(ROOT / "configs" / "quickstart.toml"), cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
@@ -175,3 +182,31 @@ def test_without_the_folder_of_plugins_the_core_says_what_is_missing(tmp_path: P
         assert refused.returncode == 2
         assert said in refused.stderr
         assert "composer_mesh.plugins is missing" in refused.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_without_the_folder_of_plugins_tests_of_the_core_are_collected_and_pass(
+    tmp_path: Path,
+) -> None:
+    """All test files of the core are imported; those of the commands and of tasks are run."""
+    environment = {**os.environ, "PYTHONPATH": str(core_alone(tmp_path))}
+    ignored = shutil.ignore_patterns("*.pyc", "__pycache__", "plugins")
+    for folder in ("tests", "benchmarks", "examples", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    for file in ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile"):
+        shutil.copy(ROOT / file, tmp_path)
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    for words in (
+        ["tests/unit", "--suite", "core", "--collect-only"],
+        ["tests/unit/services/test_cli.py", "tests/unit/tasks/test_users_tasks.py"],
+    ):
+        done = subprocess.run(
+            [*pytest_here, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:]

@@ -16,7 +16,7 @@ from repository import ROOT
 POLITE = '''
 import random
 
-from composer_mesh import Command, Message, Section, TrackedRun, TrackedStep
+from composer_mesh import Channel, ChannelSample, Command, Message, Section, TrackedRun, TrackedStep
 from composer_mesh import Row, Task, Transcript, reward
 from composer_mesh.configs.load import load_config
 
@@ -58,6 +58,15 @@ class Echo(Task):
         return float(transcript.answer == transcript.row["text"])
 
 
+class Likely(Channel):
+    def samples(self, traces):
+        for one in traces:
+            yield ChannelSample(one.trace_id, [float(own) for own in one.action_mask()])
+
+    def loss(self, rows):
+        return -(rows.values * rows.logprobs).sum(), {}
+
+
 class Notes:
     def __init__(self, file: str) -> None:
         self.file = file
@@ -83,6 +92,7 @@ REGISTERS = {
     "composer_mesh.config_sections": "manners = polite:Manners",
     "composer_mesh.tasks": "echo = polite:Echo",
     "composer_mesh.trackers": "notes = polite:Notes",
+    "composer_mesh.channels": "likely = polite:Likely",
 }
 CONFIG = """
 [run]
@@ -99,6 +109,10 @@ greeting = "good day"
 [[tracking]]
 type = "notes"
 kwargs = {file = "notes.txt"}
+
+[channels.likely]
+import_path = "likely"
+weight = 0.5
 
 [replay]
 beta = 0.0

@@ -43,11 +43,6 @@ def test_a_refused_train_loads_neither_torch_nor_monarch() -> None:
     assert not loaded & {"torch", "monarch", "transformers", "numpy"}
 
 
-def test_a_refused_ablation_loads_neither_torch_nor_monarch() -> None:
-    loaded = modules_after("ablate", str(QUICKSTART), "--set", "sdpo.alpha=0")
-    assert not loaded & {"torch", "monarch", "transformers", "numpy"}
-
-
 def test_check_prints_the_run_its_actors_and_its_transports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -163,7 +158,7 @@ def test_a_run_that_is_being_written_is_neither_moved_nor_shared(tmp_path: Path)
     [
         ["train", str(QUICKSTART), "--output"],
         ["launch", str(QUICKSTART), "--output"],
-        ["ablate", str(QUICKSTART), "--output"],
+        ["eval", str(QUICKSTART), "--output"],
         ["replay", "x", "--out"],
         ["traces", "x", "--out"],
     ],
@@ -192,9 +187,7 @@ def test_an_argument_that_is_not_utf_8_is_one_line(
     assert "is not UTF-8, in which a run stores every name" in line
 
 
-@pytest.mark.parametrize(
-    "words", repeated([["train", "none.toml"], ["eval", "none"], ["report", "none"]])
-)
+@pytest.mark.parametrize("words", repeated([["train", "none.toml"], ["eval", "none"], ["worker"]]))
 def test_too_few_open_files_are_refused_before_anything_starts(words: list[str]) -> None:
     limited = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *python_module("composer_mesh")]
     done = subprocess.run([*limited, *words], capture_output=True, text=True, check=False)

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +253,22 @@ def test_the_tree_finds_a_live_run_of_an_ablation(tmp_path: Path) -> None:
 def test_a_config_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         plan_ablation(Path("nowhere.toml"))
+
+
+def test_a_refused_ablation_loads_neither_torch_nor_monarch() -> None:
+    code = (
+        "import sys; from composer_mesh.services.cli import main; "
+        f"status = main(['ablate', {str(QUICKSTART)!r}, '--set', 'sdpo.alpha=-1']); "
+        "sys.exit(status != 2 or bool({'torch', 'monarch', 'transformers'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("place", ["", "n" * 300, "a/" * 2000])
+def test_a_place_that_no_ablation_can_have_is_refused(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["ablate", str(QUICKSTART), "--output", place])
+    assert "place" in capsys.readouterr().err

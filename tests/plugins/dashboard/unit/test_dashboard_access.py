@@ -17,11 +17,12 @@ from composer_mesh.plugins.dashboard import commands
 from composer_mesh.plugins.dashboard.access import local_path
 from composer_mesh.plugins.dashboard.command import serving
 from composer_mesh.plugins.dashboard.options import DashboardOptions
+from composer_mesh.plugins.openenv.server.options import ServeOptions
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.directory.control import Control
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.services.web.options import ServeRefused
+from composer_mesh.services.web.options import ListenOptions, ServeRefused
 
 TOKEN = "a-token-of-the-tests"
 
@@ -172,3 +173,14 @@ async def test_it_is_served_on_loopback_until_it_is_told_to_end(runs: Path) -> N
                     break
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
+
+
+def test_servers_of_the_three_kinds_have_different_ports() -> None:
+    ports = {
+        ListenOptions().port,
+        ServeOptions().port,
+        DashboardOptions(folder=Path()).port,
+    }
+    words = [["serve", "x.toml"], ["serve-env", "toolbox"], ["dashboard", "runs"]]
+    assert {make_parser().parse_args(one).port for one in words} == ports
+    assert len(ports) == 3

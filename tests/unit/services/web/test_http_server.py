@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composer_mesh.plugins.dashboard.options import DashboardOptions
-from composer_mesh.plugins.openenv.server.options import ServeOptions
-from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
-from composer_mesh.services.web.options import ListenOptions, ServeRefused
+from composer_mesh.services.web.options import ServeRefused
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -41,17 +37,6 @@ def test_a_port_has_one_server_from_the_first_moment(host: str) -> None:
         with pytest.raises(ServeRefused, match=f"port {port} .*another server.*--port"):
             listening_socket(host, port)
     listening_socket("127.0.0.1", port).close()
-
-
-def test_servers_of_the_three_kinds_have_different_ports() -> None:
-    ports = {
-        ListenOptions().port,
-        ServeOptions().port,
-        DashboardOptions(folder=Path()).port,
-    }
-    words = [["serve", "x.toml"], ["serve-env", "toolbox"], ["dashboard", "runs"]]
-    assert {make_parser().parse_args(one).port for one in words} == ports
-    assert len(ports) == 3
 
 
 async def test_a_server_ends_with_its_block_after_what_it_was_told_to_do_first() -> None:
