@@ -30,25 +30,25 @@ from report import Report, arguments
 from serve_clients import LONG, MIDDLE, RANK, SHORT, ClientProcess, Load, data_of
 
 from composer_mesh.actors.models import policy
-from composer_mesh.actors.served_models.messages import AdamParams, ModelSpec, TrainCall
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import Supervisor
-from composer_mesh.services.run.preload import PRELOAD
-from composer_mesh.services.serve import operation_log as log
-from composer_mesh.services.serve.access import ClientAccess
-from composer_mesh.services.serve.app import make_app
-from composer_mesh.services.serve.archives import Archives
-from composer_mesh.services.serve.mesh_backend import (
+from composer_mesh.plugins.tinker.models.messages import AdamParams, ModelSpec, TrainCall
+from composer_mesh.plugins.tinker.server import operation_log as log
+from composer_mesh.plugins.tinker.server.access import ClientAccess
+from composer_mesh.plugins.tinker.server.app import make_app
+from composer_mesh.plugins.tinker.server.archives import Archives
+from composer_mesh.plugins.tinker.server.mesh_backend import (
     MeshSampleBackend,
     MeshTrainBackend,
     ServeMesh,
 )
-from composer_mesh.services.serve.sampling_lane import SamplingFacts
-from composer_mesh.services.serve.server import Served
-from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
-from composer_mesh.services.serve.training_data import DataLimits
+from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
+from composer_mesh.plugins.tinker.server.server import Served
+from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
+from composer_mesh.plugins.tinker.server.training_data import DataLimits
+from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from composer_mesh.services.serve.protobuf_messages import ForwardBackwardRequest
+from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
 
 KEY = {"x-api-key": "tml-hostile"}
 PAUSE_S = 0.2

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
-from composer_mesh.actors.served_models.messages import Datum
-from composer_mesh.services.serve.protobuf_messages import ForwardBackwardRequest
+from composer_mesh.plugins.tinker.models.messages import Datum
+from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
 
 T = TypeVar("T")
 RANK = 8

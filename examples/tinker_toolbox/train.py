@@ -19,7 +19,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from composer_mesh.client import (
+from composer_mesh.plugins.tinker.client import (
     ChatFormat,
     Sampler,
     ThreeChannelStep,

@@ -60,7 +60,7 @@ def serve(arguments: argparse.Namespace) -> int:
             allowed_hosts=tuple(arguments.allow_host),
             any_address=arguments.any_address,
         )
-        from composer_mesh.services.serve.options import check_serves, checked_keys
+        from composer_mesh.plugins.tinker.server.options import check_serves, checked_keys
 
         keys = checked_keys(options, arguments.key_env)
         check_serves(config)
@@ -72,7 +72,7 @@ def serve(arguments: argparse.Namespace) -> int:
         use_umask(config)
         with claimed(output), held_keys(config):
             _prepare(output)
-            from composer_mesh.services.serve.command import serve_command
+            from composer_mesh.plugins.tinker.server.command import serve_command
 
             say = functools.partial(print, flush=True)
             return serve_command(config, output, options, keys, say)

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "client": "plugins.tinker.client",
     "integrations.trl_environment": "plugins.openenv.trl_environment",
     "tasks.openenv": "plugins.openenv.client",
 }

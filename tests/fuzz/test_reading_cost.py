@@ -33,6 +33,7 @@ from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, r
 from composer_mesh.plugins.openenv.server.errors import Refused as FrameRefused
 from composer_mesh.plugins.openenv.server.validation import client_frame
 from composer_mesh.plugins.task_packages.reasoning_gym import last_answer
+from composer_mesh.plugins.tinker.server.requests import Sample, parsed
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
 from composer_mesh.rollouts.call_formats.choosing import KNOWN
 from composer_mesh.rollouts.call_formats.port import CallFormat
@@ -43,7 +44,6 @@ from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.near_duplicates import shingles
 from composer_mesh.rollouts.pair_filters import action_content, special_ratio, word_count
 from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
-from composer_mesh.services.serve.requests import Sample, parsed
 from composer_mesh.services.web.errors import Refused
 from composer_mesh.tasks.judges import json_in
 

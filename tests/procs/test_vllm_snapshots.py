@@ -12,11 +12,11 @@ from vllm_agreement import ONE_THREAD, TOLERANCE, config, requests
 
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.models import policy
-from composer_mesh.actors.served_models.client_trainer import ClientTrainer
-from composer_mesh.actors.served_models.messages import ModelSpec, ScoreRequest
-from composer_mesh.actors.served_models.trained_weights import AdapterWeights
-from composer_mesh.actors.served_sampler import ServedSamplerActor
 from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
+from composer_mesh.plugins.tinker.models.messages import ModelSpec, ScoreRequest
+from composer_mesh.plugins.tinker.models.trained_weights import AdapterWeights
+from composer_mesh.plugins.tinker.served_sampler import ServedSamplerActor
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 if importlib.util.find_spec("vllm") is None:

@@ -19,8 +19,8 @@ from three_channel_steps import ON, TopKTeacher, client_step
 
 from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.actors.models import policy
-from composer_mesh.actors.served_models.model_state import read_state
 from composer_mesh.configs.load import load_config
+from composer_mesh.plugins.tinker.models.model_state import read_state
 
 NEWEST = "0.38.0"
 

@@ -15,7 +15,7 @@ import tinker
 from acceptance import done
 from tinker import types
 
-from composer_mesh.client.sequences import (
+from composer_mesh.plugins.tinker.client.sequences import (
     Hinted,
     Pair,
     Rollout,
@@ -23,7 +23,7 @@ from composer_mesh.client.sequences import (
     ThreeChannelStep,
     Turn,
 )
-from composer_mesh.client.step import submit, submit_public
+from composer_mesh.plugins.tinker.client.step import submit, submit_public
 from composer_mesh.rollouts.alignment import HintedView
 
 

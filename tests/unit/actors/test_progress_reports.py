@@ -26,15 +26,15 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import decoder_layers, distinct
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.actors.reference import score_pairs
-from composer_mesh.actors.served_models.client_trainer import ClientTrainer
-from composer_mesh.actors.served_models.messages import Datum, ModelSpec, TrainCall
-from composer_mesh.actors.served_models.trained_weights import AdapterWeights
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.mesh.progress import PROGRESS, Report
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
+from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
+from composer_mesh.plugins.tinker.models.messages import Datum, ModelSpec, TrainCall
+from composer_mesh.plugins.tinker.models.trained_weights import AdapterWeights
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.step_plan import teacher_groups
 

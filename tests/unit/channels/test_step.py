@@ -11,17 +11,17 @@ from torch import Tensor
 
 from composer_mesh.channels.step import StepLoss, StepSums, step_loss, step_metrics
 
-FOLDERS = ("actors", "channels", "client", "integrations", "services")
+FOLDERS = ("actors", "channels", "integrations", "plugins", "services")
 CALLERS = (
     "actors/learning/update_pass.py",
     "channels/harness.py",
-    "channels/client_channels.py",
-    "client/step.py",
     "integrations/areal_training.py",
     "integrations/pair_gradients.py",
     "integrations/prime_rl.py",
     "integrations/trl/channels.py",
     "integrations/verl/losses.py",
+    "plugins/tinker/client/step.py",
+    "plugins/tinker/client_channels.py",
 )
 WEIGHTS = {"sdpo": 0.5, "replay": 0.25}
 

@@ -15,13 +15,16 @@ import pytest
 from repository import ROOT
 
 import composer_mesh
-from composer_mesh import client
 from composer_mesh.configs.schema import Config
+from composer_mesh.plugins.tinker import client
 
 PACKAGES = sorted(path.parent for path in (ROOT / "examples").glob("*/pyproject.toml"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if "runs" not in path.parts)
-PUBLIC = {"composer_mesh": composer_mesh.__all__, "composer_mesh.client": client.__all__}
+PUBLIC = {
+    "composer_mesh": composer_mesh.__all__,
+    "composer_mesh.plugins.tinker.client": client.__all__,
+}
 IMPORTED = (
     "import sys, json, os, composer_mesh; names = dir(composer_mesh); "
     "print(json.dumps([names, sorted(sys.modules), os.environ['MONARCH_LOG_SUFFIX']]))"

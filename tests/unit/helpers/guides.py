@@ -25,7 +25,6 @@ FOLDERS = (
     "actors",
     "services",
     "integrations",
-    "client",
     "plugins",
     "examples",
     "benchmarks",

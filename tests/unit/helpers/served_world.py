@@ -14,7 +14,9 @@ import httpx
 import numpy as np
 import openai
 
-from composer_mesh.actors.served_models.messages import (
+from composer_mesh.configs.serve import ServeConfig
+from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.plugins.tinker.models.messages import (
     CHANGES,
     ModelSpec,
     ScoreRequest,
@@ -23,22 +25,20 @@ from composer_mesh.actors.served_models.messages import (
     TrainCall,
     TrainResult,
 )
-from composer_mesh.configs.serve import ServeConfig
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.plugins.tinker.server import operation_log as log
+from composer_mesh.plugins.tinker.server.access import ClientAccess
+from composer_mesh.plugins.tinker.server.app import make_app
+from composer_mesh.plugins.tinker.server.archives import Archives
+from composer_mesh.plugins.tinker.server.backend import BackendLost
+from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
+from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
+from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
+from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
+from composer_mesh.plugins.tinker.server.server import Served
+from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
+from composer_mesh.plugins.tinker.server.training_data import DataLimits
 from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.services.serve import operation_log as log
-from composer_mesh.services.serve.access import ClientAccess
-from composer_mesh.services.serve.app import make_app
-from composer_mesh.services.serve.archives import Archives
-from composer_mesh.services.serve.backend import BackendLost
-from composer_mesh.services.serve.group_commit import GroupCommit
-from composer_mesh.services.serve.openai_api import OpenAiRoutes
-from composer_mesh.services.serve.protobuf_messages import ForwardBackwardRequest
-from composer_mesh.services.serve.sampling_lane import SamplingFacts
-from composer_mesh.services.serve.server import Served
-from composer_mesh.services.serve.server_tasks import ServerTasks, Sizes, opened_log
-from composer_mesh.services.serve.training_data import DataLimits
 
 VOCABULARY, CONTEXT = 100, 32
 PROTOBUF = "application/x-protobuf"

@@ -9,7 +9,7 @@ import torch
 from step_batches import ALL_ON, own_logprobs
 
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput
-from composer_mesh.client.sequences import (
+from composer_mesh.plugins.tinker.client.sequences import (
     Hinted,
     Pair,
     Rollout,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from composer_mesh.plugins.tinker.server.sampling_lane import cut_after
 from composer_mesh.rollouts.generation import GenerationResult, cut_at, tokens_to_stop
-from composer_mesh.services.serve.sampling_lane import cut_after
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", "é".encode(), b"\xc3", b"\xa9", "日".encode()]
 PIECES += [b"\xe6", b"\x97", b"\xa5", b"\xa5a", b"b\xe6\x97", "\U0001f600".encode(), b"\xf0\x9f"]

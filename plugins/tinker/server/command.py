@@ -1,0 +1,181 @@
+"""The command: serves clients until Ctrl-C, from a folder with which it goes on after any end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.actors.models.template_process import open_chat
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.heartbeat import HeartbeatRules
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.supervision import MeshError, Supervisor
+from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.plugins.tinker.server import operation_log as log
+from composer_mesh.plugins.tinker.server.access import ClientAccess
+from composer_mesh.plugins.tinker.server.app import make_app
+from composer_mesh.plugins.tinker.server.archives import Archives
+from composer_mesh.plugins.tinker.server.export import archive_files
+from composer_mesh.plugins.tinker.server.mesh_backend import (
+    MeshSampleBackend,
+    MeshTrainBackend,
+    ServeMesh,
+)
+from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
+from composer_mesh.plugins.tinker.server.options import (
+    base_model_of,
+    check_same_policy,
+    tokenizer_of,
+)
+from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
+from composer_mesh.plugins.tinker.server.server import Served
+from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
+from composer_mesh.plugins.tinker.server.training_data import DataLimits
+from composer_mesh.rollouts.captured_episode import CaptureFormat
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.services.directory.resume import with_chat_date
+from composer_mesh.services.run.preload import PRELOAD
+from composer_mesh.services.web.http_server import http_config, listening, listening_socket
+from composer_mesh.services.web.options import ListenOptions
+
+LOG = "operations.sqlite"
+CLOSING_S = 5
+FAILED = 1
+
+Say = Callable[[str], None]
+
+
+def serve_command(
+    config: Config, output: Path, options: ListenOptions, keys: Sequence[str], say: Say
+) -> int:
+    """Serve clients until a signal; return the exit status. The folder is locked by the caller."""
+    check_same_policy(config, output)
+    config = with_chat_date(config)
+    with listening_socket(options.host, options.port) as listener:
+        return asyncio.run(_serve(config, output, options, keys, listener, say))
+
+
+async def _serve(
+    config: Config,
+    output: Path,
+    options: ListenOptions,
+    keys: Sequence[str],
+    listener: socket.socket,
+    say: Say,
+) -> int:
+    stopping = _stopped_by_signals()
+
+    def record(kind: str, actor: str, detail: str, /, **_: Any) -> None:
+        say(" ".join(filter(None, [kind, actor, detail])))
+
+    supervisor, rules = Supervisor(record), config.supervision
+    preload = PRELOAD if config.placement.fork_server else ()
+    beats = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
+    async with MeshHost(supervisor, heartbeat=beats, preload=preload) as host:
+        host.deadlines.most = rules.restarts
+        starting = asyncio.create_task(ServeMesh.start(config, host, record))
+        first: list[asyncio.Future[Any]] = [starting, stopping]
+        await asyncio.wait(first, return_when="FIRST_COMPLETED")
+        if not starting.done():
+            await cancel_and_wait([starting])
+            return 0
+        mesh = starting.result()
+        try:
+            async with open_chat(config, mesh.folder, []) as chat:
+                parts = Parts(config, output, options, mesh, chat)
+                return await supervisor.guard(_serve_on(parts, keys, listener, say, stopping))
+        except MeshError as error:
+            sys.stderr.write(f"composer-mesh: {error}\n")
+            return FAILED
+        finally:
+            await mesh.close()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a server is made of, once its processes have loaded."""
+
+    config: Config
+    output: Path
+    options: ListenOptions
+    mesh: ServeMesh
+    chat: ChatFormat
+
+    @property
+    def served(self) -> Served:
+        """Return what clients learn of the server, and their limits."""
+        serve, context = self.config.serve, self.config.policy.max_context
+        vocabulary = self.mesh.vocabulary
+        data = DataLimits(vocabulary, context, serve.max_data, serve.max_top_k)
+        tokenizer = tokenizer_of(self.config, self.options, self.mesh.folder)
+        embedded = self.config.generator.engine == "embedded"
+        return Served(base_model_of(self.config), tokenizer, data, serve, embedded)
+
+    @property
+    def facts(self) -> SamplingFacts:
+        """Return what samples need to know of the model."""
+        stops = tuple(self.chat.stop_ids)
+        return SamplingFacts(self.config.policy.max_context, stops, self.chat.raw_text)
+
+
+async def _serve_on(
+    parts: Parts,
+    keys: Sequence[str],
+    listener: socket.socket,
+    say: Say,
+    stopping: asyncio.Future[None],
+) -> int:
+    with opened_log(parts.output / LOG) as (commits, executing):
+        mesh, generator, trainer = parts.mesh, parts.config.generator, parts.config.trainer
+        backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
+        sizes = Sizes(
+            tokens_at_once=trainer.microbatch_tokens * trainer.ranks,
+            samples_at_once=2 * generator.max_concurrent * generator.replicas,
+        )
+        found = await commits.run(log.read_records)
+        folder = parts.output.absolute()
+        records = (parts.served, folder, commits, found)
+        tasks = ServerTasks(*records, *backends, parts.facts, executing, sizes)
+        left = await tasks.recover()
+        files = partial(
+            archive_files, parts.config, parts.mesh.folder, tasks.server.served.base_model
+        )
+        cancel = tasks.sampling.cancel
+        format = await asyncio.to_thread(CaptureFormat.of, parts.chat, mesh.vocabulary)
+        openai = OpenAiRoutes(tasks.server, cancel, format).routes()
+        app = make_app(tasks.server, cancel, Archives(tasks.folder, files), openai)
+        names = parts.options.names
+        config = http_config(ClientAccess(app, names, keys), CLOSING_S)
+        async with listening(config, listener) as port:
+            name = f"[{parts.options.host}]" if ":" in parts.options.host else parts.options.host
+            base = tasks.server.served.base_model
+            say(f"serving {base} at http://{name}:{port}, {left} operations left")
+            running = asyncio.create_task(tasks.run())
+            try:
+                await asyncio.wait([running, stopping], return_when="FIRST_COMPLETED")
+                if running.done():
+                    running.result()
+            finally:
+                await cancel_and_wait([running])
+    say("ended")
+    return 0
+
+
+def _stopped_by_signals() -> asyncio.Future[None]:
+    loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[None] = loop.create_future()
+
+    def stop() -> None:
+        if not stopping.done():
+            stopping.set_result(None)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(one, stop)
+    return stopping

@@ -1,0 +1,144 @@
+"""Which models the trainer holds: opens them, repeats what their files lack, and saves them.
+
+The files of a server's folder:
+
+    models/000007/000000120.safetensors     the state of model 7 at position 120
+    saved/000000345.safetensors             weights that operation 345 saved
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from composer_mesh.plugins.tinker.models.messages import TrainCall
+from composer_mesh.plugins.tinker.server import operation_log as log
+from composer_mesh.plugins.tinker.server.backend import TrainBackend
+from composer_mesh.plugins.tinker.server.calls import call_of
+from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
+from composer_mesh.plugins.tinker.server.operations import Operation
+from composer_mesh.plugins.tinker.server.payloads import payload_of
+from composer_mesh.plugins.tinker.server.records import Model
+from composer_mesh.plugins.tinker.server.registry import Registry
+from composer_mesh.plugins.tinker.server.training_data import DataLimits
+
+REPEATED_AT_ONCE = 16
+
+
+class StateLost(RuntimeError):
+    """A model whose state cannot be made again: its id, and why."""
+
+    def __str__(self) -> str:
+        return f"the state of {self.args[0]} cannot be made again: {self.args[1]}"
+
+
+class ModelStore:
+    """The models that a trainer holds, those used last."""
+
+    def __init__(
+        self,
+        folder: Path,
+        registry: Registry,
+        commits: GroupCommit,
+        backend: TrainBackend,
+        limits: DataLimits,
+        most: int,
+        keep_operations: bool,
+    ) -> None:
+        self._folder, self._registry, self._commits = folder, registry, commits
+        self._backend, self._limits, self._most = backend, limits, most
+        self._keep = keep_operations
+        self._open: OrderedDict[str, None] = OrderedDict()
+        self.kept: dict[str, int] = {}
+        """Bytes of the bodies that the log keeps of each model since its last written state."""
+        self.repeated = 0
+        """Number of operations that were repeated from the log so far."""
+
+    def keep(self, operation: Operation) -> None:
+        """Count the body of an operation that a repetition may need."""
+        self.kept[operation.model] = self.kept.get(operation.model, 0) + operation.size
+
+    def lost(self) -> None:
+        """Note that the trainer was lost with all it held."""
+        self._open.clear()
+
+    async def need(self, models: Collection[str]) -> None:
+        """Let the trainer hold these models, in place of those used longest ago.
+
+        Raises `StateLost`, and `BackendLost` where the trainer dies meanwhile.
+        """
+        missing = [one for one in models if one not in self._open]
+        idle = [one for one in self._open if one not in models]
+        excess = max(0, len(self._open) + len(missing) - self._most)
+        await self._put_away(idle[:excess])
+        for model in missing:
+            await self._take_in(self._registry.held(model))
+        for model in models:
+            self._open.move_to_end(model)
+
+    async def _put_away(self, models: Sequence[str]) -> None:
+        for model in filter(self._registry.knows, models):
+            held = self._registry.held(model)
+            if held.position > held.saved_position and not held.unloaded:
+                await self.save(model)
+        if models:
+            await self._backend.close(models)
+            for model in models:
+                del self._open[model]
+
+    async def _take_in(self, model: Model) -> None:
+        file = self._folder / model.file if model.file else None
+        position = await self._backend.open(model.id, model.spec, file)
+        changes = await self._commits.run(
+            partial(log.changes_after, model=model.id, position=position)
+        )
+        for first in range(0, len(changes), REPEATED_AT_ONCE):
+            part = changes[first : first + REPEATED_AT_ONCE]
+            position = await self._repeat(model, part, position)
+        if position != model.position:
+            raise StateLost(model.id, f"it is at {position} and not at {model.position}")
+        self._open[model.id] = None
+
+    async def _repeat(self, model: Model, changes: Sequence[log.Stored], position: int) -> int:
+        calls = []
+        for number, change in enumerate(changes, start=position):
+            if change.position != number or not change.request.body:
+                raise StateLost(model.id, f"the log lacks the change at position {number}")
+            calls.append(await asyncio.to_thread(self._call, change, number))
+        results = await self._backend.execute(calls)
+        self.repeated += len(calls)
+        for result in results:
+            if result.error:
+                raise StateLost(model.id, f"a repeated operation failed: {result.error}")
+        return position + len(changes)
+
+    def _call(self, change: log.Stored, position: int) -> TrainCall:
+        request = change.request
+        payload = payload_of(request.kind, request.body, self._limits)
+        if request.kind == "load_weights":
+            raise StateLost(request.model, "its file is older than the weights that it loaded")
+        call = call_of(request.kind, request.model, payload, position)
+        return replace(call, shape=change.shape)
+
+    async def save(self, model: str) -> Model:
+        """Write a model's state; on return the log says so, and its former file is gone."""
+        held = self._registry.held(model)
+        file = f"models/{held.number:06d}/{held.position:09d}.safetensors"
+        await self._backend.save(model, self._folder / file)
+        return await self._saved(held, file)
+
+    async def _saved(self, held: Model, file: str) -> Model:
+        saved = replace(held, file=file, saved_position=held.position, saved_steps=held.steps)
+        await self._commits.run(partial(log.put_model, one=saved))
+        if not self._keep:
+            before = saved.saved_position
+            await self._commits.repeat(partial(log.drop_bodies, model=saved.id, before=before))
+        self._registry.set_model(saved)
+        self.kept.pop(held.id, None)
+        if held.file and held.file != file:
+            await asyncio.to_thread((self._folder / held.file).unlink, missing_ok=True)
+        return saved

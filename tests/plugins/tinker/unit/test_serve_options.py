@@ -1,0 +1,130 @@
+"""What is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_mesh.plugins.tinker.server.options import (
+    check_same_policy,
+    check_serves,
+    checked_keys,
+)
+from composer_mesh.services.cli import main
+from composer_mesh.services.web.options import ListenOptions, ServeRefused
+
+KEY = "tml-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "expected"),
+    [
+        ("trainer", {"ranks": 2, "expert_parallel": 2}, "trainer.expert_parallel is 2"),
+        (
+            "trainer",
+            {"ranks": 2, "context_parallel": 2, "packing": True},
+            "trainer.context_parallel is 2",
+        ),
+        ("trainer", {"ranks": 2, "compute_dtype": "bfloat16"}, "trainer.compute_dtype is"),
+        ("trainer", {"ranks": 2, "packing": True}, "trainer.packing is True"),
+        ("trainer", {"ranks": 2, "lora": {"rank": 4}}, "trainer.lora is "),
+        ("trainer", {"sharding": "fsdp2"}, "trainer.sharding is 'fsdp2' but trainer.ranks is 1"),
+        ("trainer", {"packing": True}, "trainer.packing is True"),
+        ("trainer", {"optimizer": "muon"}, "trainer.optimizer is 'muon'"),
+        ("trainer", {"optimizer_offload": True}, "trainer.optimizer_offload is True"),
+        ("trainer", {"lora": {"rank": 4}}, "trainer.lora is "),
+    ],
+)
+def test_configs_that_are_not_served_are_refused_by_key(
+    build_config: Any, section: str, values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ServeRefused) as refused:
+        check_serves(build_config(**{section: values}))
+    assert expected in str(refused.value)
+    assert "set it to" in str(refused.value)
+
+
+def test_all_weights_are_sharded_over_several_ranks(build_config: Any) -> None:
+    serve = {"full_weights": True}
+    for trainer in ({}, {"ranks": 2}):
+        check_serves(build_config(trainer=trainer, serve=serve))
+    with pytest.raises(ServeRefused, match=r"trainer.sharding is 'none'.* set it to 'auto'"):
+        check_serves(build_config(trainer={"ranks": 2, "sharding": "none"}, serve=serve))
+
+
+@pytest.mark.parametrize("sharding", ["auto", "none", "fsdp2"])
+def test_several_ranks_are_served(build_config: Any, sharding: str) -> None:
+    check_serves(build_config(trainer={"ranks": 2, "sharding": sharding}))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"full_weights": True}, "serve.full_weights is true: set it to 'embedded'"),
+        ({"max_rank": 600}, "serve.max_rank is 600, but vLLM serves adapters up to rank 512"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused(
+    build_config: Any, values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ServeRefused) as refused:
+        check_serves(build_config(generator={"engine": "vllm"}, serve=values))
+    assert expected in str(refused.value)
+
+
+def test_beyond_loopback_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ListenOptions(host="10.1.2.3")
+    with pytest.raises(ServeRefused, match="which other machines reach"):
+        checked_keys(options, [])
+    monkeypatch.setenv("ONE", KEY)
+    monkeypatch.setenv("TWO", "abc-0123456789abcdef")
+    monkeypatch.setenv("SHORT", "tml-1")
+    for names, text in (
+        (["TWO"], "begin with 'tml-'"),
+        (["SHORT"], "holds 5"),
+        (["ONE"] * 2, "another"),
+    ):
+        with pytest.raises(ServeRefused, match=text):
+            checked_keys(options, names)
+    assert checked_keys(options, ["ONE"]) == [KEY]
+    assert "ONE" not in os.environ  # no process of the server inherits it
+    assert checked_keys(ListenOptions(), []) == []
+
+
+def test_a_folder_is_not_served_with_another_policy(build_config: Any, tmp_path: Path) -> None:
+    check_same_policy(build_config(), tmp_path)
+    check_same_policy(build_config(serve={"save_every": 3}), tmp_path)
+    with pytest.raises(ServeRefused, match="models of another seed"):
+        check_same_policy(build_config(run={"seed": 9}), tmp_path)
+    with pytest.raises(ServeRefused, match=r"models of another number of trainer.ranks"):
+        check_same_policy(build_config(trainer={"ranks": 2}), tmp_path)
+    with pytest.raises(ServeRefused, match="models of another lora_alpha"):
+        check_same_policy(build_config(serve={"lora_alpha": 8.0}), tmp_path)
+
+
+def test_a_folder_without_a_number_of_ranks_is_of_one(build_config: Any, tmp_path: Path) -> None:
+    check_same_policy(build_config(), tmp_path)
+    noted = json.loads((tmp_path / "serve.json").read_text())
+    del noted["ranks"]
+    (tmp_path / "serve.json").write_text(json.dumps(noted))
+    check_same_policy(build_config(), tmp_path)
+    with pytest.raises(ServeRefused, match=r"number of trainer.ranks"):
+        check_same_policy(build_config(trainer={"ranks": 2}), tmp_path)
+
+
+def test_the_command_checks_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(Path(__file__).parents[4] / "configs" / "quickstart.toml")
+    words = ["serve", config, "--output", str(tmp_path / "out"), "--check"]
+    assert main(words) == 0
+    assert "can be served" in capsys.readouterr().out
+    assert main([*words, "--set", "trainer.ranks=2"]) == 0
+    assert "can be served" in capsys.readouterr().out
+    assert main([*words, "--set", "trainer.packing=true"]) == 2
+    assert "trainer.packing is True" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

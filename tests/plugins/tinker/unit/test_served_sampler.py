@@ -1,0 +1,77 @@
+"""The sampler of a server: weights that diverged fail what is drawn from them, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_requests import ask
+from in_process_host import InProcessActor
+
+from composer_mesh.actors.engines.port import LogitsNotFinite
+from composer_mesh.plugins.tinker.models.adapter_layers import AdapterLayout
+from composer_mesh.plugins.tinker.models.messages import ModelSpec, ScoreRequest
+from composer_mesh.plugins.tinker.models.model_state import StoredState, write_state
+from composer_mesh.plugins.tinker.served_sampler import ServedSamplerActor
+from composer_mesh.rollouts.generation import GenerationResult
+
+SPEC = ModelSpec(rank=4, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(build_model: Any) -> Any:
+    return build_model(1)
+
+
+@pytest.fixture
+async def sampler(build_config: Any, model: Any, tokenizer: Any, tmp_path: Path) -> InProcessActor:
+    model.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    actor = InProcessActor("sampler-0", 1, ServedSamplerActor(), asyncio.Lock())
+    await actor.call("load", build_config(generator={"max_concurrent": 4}), tmp_path / "policy")
+    return actor
+
+
+def snapshot(model: Any, path: Path, scale: float) -> str:
+    """Write adapters of random numbers."""
+    total = AdapterLayout.of(model, SPEC).total
+    numbers = torch.randn(total, generator=torch.Generator().manual_seed(0)) * scale
+    write_state(path, StoredState(SPEC, 3, 3, {"weights": numbers}))
+    return str(path)
+
+
+async def test_weights_whose_logits_are_all_equal_are_sampled(
+    sampler: InProcessActor, model: Any, tmp_path: Path
+) -> None:
+    """As after steps of a learning rate of 1e6."""
+    numbers = torch.full((AdapterLayout.of(model, SPEC).total,), 1e6)
+    write_state(tmp_path / "flat.safetensors", StoredState(SPEC, 3, 3, {"weights": numbers}))
+    (found,) = await sampler.call(
+        "sample", str(tmp_path / "flat.safetensors"), [ask("r", [5, 6], 4)]
+    )
+    assert len(set(found.logprobs)) == 1
+
+
+@pytest.mark.parametrize("scale", [1e25, float("nan")])
+async def test_diverged_weights_fail_what_is_drawn_from_them_and_no_other(
+    sampler: InProcessActor, model: Any, tmp_path: Path, scale: float
+) -> None:
+    diverged = snapshot(model, tmp_path / "diverged.safetensors", scale)
+    good = snapshot(model, tmp_path / "good.safetensors", 1e-3)
+    asked = [[ask(f"{n}/{k}", [5, 6, 7 + k], 4) for k in range(3)] for n in range(2)]
+    calls = [sampler.call("sample", one, asked[n]) for n, one in enumerate((good, ""))]
+    found, failed = await asyncio.gather(
+        asyncio.gather(*calls), sampler.call("sample", diverged, asked[0]), return_exceptions=True
+    )
+    assert not isinstance(found, BaseException)
+    assert all(isinstance(one, GenerationResult) for one in [*found[0], *found[1]])
+    assert isinstance(failed, LogitsNotFinite)
+    assert "logits are not finite at version 0" in str(failed)
+    with pytest.raises(LogitsNotFinite, match="logits are not finite"):
+        await sampler.call("score", diverged, [[5, 6, 7]], ScoreRequest(2))
+    (scores,) = await sampler.call("score", good, [[5, 6, 7]], ScoreRequest(2))
+    assert np.isfinite(scores.logprobs).all()
