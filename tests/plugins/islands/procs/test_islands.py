@@ -51,7 +51,7 @@ def test_two_islands_train_to_common_weights_and_one_summary(
     summary = json.loads((tmp_path / "all" / "summary.json").read_text())
     assert (summary["islands"], summary["finished"], summary["steps"]) == (2, 2, 8)
     assert (summary["round"], summary["lost"]) == (2, 0)
-    assert summary["eval"]["final"]["episodes"] == 16
+    assert summary["eval"]["final"]["episodes"] == 2 * SHORT["eval.episodes"]
     one, two = (weights(tmp_path / "all" / f"island-{rank}", 4) for rank in (0, 1))
     assert list(one) == list(two)
     assert all((one[name] == two[name]).all() for name in one)  # type: ignore[attr-defined]

@@ -103,7 +103,7 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
     summary = summarize(place, states, 1.0)
     assert before >= 1
     assert (summary["finished"], summary["steps"]) == (2, STEPS + before + 2)
-    assert summary["eval"]["final"]["episodes"] == 16
+    assert summary["eval"]["final"]["episodes"] == 2 * SHORT["eval.episodes"]
 
 
 @pytest.mark.parametrize("of_cloud", [hf_jobs, modal])
