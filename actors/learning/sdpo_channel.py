@@ -17,8 +17,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.student_rows import StudentRows, note_advantages, selected
 from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
-from composer_mesh.actors.teacher_outputs.sources import TeacherOutputsLost
+from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput, TeacherOutputsLost
 from composer_mesh.channels.step import Figures
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.distillation import (

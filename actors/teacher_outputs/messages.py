@@ -38,6 +38,12 @@ PADDING_SCORE = -200.0
 """Score of an id that a teacher's head lacks: finite, as losses multiply its log-prob by 0."""
 
 
+class TeacherOutputsLost(Worded, RuntimeError):
+    """The teachers cannot deliver the rest of a step's outputs."""
+
+    message = "the step goes on without its SDPO signals: {0}"
+
+
 class WrongVersion(Worded, RuntimeError):
     """A teacher output was computed with another weight version than the trainer's."""
 

@@ -24,6 +24,7 @@ from composer_mesh.actors.teacher_outputs.messages import (
     StepOver,
     TeacherOutput,
     TeacherOutputHandle,
+    TeacherOutputsLost,
     ViewKey,
     WrongVersion,
     WrongViews,
@@ -32,7 +33,6 @@ from composer_mesh.actors.teacher_outputs.messages import (
 )
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.sdpo import SdpoConfig
-from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.progress import PROGRESS, made_progress
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.rollouts.alignment import HintedView
@@ -43,12 +43,6 @@ Part: TypeAlias = "dict[str, Tensor]"
 
 AHEAD = 2
 """Microbatches with views that may be buffered ahead of the trainer."""
-
-
-class TeacherOutputsLost(Worded, RuntimeError):
-    """The teachers cannot deliver the rest of a step's outputs."""
-
-    message = "the step goes on without its SDPO signals: {0}"
 
 
 class TeacherOutputBuffer:

@@ -26,7 +26,7 @@ from composer_mesh.actors.models.policy import build_model, build_tokenizer, sav
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_dtensor, local
 from composer_mesh.actors.reference import score_pairs
-from composer_mesh.actors.teacher_outputs.sources import TeacherOutputsLost
+from composer_mesh.actors.teacher_outputs.messages import TeacherOutputsLost
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.prefix_tree import ROW_CAPACITY
