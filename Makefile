@@ -18,7 +18,7 @@
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
 #   TORCH_ARGS  further pip arguments for torch alone, such as the index of its CPU builds
 #   PYTEST_ARGS further arguments for the tests
-#   TEST_JOBS   unit tests that run side by side (default: one for each core, four at most)
+#   TEST_JOBS   unit tests that run side by side (default: one more than cores, as some wait; four at most)
 #   RUN_JOBS    whole runs that are tested side by side (default: 3)
 #   GPU_ARGS    arguments of `make gpu-check`, such as --dry
 #   BENCH_ARGS  arguments of `make bench-skyrl`, such as --quick
@@ -30,7 +30,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 LOCKED ?= 1
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
+TEST_JOBS ?= $(shell python3 -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))' 2>/dev/null || echo 3)
 RUN_JOBS ?= 3
 GPU_ARGS ?=
 MUTATIONS ?= core

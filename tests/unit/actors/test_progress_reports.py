@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from step_batches import ALL_ON, Make, batch_of, sampled_pair
@@ -32,9 +31,6 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
-from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
-from composer_mesh.plugins.tinker.models.messages import Datum, ModelSpec, TrainCall
-from composer_mesh.plugins.tinker.models.trained_weights import AdapterWeights
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.step_plan import teacher_groups
 
@@ -158,17 +154,6 @@ async def test_weights_report_each_tensor_and_each_part_on_their_way(
     with reports(2):
         await WeightReceiver().receive(handle)
     await publisher.close()
-
-
-def test_a_served_trainer_reports_each_batch_of_its_clients(build_model: Any) -> None:
-    base = build_model(5)
-    trainer = ClientTrainer(base, AdapterWeights(base, 32.0), 4096, 16)
-    trainer.open("a", ModelSpec(rank=4, seed=1), None)
-    inputs = {"target_tokens": np.full(9, 4), "weights": np.ones(9, np.float32)}
-    data = (Datum(np.full(9, 3), inputs),)
-    with reports(1):
-        trainer.execute([TrainCall("a", 0, "forward_backward", data, "cross_entropy")])
-    assert last() == "a batch of 1 clients' rows"
 
 
 def test_each_call_of_a_custom_loss_is_reported() -> None:

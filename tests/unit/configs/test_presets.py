@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from code_tasks import ROW
+from code_rows import ROW
 from repository import ROOT
 
 from composer_mesh.configs.load import load_config

@@ -6,21 +6,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from code_rows import FILES, OTHER, RIGHT, TEST
+
 from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask
 from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxError, SandboxLimits
 
-SOURCE = b'def double(value):\n    """Doubles."""\n    raise NotImplementedError\n'
-RIGHT = SOURCE.replace(b"raise NotImplementedError", b"return 2 * value")
-TESTS = b"from lib.sums import double\n\n\ndef test_two():\n    assert double(417) == 834\n"
-TEST, OTHER = "tests/test_sums.py::test_two", "tests/test_others.py::test_other"
 TASK = JudgedTask(
     name="double",
-    files={
-        "lib/__init__.py": b"",
-        "lib/sums.py": SOURCE,
-        "tests/test_sums.py": TESTS,
-        "tests/test_others.py": b"def test_other():\n    assert True\n",
-    },
+    files=FILES,
     sources=("lib",),
     fail_to_pass=(TEST,),
     pass_to_pass=(OTHER,),
@@ -30,17 +23,6 @@ TASK = JudgedTask(
         HiddenCase("lib.sums:double", (-1,), {}, {"returned": -2}),
     ),
 )
-ROW = {
-    "name": "double",
-    "prompt": "Write double again.",
-    "files": {path: text.decode() for path, text in TASK.files.items()},
-    "sources": ["lib"],
-    "targets": ["lib.sums:double"],
-    "fail_to_pass": [TEST],
-    "pass_to_pass": [OTHER],
-    "cases": [{"target": "lib.sums:double", "arguments": [3], "expected": {"returned": 6}}],
-    "solution": {"lib/sums.py": RIGHT.decode()},
-}
 
 Answer = Callable[[dict[str, Any], FileTree], list[dict[str, Any]]]
 

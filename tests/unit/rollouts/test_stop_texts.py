@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from composer_mesh.plugins.tinker.server.sampling_lane import cut_after
 from composer_mesh.rollouts.generation import GenerationResult, cut_at, tokens_to_stop
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", "é".encode(), b"\xc3", b"\xa9", "日".encode()]
@@ -61,11 +60,3 @@ def test_what_is_cut_has_no_stop_text() -> None:
     assert (cut.token_ids, cut.logprobs, cut.versions) == ([0, 0], [-1.0] * 2, [3] * 2)
     assert cut.stop_reason == "length"
     assert cut_at(["zz"], result, Decoder()) is result
-
-
-def test_a_served_sample_ends_with_its_stop_text_and_has_a_logprob_for_each_token() -> None:
-    result = GenerationResult("r", [0, 0, 1, 0], [-1.0, -2.0, -3.0, -4.0], [3, 3, 4, 5], "length")
-    cut = cut_after(["ab"], result, Decoder())
-    assert (cut.token_ids, cut.logprobs) == ([0, 0, 1], [-1.0, -2.0, -3.0])
-    assert (cut.versions, cut.stop_reason) == ([3, 3, 4], "stop")
-    assert cut_after(["zz"], result, Decoder()) is result

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_tasks import OTHER, RIGHT, ROW, SOURCE, TEST, ScriptedBoxes, honest, reported_tests
+from code_rows import OTHER, RIGHT, ROW, SOURCE, TEST
+from code_tasks import ScriptedBoxes, honest, reported_tests
 
 from composer_mesh.plugins.code_tasks.hints import HINTS
 from composer_mesh.plugins.code_tasks.kinds import KINDS

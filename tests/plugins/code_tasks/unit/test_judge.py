@@ -7,18 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from code_tasks import (
-    OTHER,
-    RIGHT,
-    SOURCE,
-    TASK,
-    TEST,
-    ScriptedBoxes,
-    honest,
-    reported_tests,
-    said,
-    values,
-)
+from code_rows import OTHER, RIGHT, SOURCE, TEST
+from code_tasks import TASK, ScriptedBoxes, honest, reported_tests, said, values
 
 from composer_mesh.plugins.code_tasks.judge.canaries import canaries_for
 from composer_mesh.plugins.code_tasks.judge.channel import read_report

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from code_tasks import OTHER, RIGHT, ROW, SOURCE, TASK, TEST, ScriptedBoxes, reported_tests
+from code_rows import OTHER, RIGHT, ROW, SOURCE, TEST
+from code_tasks import TASK, ScriptedBoxes, reported_tests
 from code_tasks import honest as honest_boxes
 from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from code_tasks import RIGHT, SOURCE, TASK, TESTS
+from code_rows import RIGHT, SOURCE, TESTS
+from code_tasks import TASK
 
 from composer_mesh.plugins.code_tasks.kinds import FLAGGING, KINDS, STATIC, flagged_by
 from composer_mesh.plugins.code_tasks.monitor import path_findings, source_findings, static_findings

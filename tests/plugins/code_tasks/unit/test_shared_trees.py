@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_tasks import RIGHT, ROW, SOURCE, ScriptedBoxes
+from code_rows import RIGHT, ROW, SOURCE
+from code_tasks import ScriptedBoxes
 
 from composer_mesh.plugins.code_tasks.deletions import Deletion, lines_of, with_deletions
 from composer_mesh.plugins.code_tasks.shared_trees import restoring_patch

@@ -14,17 +14,22 @@ import pytest
 
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, SessionLost
-from composer_mesh.plugins.openenv.client.errors import ConnectionLost
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.retries import Retries, RolloutsFail
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
-from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskProcessEnded
+from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskError, TaskProcessEnded
 
 EPISODE = Episode("toolbox", "train", 7, {"question": "how many?"})
 TRACE = Trace("train-000007-000", 7, 0, "toolbox", "train", 7, [], [], 1.0, True, [])
+
+
+class ServerGone(TaskError):
+    """A server of environments cannot be reached."""
+
+    failure_class = "provider"
 
 
 @dataclass
@@ -115,7 +120,7 @@ async def test_without_retries_a_loss_costs_the_sample_and_not_its_episode() -> 
 
 
 async def test_a_failed_server_of_environments_costs_the_sample_and_never_its_episode() -> None:
-    told, attempts = Told(), Attempts([lambda _: ConnectionLost("http://x", "gone")] * 3)
+    told, attempts = Told(), Attempts([lambda _: ServerGone("http://x")] * 3)
     runs = retries(told, rollout_retries=2, poison_after=2)
     trial = runs.trial(EPISODE)
     assert await trial.sample("train-000007-000", attempts) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_tasks import ROW
+from code_rows import ROW
 
 from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.mesh.actor import own_endpoint
