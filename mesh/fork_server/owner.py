@@ -24,7 +24,7 @@ from composer_mesh.mesh.fork_server.protocol import (
     import_signature,
     is_read_on_import,
 )
-from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.supervision import MeshError, heard

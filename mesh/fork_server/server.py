@@ -35,7 +35,8 @@ from composer_mesh.mesh.fork_server.protocol import (
     ForkRequest,
     receive_request,
 )
-from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses, end_with_parent
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
+from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 from composer_mesh.mesh.processes import BOOTSTRAP, exit_in_words
 from composer_mesh.mesh.tcp_peer import is_own_user
 

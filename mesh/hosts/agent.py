@@ -28,7 +28,7 @@ from monarch.actor import concurrent_endpoint
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.fork_server.owner import ForkServers
-from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses, how_it_ended
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses, how_it_ended
 from composer_mesh.mesh.hosts.roster import Lease, LeaseRenewal
 from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.machine import this_machine

@@ -21,7 +21,7 @@ from monarch.actor import HostMesh, context, shutdown_context, this_host
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.environment import python_module, without_noise
 from composer_mesh.mesh.fork_server.owner import ForkServers
-from composer_mesh.mesh.hosts.process_lifetime import how_it_ended
+from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.supervision import HostLost

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from composer_mesh.mesh.environment import prepare_environment
-from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses, end_with_parent
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
+from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 from composer_mesh.mesh.monarch_log import open_log
 
 FOLDER = "COMPOSER_MESH_WORKER_FOLDER"

@@ -16,7 +16,7 @@ from composer_mesh.mesh.fork_server import protocol
 from composer_mesh.mesh.fork_server.owner import ForkServers
 from composer_mesh.mesh.fork_server.protocol import ForkRefused, ForkRequest
 from composer_mesh.mesh.fork_server.server import ForkServer
-from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -6,7 +6,7 @@ import sys
 SERVER = """
 import os, socket, subprocess, tempfile, time
 from pathlib import Path
-from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses
 from composer_mesh.mesh.fork_server.server import ForkServer
 
 for number in range(5):

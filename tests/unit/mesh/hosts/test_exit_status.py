@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.hosts import process_lifetime
-from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses, how_it_ended
+from composer_mesh.mesh.hosts import exit_status
+from composer_mesh.mesh.hosts.exit_status import ExitStatuses, how_it_ended
 
 PID = 4321
 CODE_0, KILLED = "its process exited with code 0", "its process failed: Killed(sig=9)"
@@ -20,7 +20,7 @@ HOUR_NS = 3600 * 10**9
 def test_how_a_child_has_ended_is_recorded_by_its_parent(tmp_path: Path) -> None:
     noting = (
         "import pathlib, subprocess, sys, threading, time\n"
-        "from composer_mesh.mesh.hosts.process_lifetime import ExitStatuses\n"
+        "from composer_mesh.mesh.hosts.exit_status import ExitStatuses\n"
         "statuses = ExitStatuses(pathlib.Path(sys.argv[1]))\n"
         "threading.Thread(target=statuses.keep, daemon=True).start()\n"
         "child = subprocess.Popen(['sh', '-c', 'read line; exit 7'], stdin=subprocess.PIPE)\n"
@@ -68,7 +68,7 @@ async def test_the_end_of_an_earlier_process_of_the_pid_is_not_told(
     async def parent_records_it(_: float) -> None:
         own.note(PID, KILLED)
 
-    monkeypatch.setattr(process_lifetime.asyncio, "sleep", parent_records_it)
+    monkeypatch.setattr(exit_status.asyncio, "sleep", parent_records_it)
     assert await how_it_ended(PID, [earlier, own]) == KILLED
     assert await how_it_ended(PID, [own, earlier]) == KILLED
 
@@ -96,9 +96,9 @@ def test_a_child_that_is_found_replaces_the_record_of_an_earlier_one(
     def looked(_: float) -> None:
         raise Found
 
-    monkeypatch.setattr(process_lifetime, "children_of", lambda *_: [PID])
-    monkeypatch.setattr(process_lifetime, "wait_for_child", lambda _: None)
-    monkeypatch.setattr(process_lifetime.time, "sleep", looked)
+    monkeypatch.setattr(exit_status, "children_of", lambda *_: [PID])
+    monkeypatch.setattr(exit_status, "wait_for_child", lambda _: None)
+    monkeypatch.setattr(exit_status.time, "sleep", looked)
     with pytest.raises(Found):
         earlier.keep()
     assert earlier.of(PID) is None
