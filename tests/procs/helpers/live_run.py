@@ -34,8 +34,7 @@ SHORT = {
     "schedule.prompts_per_step": 2,
     "schedule.group_size": 4,
     "replay.delivery": "same_step",
-    "eval.episodes": 4,
-    "replay.states_per_step": 4,
+    "eval.episodes": 8,
 }
 """A few steps, each with all three channels; late pairs have tests of their own."""
 ENDLESS = {"run.steps": 1000, "eval.episodes": 2, "replay.actors": 1}
