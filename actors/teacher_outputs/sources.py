@@ -3,10 +3,8 @@
 Both check that a teacher output has the trainer's version and covers the requested views. Services
 decide which teacher computes what.
 
-Buffer of teacher outputs between the event loop and the training thread.
-
-Deliveries arrive on the event loop and wait while they are too far ahead; the training thread takes
-them in order and blocks for missing ones.
+A buffer is between the event loop and the training thread: deliveries arrive on the loop and wait
+while they are too far ahead; the thread takes them in order and blocks for missing ones.
 """
 
 import asyncio

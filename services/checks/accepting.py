@@ -1,19 +1,8 @@
 """Checks a command's config before anything is started, and parses option values.
 
-Loads neither torch nor Monarch, so that a refusal is immediate.
-
-Checks the user's custom loss, advantage and backend, and makes them importable in every process.
-
-`losses.custom` documents their arguments and how results are validated.
-
-Checks the trackers of a config before anything is started.
-
-Whether this process may open as many files as a command needs, before anything is started.
-
-Checks the model folders that a config names, before anything is started.
-
-The built-in policy is made by the run itself and needs no check. A folder that is not here yet is
-checked where the run starts.
+Checked are the user's functions, trackers, model folders and the limit of open files. Loads neither
+torch nor Monarch, so that a refusal is immediate. A model folder that is not on this machine is
+checked where the run starts; the built-in policy is made by the run itself.
 """
 
 from __future__ import annotations
