@@ -1,8 +1,8 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own, `make vllm` trains with
 # vLLM on the CPU. `make test` tests the core in minutes, `make test-all` everything that needs no further packages, and
 # `make check` format, lint, types and imports; CI runs `make check` and `make test-all`.
-# `make test-NAME` tests a product on the core: test-ablation, test-code-tasks, test-dashboard, test-frameworks, test-islands,
-# test-openenv, test-task-packages, test-tinker, test-trackers. Some install what they play with: `make test-islands` lets
+# `make test-NAME` tests a product on the core: test-ablation, test-code-tasks, test-dashboard, test-frameworks, test-islands, test-kubernetes,
+# test-openenv, test-slurm, test-task-packages, test-tinker, test-trackers. Some install what they play with: `make test-islands` lets
 # islands meet in an S3 server, `make test-openenv` plays with OpenEnv's own package, `make test-tinker` trains through
 # the Tinker SDK, `make test-trackers` writes to real experiment trackers; so do `make test-trl`, `test-areal`, `test-verl`,
 # `test-prime-rl` and `test-verifiers`, which train in these stacks, `make test-data-juicer`, which runs the recipes of pair filters,
@@ -82,16 +82,13 @@ vllm: $(STAMPS)/vllm
 
 verifiers: $(VERIFIERS)/.stamps/verifiers
 
-# The suites are in tests/selection.toml. Unit tests and shared runs, which one process makes side by side, are tested at
-# the same time: runs wait often. What the runs print is shown when they have ended.
-RUNS := $(STAMPS)/runs.txt
+# The suites are in tests/selection.toml. Shared runs are made side by side by one process, which needs all cores: unit
+# tests at the same time take longer than after them.
 LOADFILE := -n $(RUN_JOBS) --dist loadfile --no-loadscope-reorder
 
-test: $(STAMPS)/dev
-	@$(MAKE) --no-print-directory --jobs=2 unit-core shared-runs
+test: unit-core shared-runs
 
-test-all: $(STAMPS)/dev
-	@$(MAKE) --no-print-directory --jobs=2 unit-all shared-runs
+test-all: unit-all shared-runs
 	$(BIN)/python -m pytest tests/procs $(wildcard tests/plugins/*/procs) --ignore=tests/procs/runs $(LOADFILE) $(PYTEST_ARGS)
 
 .PHONY: unit-core unit-all shared-runs
@@ -104,16 +101,15 @@ unit-all: $(STAMPS)/dev
 		-n $(TEST_JOBS) $(PYTEST_ARGS)
 
 shared-runs: $(STAMPS)/dev
-	@RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs $(PYTEST_ARGS) >$(RUNS) 2>&1; \
-		status=$$?; cat $(RUNS); exit $$status
+	RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs $(PYTEST_ARGS)
 
 # The smallest form of every benchmark. Takes about half an hour.
 benchmarks-quick: $(STAMPS)/dev
 	$(BIN)/python benchmarks/quick.py
 
 # All tests of a product that need no further packages.
-suite = $(BIN)/python -m pytest tests/unit tests/fuzz tests/procs tests/plugins --suite $(1) $(LOADFILE) $(PYTEST_ARGS)
-PRODUCTS := ablation code-tasks dashboard frameworks task-packages
+suite = $(BIN)/python -m pytest $(foreach kind,unit fuzz procs,tests/$(kind) $(wildcard tests/plugins/*/$(kind))) --suite $(1) $(LOADFILE) $(PYTEST_ARGS)
+PRODUCTS := ablation code-tasks dashboard frameworks kubernetes task-packages
 
 .PHONY: $(PRODUCTS:%=test-%)
 $(PRODUCTS:%=test-%): test-%: $(STAMPS)/dev
@@ -129,7 +125,8 @@ test-slurm: $(STAMPS)/dev
 	fi; \
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -q -y --no-install-recommends slurm-wlm munge
-	COMPOSER_MESH_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
+	$(call suite,slurm)
+	COMPOSER_MESH_TEST_SLURM=1 $(BIN)/python -m pytest tests/plugins/slurm/cluster -rs $(PYTEST_ARGS)
 
 # OpenEnv's own package, which asks for another MCP and 110 packages: in an environment of its own.
 # wsproto is for benchmarks/environments.py alone, which serves with it too.
@@ -137,7 +134,7 @@ openenv: $(OPENENV)/.installed
 
 test-openenv: $(STAMPS)/dev $(OPENENV)/.installed
 	$(call suite,openenv)
-	COMPOSER_MESH_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest tests/openenv -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest tests/plugins/openenv/package -rs $(PYTEST_ARGS)
 
 # Attacks by other users of this machine, on full disks and in namespaces that the tests make. As root.
 test-security: $(STAMPS)/dev
@@ -164,7 +161,7 @@ $(STAMPS)/mcp-servers/installed:
 # versions of packages than ours, so they are in an environment of their own, without torch.
 test-trackers: $(STAMPS)/dev $(TRACKERS)/.installed
 	$(call suite,trackers)
-	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -c tests/trackers/pytest.ini tests/trackers -rs $(PYTEST_ARGS)
+	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -c tests/plugins/trackers/packages/pytest.ini tests/plugins/trackers/packages -rs $(PYTEST_ARGS)
 
 # An S3 server for tests and benchmarks of islands. It asks for 40 packages, so it has its own environment.
 s3: $(S3)/.installed
@@ -181,7 +178,7 @@ test-browser: $(STAMPS)/browser/installed $(STAMPS)/dev
 		echo "Chromium is not installed here: apt install chromium" >&2; exit 1; \
 	fi; \
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium
-	COMPOSER_MESH_TEST_BROWSER=$(STAMPS)/browser $(BIN)/python -m pytest tests/browser -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_BROWSER=$(STAMPS)/browser $(BIN)/python -m pytest tests/plugins/dashboard/browser -rs $(PYTEST_ARGS)
 
 $(STAMPS)/browser/installed: $(STAMPS)/dev
 	@command -v npm >/dev/null || { echo "npm is not installed here: apt install nodejs npm" >&2; exit 1; }
@@ -192,14 +189,14 @@ $(STAMPS)/browser/installed: $(STAMPS)/dev
 
 # Environments of verifiers against the agent endpoint, up to a training run. Takes some minutes.
 test-verifiers: $(STAMPS)/dev $(VERIFIERS)/.stamps/verifiers
-	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/verifiers -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_VERIFIERS=1 $(BIN)/python -m pytest tests/plugins/frameworks/verifiers -rs $(PYTEST_ARGS)
 
 .PHONY: test-trl test-prime-rl test-areal test-verl test-data-juicer
 
 # TRL's trainer with three channels: killed and resumed, sharded by FSDP2, in two processes; then its
 # success on the quickstart's task, within 0.03 of ours. Takes about a quarter of an hour on two cores.
 test-trl: $(STAMPS)/dev
-	COMPOSER_MESH_TEST_TRL=1 $(BIN)/python -m pytest tests/trl -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_TRL=1 $(BIN)/python -m pytest tests/plugins/frameworks/trl -rs $(PYTEST_ARGS)
 	$(BIN)/python benchmarks/trl_channels.py
 
 # PRIME-RL's own loss module at the commit of docs/prime-rl.md, from a clone, or from the checkout that
@@ -212,7 +209,7 @@ test-prime-rl: $(STAMPS)/dev $(PRIME_RL)/.packages
 	@test -n "$$COMPOSER_MESH_PRIME_RL" || git -C $(PRIME_RL)/repository checkout -q $(PRIME_RL_COMMIT)
 	COMPOSER_MESH_PRIME_RL=$${COMPOSER_MESH_PRIME_RL:-$(PRIME_RL)/repository} \
 		COMPOSER_MESH_PRIME_RL_PACKAGES=$(PRIME_RL)/packages \
-		$(BIN)/python -m pytest tests/prime_rl -rs $(PYTEST_ARGS)
+		$(BIN)/python -m pytest tests/plugins/frameworks/prime_rl -rs $(PYTEST_ARGS)
 
 # What its files import, without what they bring.
 $(PRIME_RL)/.packages: $(STAMPS)/dev
@@ -236,7 +233,7 @@ $(AREAL)/.installed: $(STAMPS)/dev
 
 # Its workflows on our generators, its engine with three channels, and its own losses. Takes minutes.
 test-areal: $(AREAL)/.installed
-	COMPOSER_MESH_TEST_AREAL=1 $(AREAL)/bin/python -m pytest tests/areal -rs -p no:cacheprovider $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_AREAL=1 $(AREAL)/bin/python -m pytest tests/plugins/frameworks/areal -rs -p no:cacheprovider $(PYTEST_ARGS)
 
 # verl 0.9.1 on the packages of .venv, over which its own lie: it asks for older transformers, with their
 # own tokenizers and hub, and reads the TRL of its own extra. cachetools, fastapi and uvicorn it does not declare.
@@ -254,7 +251,7 @@ $(VERL)/.installed: $(STAMPS)/dev
 
 # The estimator, the agent loop and three optimizer steps in its FSDP2 engine on a CPU. Takes some minutes.
 test-verl: $(VERL)/.installed
-	COMPOSER_MESH_TEST_VERL=1 $(VERL)/bin/python -m pytest tests/verl -rs -p no:cacheprovider $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_VERL=1 $(VERL)/bin/python -m pytest tests/plugins/frameworks/verl -rs -p no:cacheprovider $(PYTEST_ARGS)
 
 # data-juicer over the packages of .venv. Its executor installs ray by itself where that is missing.
 $(DATA_JUICER)/.installed: $(STAMPS)/dev
@@ -267,13 +264,13 @@ $(DATA_JUICER)/.installed: $(STAMPS)/dev
 
 # Both recipes of the pair filters, run by its own command.
 test-data-juicer: $(DATA_JUICER)/.installed
-	COMPOSER_MESH_TEST_DATA_JUICER=$(DATA_JUICER)/bin $(BIN)/python -m pytest tests/data_juicer -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_DATA_JUICER=$(DATA_JUICER)/bin $(BIN)/python -m pytest tests/plugins/frameworks/data_juicer -rs $(PYTEST_ARGS)
 
 # The Tinker SDK, the oldest and the newest of the served range, against `composer-mesh serve`: every call,
 # 20 kills under 8 clients, the three-channel step, and the loops of tinker-cookbook. Takes some minutes.
 test-tinker: $(STAMPS)/dev $(TINKER)/0.25.0/.installed $(TINKER)/0.38.0/.installed $(TINKER)/cookbook/.installed
 	$(call suite,tinker)
-	COMPOSER_MESH_TEST_TINKER=$(TINKER) $(BIN)/python -m pytest tests/tinker -rs --timeout=1200 $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_TINKER=$(TINKER) $(BIN)/python -m pytest tests/plugins/tinker/sdk -rs --timeout=1200 $(PYTEST_ARGS)
 
 # The SDK and what it needs beside our packages, which it finds through a .pth file: torch is not installed again.
 $(TINKER)/%/.installed: $(STAMPS)/dev
@@ -344,7 +341,7 @@ size:
 tasks: $(STAMPS)/tasks
 
 test-tasks: $(STAMPS)/dev $(STAMPS)/tasks
-	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/tasks_packages -rs $(PYTEST_ARGS)
+	COMPOSER_MESH_TEST_TASKS=1 $(BIN)/python -m pytest tests/plugins/task_packages/packages -rs $(PYTEST_ARGS)
 
 # Losses, training, serving and copies on a GPU, as parts of what it can do (docs/gpu.md). Installs nothing.
 gpu-check:

@@ -23,9 +23,9 @@ from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.schema import Config
-from composer_mesh.integrations.trl.pairs import TeacherPairs
-from composer_mesh.integrations.trl.rollouts import TaskRollouts, episode_rows, reward
-from composer_mesh.integrations.trl.trainer import ComposerGRPOTrainer
+from composer_mesh.plugins.frameworks.trl.pairs import TeacherPairs
+from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts, episode_rows, reward
+from composer_mesh.plugins.frameworks.trl.trainer import ComposerGRPOTrainer
 from composer_mesh.tasks.loading import make_task
 
 

@@ -20,8 +20,8 @@ from report import Report, arguments
 
 from composer_mesh.actors.models.policy import build_tokenizer
 from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint
-from composer_mesh.integrations.verifiers.driver_process import DriverProcess
 from composer_mesh.mesh.environment import IMPORT_PATHS
+from composer_mesh.plugins.frameworks.verifiers.driver_process import DriverProcess
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult

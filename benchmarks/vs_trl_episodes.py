@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.integrations.trl.rollouts import TaskRollouts
+from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.tasks.task import Task

@@ -1,7 +1,7 @@
 """Composer Mesh: a training service for agentic language models on Monarch.
 
-The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md,
-docs/verifiers.md), losses and advantages (docs/losses.md), the trainer's backend (docs/trainer.md),
+The names here are its public API: tasks and workflows (docs/tasks.md, docs/workflows.md),
+losses and advantages (docs/losses.md), the trainer's backend (docs/trainer.md),
 trackers (docs/trackers.md), commands and sections of configs (docs/plugins.md).
 Each is imported when it is first used, so that reading a config never loads torch or Monarch.
 Everything else may change.
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
     from composer_mesh.channels.port import Channel, ChannelRows
     from composer_mesh.configs.base import Section
-    from composer_mesh.integrations.verifiers.workflow import VerifiersEnvironment, VerifiersTask
     from composer_mesh.losses.custom_types import (
         AdvantageInputs,
         AdvantageOutputs,
@@ -94,8 +93,6 @@ _MODULES = {
     "TrainerBackend": "actors.models.backend",
     "Trajectory": "tasks.workflow",
     "Transcript": "tasks.reward",
-    "VerifiersEnvironment": "integrations.verifiers.workflow",
-    "VerifiersTask": "integrations.verifiers.workflow",
     "Workflow": "tasks.workflow",
     "group_reward": "tasks.reward",
     "loss_needs": "losses.custom_types",
@@ -152,8 +149,6 @@ __all__ = [
     "TrainerBackend",
     "Trajectory",
     "Transcript",
-    "VerifiersEnvironment",
-    "VerifiersTask",
     "Workflow",
     "group_reward",
     "loss_needs",
@@ -169,9 +164,9 @@ os.environ.setdefault("MONARCH_LOG_SUFFIX", os.urandom(16).hex())
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if (module := _MODULES.get(name) or moved.module_of(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = found
     return found
 

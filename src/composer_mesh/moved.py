@@ -9,16 +9,39 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "channels.harness": "plugins.frameworks.harness",
     "client": "plugins.tinker.client",
     "integrations.trl_environment": "plugins.openenv.trl_environment",
+    "integrations": "plugins.frameworks",
     "tasks.openenv": "plugins.openenv.client",
 }
-"""Modules and packages, below `composer_mesh`, and where each is now."""
+"""Modules and packages, below `composer_mesh`, and where each is now; the first one counts."""
+
+NAMES = {
+    "VerifiersEnvironment": "plugins.frameworks.verifiers.workflow",
+    "VerifiersTask": "plugins.frameworks.verifiers.workflow",
+}
+"""Names that `composer_mesh` had, and the module that has each now."""
 
 
 def install() -> None:
     """Make earlier paths importable."""
     sys.meta_path.insert(0, _Moved())
+
+
+def module_of(name: str) -> str | None:
+    """Return the module of a name that `composer_mesh` had, with a warning; None for another."""
+    if now := NAMES.get(name):
+        _warn(f"composer_mesh.{name}", f"composer_mesh.{now}.{name}")
+    return now
+
+
+def _warn(earlier: str, now: str) -> None:
+    warnings.warn(
+        f"{earlier} is {now} now, and its earlier path works in this release only",
+        DeprecationWarning,
+        stacklevel=4,
+    )
 
 
 class _Moved(MetaPathFinder, Loader):
@@ -33,11 +56,7 @@ class _Moved(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Put the module itself in place of the earlier one: there is one of each class."""
         now = _now(module.__name__)
-        warnings.warn(
-            f"{module.__name__} is {now} now, and its earlier path works in this release only",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        _warn(module.__name__, now)
         sys.modules[module.__name__] = importlib.import_module(now)
 
 

@@ -37,7 +37,5 @@ TABLE = {
     "launchers": {
         "local": "composer_mesh.services.launch.by_ssh:LocalLauncher",
         "hosts": "composer_mesh.services.launch.by_ssh:HostsLauncher",
-        "slurm": "composer_mesh.services.launch.slurm.launcher:SlurmLauncher",
-        "kubernetes": "composer_mesh.services.launch.kubernetes.launcher:KubernetesLauncher",
     },
 }

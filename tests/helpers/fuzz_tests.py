@@ -16,6 +16,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "unit" / "helpers"))
 sys.path.insert(0, str(TESTS / "fuzz" / "helpers"))
+sys.path.extend(map(str, TESTS.glob("plugins/*/helpers")))
 
 FACTOR = "COMPOSER_MESH_FUZZ_FACTOR"
 FIRST_SEED = "COMPOSER_MESH_FUZZ_SEED"

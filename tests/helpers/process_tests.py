@@ -25,6 +25,7 @@ os.environ["XDG_STATE_HOME"] = STATE_HOME.name  # where an account keeps its sig
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "procs" / "helpers"))
 sys.path.append(str(TESTS / "unit" / "helpers"))
+sys.path.extend(map(str, TESTS.glob("plugins/*/helpers")))
 sys.path.insert(0, str(TESTS.parent / "benchmarks"))
 # Children import the actors of the tests by name, and inherit only the environment.
 # Workers take it from their parent: what is forked has to have the one of its server.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 LAYERS = (
     *("configs", "losses", "rollouts", "channels", "tasks", "planning", "mesh", "actors"),
-    *("services", "integrations"),
+    "services",
 )
 """Packages of the core, in the order in which they are printed; others follow by name."""
 AROUND_THE_CORE = ("plugins", "benchmarks", "examples", "tests")

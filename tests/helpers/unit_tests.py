@@ -27,6 +27,7 @@ from composer_mesh.tasks.toolbox import ToolboxTask
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "unit" / "helpers"))
 sys.path.append(str(TESTS.parent / "benchmarks"))
+sys.path.extend(map(str, TESTS.glob("plugins/*/helpers")))
 
 # The same examples each time, so that a failure is of the change that it comes with; `make fuzz`
 # draws others. One that takes long on a busy machine is no failure: no test here is about time.

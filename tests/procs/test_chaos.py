@@ -209,8 +209,6 @@ def test_the_package_knows_nothing_of_the_hook() -> None:
         "mesh",
         "actors",
         "services",
-        "integrations",
-        "client",
         "plugins",
     )
     sources = [path for folder in folders for path in (root / folder).rglob("*.py")]

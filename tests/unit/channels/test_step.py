@@ -2,6 +2,7 @@
 
 import ast
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ from torch import Tensor
 
 from composer_mesh.channels.step import StepLoss, StepSums, step_loss, step_metrics
 
-FOLDERS = ("actors", "channels", "integrations", "plugins", "services")
+FOLDERS = ("actors", "channels", "plugins", "services")
 CALLERS = (
     "actors/learning/update_pass.py",
-    "channels/harness.py",
-    "integrations/areal_training.py",
-    "integrations/pair_gradients.py",
-    "integrations/prime_rl.py",
-    "integrations/trl/channels.py",
-    "integrations/verl/losses.py",
+    "plugins/frameworks/harness.py",
+    "plugins/frameworks/areal_training.py",
+    "plugins/frameworks/pair_gradients.py",
+    "plugins/frameworks/prime_rl.py",
+    "plugins/frameworks/trl/channels.py",
+    "plugins/frameworks/verl/losses.py",
     "plugins/tinker/client/step.py",
     "plugins/tinker/client_channels.py",
 )
@@ -112,16 +113,24 @@ def test_an_impossible_weight_is_named_with_its_bound(weight: float) -> None:
         summed({"sdpo": weight}, sdpo=scalar(1.0))
 
 
-def calls(path: Path) -> set[str]:
-    """The names of the functions that a file calls."""
-    called = (node.func for node in ast.walk(ast.parse(path.read_text())) if type(node) is ast.Call)
+def files_with(*words: str) -> Iterator[tuple[Path, ast.Module]]:
+    """The files with one of some words, parsed."""
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if any(word in text for word in words):
+            yield path, ast.parse(text)
+
+
+def calls(module: ast.Module) -> set[str]:
+    """The names of the functions that a module calls."""
+    called = (node.func for node in ast.walk(module) if type(node) is ast.Call)
     return {node.id for node in called if isinstance(node, ast.Name)}
 
 
 def test_every_kind_of_step_calls_the_one_function() -> None:
     """The trainer, the harness, TRL, verl, AReaL, clients and the server's loss for them."""
-    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)) for path in files if "step_loss" in calls(path)}
+    files = files_with("step_loss")
+    found = {str(path.relative_to(ROOT)) for path, one in files if "step_loss" in calls(one)}
     assert found == {*CALLERS, "actors/learning/replay_channel.py"}
 
 
@@ -134,9 +143,8 @@ def is_weight(node: ast.expr) -> bool:
 def test_no_other_code_weights_the_loss_of_a_channel() -> None:
     found = {
         str(path.relative_to(ROOT))
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, module in files_with("alpha", "beta")
+        for node in ast.walk(module)
         if isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Mult)
         and (is_weight(node.left) or is_weight(node.right))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import composer_mesh
 from composer_mesh import moved
 
 
@@ -25,10 +26,23 @@ def earlier() -> Iterator[None]:
 @pytest.mark.parametrize("old", moved.MOVED)
 def test_an_earlier_path_is_the_module_itself_and_warns(earlier: None, old: str) -> None:
     now = f"composer_mesh.{moved.MOVED[old]}"
+    with warnings.catch_warnings(action="ignore"):
+        importlib.import_module(f"composer_mesh.{old}".rpartition(".")[0])
     with pytest.warns(DeprecationWarning, match=f"composer_mesh.{old} is {now} now"):
         found = importlib.import_module(f"composer_mesh.{old}")
     assert found is importlib.import_module(now)
     assert found.__name__ == found.__spec__.name == now
+
+
+@pytest.mark.parametrize("name", moved.NAMES)
+def test_an_earlier_name_is_the_class_itself_and_warns(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delitem(vars(composer_mesh), name, raising=False)
+    now = f"composer_mesh.{moved.NAMES[name]}"
+    with pytest.warns(DeprecationWarning, match=f"composer_mesh.{name} is {now}.{name} now"):
+        found = getattr(composer_mesh, name)
+    assert found is getattr(importlib.import_module(now), name)
 
 
 def test_a_module_of_a_moved_package_has_one_copy_of_each_class(earlier: None) -> None:

@@ -13,7 +13,7 @@ from repository import ROOT
 
 FLOORS = (
     *("configs", "planning", "losses", "rollouts", "channels", "tasks", "mesh", "actors"),
-    *("services", "integrations", "plugins"),
+    *("services", "plugins"),
 )
 SOURCES = sorted(path for layer in FLOORS for path in (ROOT / layer).rglob("*.py"))
 LAUNCHERS = {"subprocess", "multiprocessing"}
@@ -64,7 +64,7 @@ def test_only_eight_places_start_processes() -> None:
 
 def test_values_of_others_are_validated_in_one_place() -> None:
     """`errors()` describes every error of a value, however many; configs are bounded files."""
-    configs = {"configs/load.py", "integrations/verl/agent_loop.py", "kubernetes/names.py"}
+    configs = {"configs/load.py", "plugins/frameworks/verl/agent_loop.py", "kubernetes/names.py"}
     found = [
         f"{path}: {name}"
         for path in SOURCES

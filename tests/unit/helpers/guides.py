@@ -24,7 +24,6 @@ FOLDERS = (
     "mesh",
     "actors",
     "services",
-    "integrations",
     "plugins",
     "examples",
     "benchmarks",
@@ -86,7 +85,8 @@ def merged(table: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 @cache
 def names_in_code() -> set[str]:
     """What the sources define, read or spell as a key; what they only write about is left out."""
-    found = {"composer_mesh", *(path.stem for path in (ROOT / "tests" / "unit").rglob("*.py"))}
+    tests = (path for kind in ("unit", "plugins") for path in (ROOT / "tests" / kind).rglob("*.py"))
+    found = {"composer_mesh", *(path.stem for path in tests)}
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         found.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -122,8 +122,8 @@ def make_trainer(
     from datasets import Dataset
     from trl import GRPOTrainer
 
-    from composer_mesh.integrations.trl.rollouts import TaskRollouts, episode_rows, reward
-    from composer_mesh.integrations.trl.trainer import ComposerGRPOTrainer
+    from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts, episode_rows, reward
+    from composer_mesh.plugins.frameworks.trl.trainer import ComposerGRPOTrainer
 
     torch.set_num_threads(1)
     rollouts = TaskRollouts(task, tokenizer, max_context=longest)

@@ -68,7 +68,7 @@ class Worker:
     def start(self, hold: int = 0) -> None:
         """Start it, to go on after its checkpoint."""
         arguments = ["--config", self._config, "--hold", str(hold), "--joint", str(JOINT)]
-        script = HELPERS / "managed_island_worker.py"
+        script = Path(__file__).parents[1] / "helpers" / "managed_island_worker.py"
         with self._out.open("ab") as out, self._errors.open("ab") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(script), str(self._folder), *arguments],

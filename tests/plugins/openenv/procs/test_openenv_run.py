@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 from live_run import launched
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "helpers"))
-
 from openenv_server import TEXT, Json, OpenEnvServer, Socket
 
 pytestmark = pytest.mark.timeout(600)

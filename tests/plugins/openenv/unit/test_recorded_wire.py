@@ -1,7 +1,7 @@
 """Frames that the server of OpenEnv 0.10.0 was recorded to send, read by the client.
 
-The recording is of the environment in tests/openenv, question by question; the last answer is that
-of a full server, which nobody asked for.
+The recording is of the environment in tests/plugins/openenv/package, question by question; the last
+answer is that of a full server, which nobody asked for.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from chat_templates import with_template
 from composer_mesh.rollouts.chat import ChatFormat
 
 RECORDED = json.loads((Path(__file__).parent / "verifiers_requests.json").read_text())
-"""What the clients of verifiers 0.4.0 sent (tests/verifiers/test_clients.py compares them)."""
+"""What the clients of verifiers 0.4.0 sent (plugins/frameworks/verifiers compares them)."""
 
 
 @pytest.fixture(scope="module")
