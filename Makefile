@@ -2,7 +2,7 @@
 # vLLM on the CPU. `make test` tests the core in minutes, `make test-all` everything that needs no further packages, and
 # `make check` format, lint, types and imports; CI runs `make check` and `make test-all`.
 # `make test-NAME` tests a product on the core: test-ablation, test-code-tasks, test-dashboard, test-frameworks, test-islands, test-kubernetes,
-# test-openenv, test-slurm, test-task-packages, test-tinker, test-trackers. Some install what they play with: `make test-islands` lets
+# test-long-tasks, test-openenv, test-slurm, test-task-packages, test-tinker, test-trackers. Some install what they play with: `make test-islands` lets
 # islands meet in an S3 server, `make test-openenv` plays with OpenEnv's own package, `make test-tinker` trains through
 # the Tinker SDK, `make test-trackers` writes to real experiment trackers; so do `make test-trl`, `test-areal`, `test-verl`,
 # `test-prime-rl` and `test-verifiers`, which train in these stacks, `make test-data-juicer`, which runs the recipes of pair filters,
@@ -86,12 +86,12 @@ verifiers: $(VERIFIERS)/.stamps/verifiers
 # tests at the same time take longer than after them.
 LOADFILE := -n $(RUN_JOBS) --dist loadfile --no-loadscope-reorder
 
-test: unit-core shared-runs
+test: unit-core runs-core
 
-test-all: unit-all shared-runs
+test-all: unit-all runs-all
 	$(BIN)/python -m pytest tests/procs $(wildcard tests/plugins/*/procs) --ignore=tests/procs/runs $(LOADFILE) $(PYTEST_ARGS)
 
-.PHONY: unit-core unit-all shared-runs
+.PHONY: unit-core unit-all runs-core runs-all
 
 unit-core: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit --suite core -n $(TEST_JOBS) $(PYTEST_ARGS)
@@ -100,8 +100,8 @@ unit-all: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/unit tests/fuzz $(wildcard tests/plugins/*/unit tests/plugins/*/fuzz) \
 		-n $(TEST_JOBS) $(PYTEST_ARGS)
 
-shared-runs: $(STAMPS)/dev
-	RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs $(PYTEST_ARGS)
+runs-core runs-all: runs-%: $(STAMPS)/dev
+	RUN_JOBS=$(RUN_JOBS) $(BIN)/python -m pytest tests/procs/runs $(if $(filter core,$*),--suite core) $(PYTEST_ARGS)
 
 # The smallest form of every benchmark. Takes about half an hour.
 benchmarks-quick: $(STAMPS)/dev
@@ -109,7 +109,7 @@ benchmarks-quick: $(STAMPS)/dev
 
 # All tests of a product that need no further packages.
 suite = $(BIN)/python -m pytest $(foreach kind,unit fuzz procs,tests/$(kind) $(wildcard tests/plugins/*/$(kind))) --suite $(1) $(LOADFILE) $(PYTEST_ARGS)
-PRODUCTS := ablation code-tasks dashboard frameworks kubernetes task-packages
+PRODUCTS := ablation code-tasks dashboard frameworks kubernetes long-tasks task-packages
 
 .PHONY: $(PRODUCTS:%=test-%)
 $(PRODUCTS:%=test-%): test-%: $(STAMPS)/dev

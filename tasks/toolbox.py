@@ -1,6 +1,6 @@
 """The toolbox task: questions that need one to three tool calls and end in a checked answer.
 
-Contains the questions, their plans, and the tools that `tool_chains` uses too.
+Contains the questions, their plans, and the tools that longer tasks use too.
 """
 
 import random

@@ -26,8 +26,6 @@ TABLE = {
     },
     "tasks": {
         "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
-        "tool_chains": "composer_mesh.tasks.tool_chains:ToolChains",
-        "home_devices": "composer_mesh.tasks.home_devices:HomeDevices",
         "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
     },
     "engines": {

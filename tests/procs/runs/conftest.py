@@ -41,6 +41,8 @@ MAKES: dict[str, Make] = {
     )
 }
 """In the order in which they start: the longest first."""
+LONG_RUNS = {"policy_alone", "late_replay", "replay_lost", "unsupervised"}
+"""Those that `make test` does not make: of options, or near to another one."""
 AT_ONCE = "RUN_JOBS"
 """Environment variable: how many runs are made side by side."""
 TIMEOUT_S = 1200.0
@@ -51,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
     for item in here:
         item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+        if LONG_RUNS.intersection(read_by(item)):
+            item.add_marker(pytest.mark.long)
     others = iter(sorted(here, key=lambda item: last_made(item)))
     items[:] = [next(others) if item in here else item for item in items]
 

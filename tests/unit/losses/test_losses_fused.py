@@ -16,6 +16,7 @@ from fused_losses import (
     tolerance,
     whole_jsd,
 )
+from repetition import repeated
 from torch import Tensor
 
 from composer_mesh.losses.distillation import (
@@ -54,7 +55,7 @@ def test_logprobs_and_gradients_are_those_of_whole_scores(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", repeated([torch.float64, torch.float32]))
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(("rows", "hidden", "vocabulary"), SIZES)

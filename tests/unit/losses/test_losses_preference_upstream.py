@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from repetition import repeated
 from upstream_cases import TOLERANCES, check_advantages, check_preference, stored
 
 from composer_mesh.losses import advantages, preference
@@ -31,7 +32,7 @@ def test_advantages_are_those_of_the_published_code(
     check_advantages(case, dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", repeated(TOLERANCES), ids=str)
 @pytest.mark.parametrize("case", cases("preference"))
 def test_preference_losses_and_gradients_are_those_of_the_published_code(
     case: dict[str, Any], dtype: torch.dtype

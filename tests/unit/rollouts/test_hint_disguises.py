@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from repetition import crossed, repeated
 
 from composer_mesh.rollouts.leaks import holds_answer
 
@@ -163,7 +164,7 @@ OTHERS = [
 FRAMES = ["{}", "Hint: the result is {}.", "Look ({}) and try again!"]
 
 
-@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("frame", repeated(FRAMES))
 @pytest.mark.parametrize("name", OF_42)
 def test_every_disguise_of_a_number_is_found(name: str, frame: str) -> None:
     assert holds_answer(frame.format(OF_42[name]), "42")
@@ -225,8 +226,7 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("hint", HARMLESS)
+@pytest.mark.parametrize(("answer", "hint"), crossed(ANSWERS, HARMLESS))
 def test_a_harmless_hint_passes(hint: str, answer: str) -> None:
     assert not holds_answer(hint, answer)
 

@@ -8,7 +8,7 @@ import pytest
 from jinja2 import UndefinedError
 from real_templates import FOLDER, REWRITES_HISTORY, TEMPLATES, RealTemplate
 from real_tokenizers import KINDS, tokenizer_for, tokenizer_of, trained
-from repetition import crossed
+from repetition import crossed, repeated
 from transformers import PreTrainedTokenizerFast
 
 from composer_mesh.actors.models.policy import CHAT_TEMPLATE
@@ -113,7 +113,7 @@ def test_content_in_parts_is_its_text(template: RealTemplate) -> None:
 PARTS_ONLY = TEXT_AS_PARTS | {"llava_next", "llava_next_training"}
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", repeated(FILES, 24))
 def test_content_in_parts_is_what_a_template_that_takes_parts_writes(file: str) -> None:
     """Where parts have white space at their ends, Gemma's templates trim each part."""
     tokenizer = tokenizer_for("byte-level", (FOLDER / f"{file}.jinja").read_text(encoding="utf-8"))

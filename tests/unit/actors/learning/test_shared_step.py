@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from repetition import LONG
 from step_batches import ALL_ON, Make, batch_of, begun_with, largest_change, taught, weights_of
 
 from composer_mesh.actors.models.language_model import LanguageModel
@@ -30,7 +31,9 @@ def without_tokens(metrics: dict[str, float | None]) -> dict[str, float | None]:
 
 
 @pytest.mark.parametrize("row_capacity", [0, prefix_tree.ROW_CAPACITY])
-@pytest.mark.parametrize(("budget", "packing"), [(512, False), (512, True), (100_000, False)])
+@pytest.mark.parametrize(
+    ("budget", "packing"), [(512, False), (512, True), pytest.param(100_000, False, marks=LONG)]
+)
 def test_five_steps_have_the_losses_and_weights_of_dense_ones(
     make: Make,
     build_model: Any,

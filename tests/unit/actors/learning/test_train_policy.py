@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from policy_cases import CASES, RATE, ratio, whole
+from repetition import repeated
 from step_batches import (
     NARROW,
     assert_gradients_are,
@@ -145,7 +146,7 @@ def test_the_policy_gradient_may_be_of_the_most_uncertain_tokens_of_the_step_alo
     assert_gradients_are(gradients, model)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", repeated(CASES, 12))
 def test_how_a_step_is_split_changes_neither_its_figures_nor_its_weights(
     step_of: Callable[..., Any], rng: random.Random, name: str
 ) -> None:

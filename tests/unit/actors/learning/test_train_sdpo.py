@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from largest_tensor import LargestTensor
+from repetition import repeated
 from step_batches import (
     ALL_ON,
     NARROW,
@@ -110,7 +111,7 @@ def test_a_step_has_the_loss_and_gradients_of_its_divergence_on_whole_logits(
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("budget", [10_000, 64])
+@pytest.mark.parametrize("budget", repeated([64, 10_000]))
 def test_a_step_tells_the_divergence_of_each_hinted_token(
     make: Make, rng: random.Random, name: str, budget: int
 ) -> None:

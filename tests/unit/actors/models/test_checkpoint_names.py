@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_families import MIXTURES, family_folder, family_model
+from repetition import repeated
 from safetensors.torch import load_file, save_file
 from step_batches import batch_of
 from stepped import Plain
@@ -46,7 +47,7 @@ def published(learner: Learner, folder: Path) -> dict[str, Tensor]:
     return received[0]
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", repeated(EVERY, 3))
 def test_vllm_and_checkpoints_get_exactly_what_save_pretrained_writes(
     family: str, build_config: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

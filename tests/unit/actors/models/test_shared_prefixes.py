@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from prefix_trees import DECODER, FULL, MODELS, assert_same, built, random_tree
+from repetition import repeated
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3NextConfig
 
@@ -21,7 +22,7 @@ from composer_mesh.rollouts import prefix_tree
 SEEDS = [(name, seed) for name in MODELS for seed in range(6 if name == "Qwen3" else 2)]
 
 
-@pytest.mark.parametrize("row_capacity", [0, 64, 4096])
+@pytest.mark.parametrize("row_capacity", repeated([64, 0, 4096]))
 @pytest.mark.parametrize(("name", "seed"), SEEDS)
 def test_random_trees_have_the_states_and_gradients_of_dense_rows(
     name: str, row_capacity: int, seed: int, monkeypatch: pytest.MonkeyPatch

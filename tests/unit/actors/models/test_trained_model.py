@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from model_families import family_folder
 from pydantic import ValidationError
+from repetition import crossed
 from safetensors.torch import load_file, save_file
 from step_batches import batch_of, begun_with, largest_change, weights_of
 
@@ -322,8 +323,9 @@ def test_only_copies_of_offloaded_inputs_wait_for_the_backward(build: Any, offlo
     loss.backward()
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
-@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize(
+    ("family", "lora"), crossed(["gemma3n_text", "gemma4_text"], [None, {"rank": 2}])
+)
 def test_gradients_that_pass_layers_by_other_arguments_than_their_input_stay(
     build_config: Any, tokenizer: Any, tmp_path: Path, family: str, lora: Any, peft: Any
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from repetition import repeated
 from repository import ROOT
 from step_batches import batch_of, weights_of
 
@@ -211,7 +212,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", repeated(RESUMED, 3))
 def test_a_resumed_run_of_any_backend_goes_on_bit_for_bit(
     learner: Any, name: str, tmp_path: Path
 ) -> None:

@@ -185,7 +185,7 @@ async def test_several_calls_of_one_episode_are_one_cause(environment: Environme
     assert not any(error.in_call for error in found if isinstance(error, SessionLost))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", repeated(NAMES, 3))
 async def test_whatever_a_reward_raises_is_answered_with_its_line(
     name: str, environment: Environment
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from chat_templates import IDS_FOR_NAMES, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repetition import repeated
 
 from composer_mesh.rollouts.call_formats.choosing import HARMONY, HERMES, KNOWN, calling
 from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas
@@ -56,7 +57,7 @@ def name_of(one: CallFormat) -> str:
     return f"{one.name}{KNOWN.index(one)}"
 
 
-@pytest.mark.parametrize("form", KNOWN, ids=name_of)
+@pytest.mark.parametrize("form", repeated(KNOWN, 6), ids=name_of)
 @settings(max_examples=20)
 @given(calls=CALLS, before=st.sampled_from(["", "I look.\n", "<think>\nhm, [x] {y}\n</think>\n\n"]))
 def test_what_is_written_is_read_back(form: CallFormat, calls: list[ToolCall], before: str) -> None:
@@ -71,7 +72,7 @@ def test_what_is_written_is_read_back(form: CallFormat, calls: list[ToolCall], b
     assert found.text.replace("<think>", "").strip() == before.replace("<think>", "").strip()
 
 
-@pytest.mark.parametrize("form", KNOWN, ids=name_of)
+@pytest.mark.parametrize("form", repeated(KNOWN, 6), ids=name_of)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**9), calls=CALLS)
 def test_a_damaged_call_is_read_or_malformed_and_never_a_traceback(

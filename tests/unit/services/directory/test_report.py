@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from repetition import crossed
 from rich.console import Console
 
 from composer_mesh.services.directory.curve import draw_reward_curve, smoothed
@@ -124,8 +125,9 @@ def test_the_table_of_a_run_that_ended_at_once_says_what_was_not_measured() -> N
     assert "not measured" in out.getvalue()
 
 
-@pytest.mark.parametrize("metrics", [METRICS, METRICS[:1], []])
-@pytest.mark.parametrize("evaluations", [EVALUATIONS, []])
+@pytest.mark.parametrize(
+    ("metrics", "evaluations"), crossed([METRICS, METRICS[:1], []], [EVALUATIONS, []])
+)
 def test_the_curve_is_a_png_of_the_stated_size(
     tmp_path: Path, metrics: list[dict[str, Any]], evaluations: list[Evaluation]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_trainer import Running, batch
+from repetition import repeated
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.actors.learning.not_finite import GradientNotFinite, NotFinite, Part
@@ -79,7 +80,7 @@ async def test_the_teachers_follow_the_replay_through_its_versions(run: Running)
     assert ("forget",) in run.world.log
 
 
-@pytest.mark.parametrize("when", range(11))
+@pytest.mark.parametrize("when", repeated(range(11), 4))
 @pytest.mark.parametrize("where", ["train", "sync", "save", "saved"])
 async def test_a_moving_average_goes_back_to_the_checkpoint_and_follows_from_there(
     build_config: Any, tmp_path: Path, when: int, where: str

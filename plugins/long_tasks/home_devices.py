@@ -2,8 +2,6 @@
 
 As in BFCL's multi-step tasks only the end state counts, and it is compared as a whole. The
 functions that a request needs, in their order, are its variant; held-out variants are not trained.
-
-A home with devices: what functions with typed arguments read and change.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
+from composer_mesh.plugins.long_tasks.long_task import UNREPORTED, LongTask, value_or_text
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text
 from composer_mesh.rollouts.traces import Message
@@ -29,14 +28,7 @@ from composer_mesh.tasks.mistakes import (
     quoted_number,
     unknown_tool,
 )
-from composer_mesh.tasks.planned import (
-    UNREPORTED,
-    LongTask,
-    Reference,
-    Step,
-    question_of,
-    value_or_text,
-)
+from composer_mesh.tasks.planned import Reference, Step, question_of
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session

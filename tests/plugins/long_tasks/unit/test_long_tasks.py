@@ -10,26 +10,25 @@ import pytest
 from pydantic import ValidationError
 
 from composer_mesh.configs.policy import WarmStartConfig
-from composer_mesh.rollouts.hints import TEMPLATES, render_hint
-from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
-from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.home_devices import HomeDevices
-from composer_mesh.tasks.home_devices import plan as plan_of_request
-from composer_mesh.tasks.loading import TaskMixture, make_task
-from composer_mesh.tasks.mistakes import off_by_one, stale_value, wrong_operation
-from composer_mesh.tasks.planned import (
+from composer_mesh.plugins.long_tasks.home_devices import HomeDevices
+from composer_mesh.plugins.long_tasks.home_devices import plan as plan_of_request
+from composer_mesh.plugins.long_tasks.long_task import (
     LongTask,
-    Reference,
-    Step,
     accepted_results,
     skipped_call,
     value_or_text,
 )
+from composer_mesh.plugins.long_tasks.tool_chains import ToolChains
+from composer_mesh.plugins.long_tasks.tool_chains import plan as plan_of_chain
+from composer_mesh.rollouts.hints import TEMPLATES, render_hint
+from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
+from composer_mesh.rollouts.traces import Message
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.loading import TaskMixture, make_task
+from composer_mesh.tasks.mistakes import off_by_one, stale_value, wrong_operation
+from composer_mesh.tasks.planned import Reference, Step
 from composer_mesh.tasks.playing import SyncSession, demonstrate
 from composer_mesh.tasks.task import Task, TaskSettings
-from composer_mesh.tasks.tool_chains import ToolChains
-from composer_mesh.tasks.tool_chains import plan as plan_of_chain
 
 KINDS = (ToolChains, HomeDevices)
 SETTINGS = TaskSettings(max_turns=12)

@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+from composer_mesh.plugins.long_tasks.long_task import LongTask
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.tool_calls import ToolCall
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.mistakes import Mistake, of_toolbox, wrong_answer, wrong_operation
 from composer_mesh.tasks.numbers import UNITS, Number, format_number
-from composer_mesh.tasks.planned import LongTask, Reference, Step
+from composer_mesh.tasks.planned import Reference, Step
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.toolbox import ToolboxSession, gold_actions, new_table, solution, solved

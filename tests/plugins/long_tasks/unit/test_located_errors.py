@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from composer_mesh.configs.policy import WarmStartConfig
+from composer_mesh.plugins.long_tasks.home_devices import HomeDevices
+from composer_mesh.plugins.long_tasks.long_task import UNREPORTED, LongTask
+from composer_mesh.plugins.long_tasks.tool_chains import ToolChains
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.home_devices import HomeDevices
 from composer_mesh.tasks.mistakes import off_by_one
-from composer_mesh.tasks.planned import UNREPORTED, LongTask
 from composer_mesh.tasks.playing import SyncSession, demonstrate
 from composer_mesh.tasks.session import Reply, Session
 from composer_mesh.tasks.task import Task, TaskSettings
-from composer_mesh.tasks.tool_chains import ToolChains
 
 KINDS = (ToolChains, HomeDevices)
 SETTINGS = TaskSettings(max_turns=12)

@@ -1,0 +1,1 @@
+"""Tasks of many calls, all of which have to be right: rewards are rare."""
