@@ -19,6 +19,7 @@ import socketserver
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -233,7 +234,7 @@ class _Reader(io.RawIOBase):
             self._connection.settimeout(self._sending_s)
 
 
-class JsonHandler(BaseHTTPRequestHandler):
+class JsonHandler(BaseHTTPRequestHandler, ABC):
     """Answers the requests of one connection; subclasses authorize and answer."""
 
     server: Any
@@ -246,13 +247,13 @@ class JsonHandler(BaseHTTPRequestHandler):
     most_values = 1_000_000
     """Commas of a body: a parser of JSON holds up all threads while it builds values."""
 
+    @abstractmethod
     def authorize(self) -> None:
         """Raise a Refusal unless the client may ask; the body is not read yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def respond(self, route: str, body: bytes) -> dict[str, Any] | None:
         """Return the answer to a request like "POST /path"; None if it was sent already."""
-        raise NotImplementedError
 
     def client(self) -> str:
         """Return whose body is read: of an authorized request."""

@@ -3,6 +3,7 @@
 Each loss is divided by its own count over the whole step, so microbatches and ranks simply add up.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -98,16 +99,16 @@ class MicrobatchStates:
     of_pairs: HiddenStates | None = None
 
 
-class TrainedChannel:
+class TrainedChannel(ABC):
     """A channel of the trainer's step. All ranks call the same methods, whatever data they have."""
 
     name: str
 
+    @abstractmethod
     def term(self, states: MicrobatchStates, /) -> Tensor | None:
         """Return the unweighted loss of a microbatch, divided by the step's normalizer."""
-        raise NotImplementedError
 
-    def train_rest(self, one: UpdatePass, /) -> None:
+    def train_rest(self, one: UpdatePass, /) -> None:  # noqa: B027 most have no such data
         """Add the gradients of data that is in no microbatch."""
 
     def finish_step(self, _loss: float | None, _step: int, _ranks: Ranks, /) -> Figures:

@@ -17,8 +17,25 @@ from collections.abc import Mapping
 from hashlib import sha1
 from pathlib import Path
 
-from code_attacks import CALC, GOLD, STUB
+CALC = '''"""Numbers."""
 
+
+def scaled(values, factor=1, offset=0):
+    """Multiplies each value by a factor and adds an offset; drops what is negative then."""
+    raise NotImplementedError
+
+
+def total(values):
+    """Adds values."""
+    result = 0
+    for value in values:
+        result += value
+    return result
+'''
+GOLD = """    result = [value * factor + offset for value in values]
+    return [value for value in result if value >= 0]
+"""
+STUB = "    raise NotImplementedError\n"
 WHOLE = CALC.replace(STUB, GOLD)
 """The module as it was before its function was deleted."""
 

@@ -70,6 +70,16 @@ def test_a_sample_has_one_mask_and_log_prob_for_each_id(
     assert (sample.trace_id, sample.advantage) == ("a", advantage)
 
 
+def test_a_turn_that_is_only_context_has_no_trained_id(chat: ChatFormat) -> None:
+    trace = trace_of(chat, "a", 2, [])
+    shown, last = replace(trace.turns[0], trained=False), trace.turns[1]
+    sample = policy_sample(replace(trace, turns=[shown, last]), 1.0)
+    assert len(sample.ids) == len(sample.mask)
+    trained = [token for token, own in zip(sample.ids, sample.mask, strict=True) if own]
+    assert trained == last.action_ids
+    assert [one for one in sample.logprobs if one] == last.logprobs
+
+
 def test_sites_are_taken_round_by_round_over_the_traces(chat: ChatFormat) -> None:
     traces = [
         trace_of(chat, "a", 4, [0, 1, 2, 3]),

@@ -166,6 +166,7 @@ def test_dates_decimals_and_bytes_of_a_file_are_parts_of_an_identity() -> None:
 EVERY_EPISODE = """
 import datetime, json, random
 from composer_mesh import Task, TaskSettings
+from composer_mesh.configs import plugins
 from composer_mesh.tasks.loading import task_class
 from composer_mesh.tasks.rows import read_rows, row_identity
 
@@ -174,7 +175,8 @@ class Mixed(Task):
         day = datetime.date(2026, 1, rng.randint(1, 28))
         return {"day": day, "pair": (rng.random(), None), "words": rng.sample("abcdefgh", 3)}
 
-names = ["toolbox", "tool_chains", "home_devices", "one_liners"]
+names = ["toolbox", "tool_chains", "home_devices", "one_liners"]  # the last three are of plugins
+names = [name for name in names if plugins.find("tasks", name)]
 for task in [*(task_class(name) for name in names), Mixed]:
     made = task.create(TaskSettings(seed=5, max_turns=10))
     for split in ("train", "heldout"):
@@ -195,7 +197,7 @@ def test_two_processes_draw_the_same_episodes() -> None:
             env=environment,
         )
         said.append(ran.stdout.splitlines())
-    assert len(said[0]) == 5 * 2 * 60
+    assert len(said[0]) in (2 * 2 * 60, 5 * 2 * 60)
     assert said[0] == said[1]
     drawn = [line.split(" ", 3) for line in said[0]]
     for task in {one[0] for one in drawn}:

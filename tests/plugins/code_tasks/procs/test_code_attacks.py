@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import pytest
-from code_attacks import GOLD, RUNTIME, STUB, TASK, TREES, Attack
+from code_attacks import RUNTIME, TASK, TREES, Attack
+from knowledge_attacks import GOLD, STUB
 from process_sandbox import ProcessSandbox
 from real_boxes import why_no_boxes
 
