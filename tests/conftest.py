@@ -46,6 +46,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     quarantine.mark(items, quarantine.entries(quarantine.LIST.read_text(encoding="utf-8")))
+    if find_spec("composer_mesh.plugins") is None:
+        for item in (item for item in items if item.get_closest_marker("plugins")):
+            item.add_marker(pytest.mark.skip(reason="composer_mesh.plugins is missing"))
     if config.getoption("suite") == "core":
         longer = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=longer)

@@ -28,6 +28,7 @@ def load_preset(path: Path, problems: Path) -> Config:
     return load_config(path, overrides, model_later=True)
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_shipped_preset_resolves(path: Path, problems: Path) -> None:
     assert load_preset(path, problems).run.name == path.stem
@@ -40,6 +41,7 @@ def test_every_preset_opens_with_hardware_duration_and_audience(path: Path) -> N
     assert all(word in comment for word in ("Hardware:", "Duration:", "Who runs it:"))
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_dumped_run_reads_back_the_same(path: Path, problems: Path, tmp_path: Path) -> None:
     config = load_preset(path, problems)

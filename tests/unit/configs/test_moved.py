@@ -10,6 +10,8 @@ import pytest
 import composer_mesh
 from composer_mesh import moved
 
+pytestmark = pytest.mark.plugins
+
 
 @pytest.fixture
 def earlier() -> Iterator[None]:

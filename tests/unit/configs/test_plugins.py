@@ -46,6 +46,7 @@ def test_every_command_is_one() -> None:
         assert isinstance(plugins.load("commands", name), Command), name
 
 
+@pytest.mark.plugins
 def test_only_the_command_that_is_run_is_imported() -> None:
     code = (
         "import sys, json; from composer_mesh.services.cli import main; main(['scale', 'x', 'y']); "

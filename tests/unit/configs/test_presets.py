@@ -14,6 +14,8 @@ from composer_mesh.planning.memory_estimate import memory_of
 from composer_mesh.planning.model_sizes import parameter_count, sizes_of
 from composer_mesh.services.cli import main
 
+pytestmark = pytest.mark.plugins
+
 CONFIGS = ROOT / "configs"
 REAL = {
     "qwen2.5-0.5b": 494_032_768,

@@ -20,6 +20,7 @@ def mutation(find: str, replace: str) -> Mutation:
     return Mutation("a_fault", "Sums are wrong.", find, replace)
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("name", sets_of())
 def test_each_fault_is_in_one_place_and_is_python(name: str, texts: dict[Path, str]) -> None:
     for one in mutations_of(name):

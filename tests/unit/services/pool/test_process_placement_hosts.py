@@ -179,6 +179,7 @@ def test_a_host_that_comes_back_under_its_name_has_nothing_of_before() -> None:
     assert found.take("trainer").host == "b"
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
 def test_a_scheduler_must_be_told_the_sizes_of_its_hosts(kind: str) -> None:
     at = (f'cluster.kind="{kind}"',)
@@ -188,6 +189,7 @@ def test_a_scheduler_must_be_told_the_sizes_of_its_hosts(kind: str) -> None:
     assert [host.name for host in found.placement.hosts] == ["n-0", "n-1"]
 
 
+@pytest.mark.plugins
 def test_the_batch_jobs_controller_is_counted_on_its_first_host() -> None:
     found = ProcessPlacements.of(run(described(), kind=('cluster.kind="slurm"',)))
     placed = found.placement.named("controller")

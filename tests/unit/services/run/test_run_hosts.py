@@ -18,6 +18,8 @@ from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.run import hosts as run_hosts
 from composer_mesh.services.run.hosts import RunHosts
 
+pytestmark = pytest.mark.plugins
+
 A, B = "tcp://10.0.0.5:22300", "tcp://10.0.0.6:22300"
 GB = 1 << 30
 

@@ -160,6 +160,7 @@ async def test_what_is_left_ends_at_last_and_what_is_done_counts() -> None:
         stopping.check()
 
 
+@pytest.mark.plugins
 @pytest.mark.parametrize(("given", "left"), [(120, 90.0), (40, 20.0), (600, 570.0)])
 def test_slurm_says_how_long_a_checkpoint_may_take(
     build_config: Any, given: int, left: float
