@@ -95,7 +95,8 @@ def open_log(path: Path) -> SqliteFile:
 
 def accept(rows: sqlite3.Connection, request: OperationRequest) -> Accepted:
     """Enter an operation, or find the one with its scope and seq; `Refused` if that is another."""
-    digest = hashlib.sha256(b"%b\0%b" % (request.kind.encode(), request.body)).digest()
+    identity = request.body if request.identity is None else request.identity
+    digest = hashlib.sha256(b"%b\0%b" % (request.kind.encode(), identity)).digest()
     if request.seq is not None:
         found = rows.execute(
             "SELECT request_id, number, digest FROM operations WHERE scope = ? AND seq = ?",

@@ -27,7 +27,8 @@ class OperationRequest:
     """What is written to the log before a client learns of its operation.
 
     `scope` and `seq` name it: the same two with the same body are the same operation, however often
-    they are sent. `body` is all that is needed to execute it, now or again.
+    they are sent. `body` is all that is needed to execute it, now or again. `identity` is compared
+    in its place, where a client that repeats a request changes some of it.
     """
 
     client: str
@@ -37,6 +38,7 @@ class OperationRequest:
     body: bytes
     model: str = ""
     cost: int = 1
+    identity: bytes | None = None
 
 
 @dataclass(eq=False)

@@ -46,6 +46,10 @@ class ClientRequest(BaseModel):
         """Return bytes that are equal for equal requests."""
         return self.model_dump_json().encode()
 
+    def identity(self) -> bytes | None:
+        """Return bytes that are equal where the client repeats a request; None for `canonical`."""
+        return None
+
 
 Request = TypeVar("Request", bound=ClientRequest)
 
@@ -130,6 +134,10 @@ class SaveWeights(ClientRequest):
 class SaveForSampler(SaveWeights):
     sampling_session_seq_id: Seq | None = None
     kind: Annotated[str, Field(pattern="^(snapshot|inflight)$")] = "snapshot"
+
+    def identity(self) -> bytes:
+        """Leave out the sampler's number, which the SDK draws anew when it repeats a request."""
+        return self.model_dump_json(exclude={"sampling_session_seq_id"}).encode()
 
 
 class LoadWeights(ClientRequest):

@@ -217,7 +217,8 @@ class TrainingServer:
         elif kind != "optim_step" and request.path is not None:
             saved_path(request.model_id, "training", request.path)
         model, seq, body = request.model_id, request.seq_id, request.canonical()
-        return await self._of_model(client, model, kind, seq, body, request, 1)
+        same = request.identity()
+        return await self._of_model(client, model, kind, seq, body, request, 1, same)
 
     async def _create_from(self, client: str, request: requests.LoadWeights) -> Accepted:
         """Create a model like that of saved weights, and load them as its first operation."""
@@ -239,12 +240,13 @@ class TrainingServer:
         body: bytes,
         payload: Any,
         cost: int,
+        identity: bytes | None = None,
     ) -> Accepted:
         model = self.registry.model(client, name)
         if model.unloaded:
             raise bad(f"model {name} was unloaded: create another one")
         await self.registry.touch(client, model.session)
-        asked = OperationRequest(client, kind, model.id, seq, body, model.id, cost)
+        asked = OperationRequest(client, kind, model.id, seq, body, model.id, cost, identity)
         check = partial(self._training.check_seq, model.id, seq)
         return await self._accept(asked, payload, check)
 

@@ -45,6 +45,24 @@ async def test_another_request_with_the_same_number_is_refused(tmp_path: Path) -
         assert "seq_id 1 was used for another request" in refusal["detail"]
 
 
+async def test_a_sampler_that_is_asked_for_again_by_another_number_is_saved_once(
+    tmp_path: Path,
+) -> None:
+    """As the SDK does where a server dies before it answers: the number is drawn for each try."""
+    async with served(tmp_path) as world:
+        client = world.client()
+        asked = {"model_id": await client.model(), "seq_id": 1}
+        first, again = [
+            await client.post("save_weights_for_sampler", **asked, sampling_session_seq_id=number)
+            for number in (0, 1)
+        ]
+        assert first == again
+        saved = (await client.result(first))["sampling_session_id"]
+        assert saved == f"{client.session}:sample:0"
+        refusal = await client.post("save_weights_for_sampler", 400, **asked, path="other")
+        assert "seq_id 1 was used for another request" in refusal["detail"]
+
+
 async def test_operations_are_executed_by_number_in_whatever_order_they_come(
     tmp_path: Path,
 ) -> None:
