@@ -82,8 +82,8 @@ vllm: $(STAMPS)/vllm
 
 verifiers: $(VERIFIERS)/.stamps/verifiers
 
-# The suites are in tests/selection.toml. Shared runs are made side by side by one process, which needs all cores: unit
-# tests at the same time take longer than after them.
+# The suites are in tests/selection.toml. Shared runs are made side by side by one process; they use all of two cores, so
+# that unit tests at the same time gain nothing.
 LOADFILE := -n $(RUN_JOBS) --dist loadfile --no-loadscope-reorder
 
 test: unit-core runs-core
