@@ -142,15 +142,17 @@ class FurtherChannels:
         """Return alpha * SDPO + beta * replay of a microbatch, each over its own divisor.
 
         `hidden` [B, T, H] are the states of TRL's forward of `inputs`. Adds `loss/sdpo` and
-        `loss/replay`, unweighted, and the channels' other figures.
+        `loss/replay`, unweighted, and the channels' other figures, where this rank has data.
         """
         terms: dict[str, Term] = {}
-        if self.sdpo.on and self._takes_part(any(part.rows), part.any_rank_has_views):
+        own = {"sdpo": any(part.rows), "replay": bool(part.pairs)}
+        if self.sdpo.on and self._takes_part(own["sdpo"], part.any_rank_has_views):
             terms["sdpo"] = partial(self._distil, model, hidden, inputs, part, channel, figures)
-        if self.replay.on and self._takes_part(bool(part.pairs), part.any_rank_has_pairs):
+        if self.replay.on and self._takes_part(own["replay"], part.any_rank_has_pairs):
             terms["replay"] = partial(self._prefer, model, part, figures)
         found = step_loss(terms, own_weights(self.sdpo.alpha, self.replay.beta))
-        _add(figures, {f"loss/{name}": float(loss) for name, loss in found.losses.items()})
+        losses = {name: float(loss) for name, loss in found.losses.items() if own[name]}
+        _add(figures, {f"loss/{name}": loss for name, loss in losses.items()})
         return found.total()
 
     def _takes_part(self, has_some: bool, any_rank_has_some: bool) -> bool:
