@@ -318,7 +318,7 @@ fuzz: $(STAMPS)/dev
 # run before tests or code are cut, and after.
 mutations: $(STAMPS)/dev
 	$(BIN)/python tests/mutations/run.py $(MUTATIONS) $(if $(filter core,$(MUTATIONS)),--at-least 27) \
-		-- $(if $(filter core,$(MUTATIONS)),--suite core) -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+		-- $(if $(filter-out core,$(MUTATIONS)),,--suite core) -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .

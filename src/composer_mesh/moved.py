@@ -32,15 +32,16 @@ def install() -> None:
 def module_of(name: str) -> str | None:
     """Return the module of a name that `composer_mesh` had, with a warning; None for another."""
     if now := NAMES.get(name):
-        _warn(f"composer_mesh.{name}", f"composer_mesh.{now}.{name}")
+        _warn(f"composer_mesh.{name}", f"composer_mesh.{now}.{name}", calls=3)
     return now
 
 
-def _warn(earlier: str, now: str) -> None:
+def _warn(earlier: str, now: str, calls: int) -> None:
+    """Warn where the earlier path is used: so many calls above, those of importlib not counted."""
     warnings.warn(
         f"{earlier} is {now} now, and its earlier path works in this release only",
         DeprecationWarning,
-        stacklevel=4,
+        stacklevel=calls + 1,
     )
 
 
@@ -56,7 +57,7 @@ class _Moved(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Put the module itself in place of the earlier one: there is one of each class."""
         now = _now(module.__name__)
-        _warn(module.__name__, now)
+        _warn(module.__name__, now, calls=2)
         sys.modules[module.__name__] = importlib.import_module(now)
 
 

@@ -217,8 +217,8 @@ class TrainingServer:
         elif kind != "optim_step" and request.path is not None:
             saved_path(request.model_id, "training", request.path)
         model, seq, body = request.model_id, request.seq_id, request.canonical()
-        same = request.identity()
-        return await self._of_model(client, model, kind, seq, body, request, 1, same)
+        identity = request.identity()
+        return await self._of_model(client, model, kind, seq, body, request, 1, identity)
 
     async def _create_from(self, client: str, request: requests.LoadWeights) -> Accepted:
         """Create a model like that of saved weights, and load them as its first operation."""

@@ -30,8 +30,10 @@ def test_an_earlier_path_is_the_module_itself_and_warns(earlier: None, old: str)
     now = f"composer_mesh.{moved.MOVED[old]}"
     with warnings.catch_warnings(action="ignore"):
         importlib.import_module(f"composer_mesh.{old}".rpartition(".")[0])
-    with pytest.warns(DeprecationWarning, match=f"composer_mesh.{old} is {now} now"):
-        found = importlib.import_module(f"composer_mesh.{old}")
+    with pytest.warns(DeprecationWarning, match=f"composer_mesh.{old} is {now} now") as warned:
+        exec(f"import composer_mesh.{old}")
+    assert warned[0].filename == "<string>"  # where it is imported
+    found = importlib.import_module(f"composer_mesh.{old}")
     assert found is importlib.import_module(now)
     assert found.__name__ == found.__spec__.name == now
 
@@ -42,8 +44,11 @@ def test_an_earlier_name_is_the_class_itself_and_warns(
 ) -> None:
     monkeypatch.delitem(vars(composer_mesh), name, raising=False)
     now = f"composer_mesh.{moved.NAMES[name]}"
-    with pytest.warns(DeprecationWarning, match=f"composer_mesh.{name} is {now}.{name} now"):
+    with pytest.warns(
+        DeprecationWarning, match=f"composer_mesh.{name} is {now}.{name} now"
+    ) as warned:
         found = getattr(composer_mesh, name)
+    assert warned[0].filename == __file__
     assert found is getattr(importlib.import_module(now), name)
 
 
