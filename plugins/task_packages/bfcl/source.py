@@ -55,12 +55,20 @@ class PackageSource:
     """The source that bfcl-eval is."""
 
     def rows(self, category: str) -> list[dict[str, Any]]:
-        """Return the rows of a category."""
-        return _lines(self._data / f"BFCL_v4_multi_turn_{category}.json")
+        """Return the conversations of a category."""
+        return self.single_turns(f"multi_turn_{category}")
 
     def gold(self, category: str) -> dict[str, list[list[str]]]:
         """Return the gold calls of each turn, as text, by the row's id."""
-        lines = _lines(self._data / "possible_answer" / f"BFCL_v4_multi_turn_{category}.json")
+        return self.answers(f"multi_turn_{category}")
+
+    def single_turns(self, category: str) -> list[dict[str, Any]]:
+        """Return the rows of a category of single turns."""
+        return _lines(self._data / f"BFCL_v4_{category}.json")
+
+    def answers(self, category: str) -> dict[str, list[Any]]:
+        """Return the right calls, each with its possible values, by the row's id."""
+        lines = _lines(self._data / "possible_answer" / f"BFCL_v4_{category}.json")
         return {line["id"]: line["ground_truth"] for line in lines}
 
     def documents(self, api: str) -> list[dict[str, Any]]:

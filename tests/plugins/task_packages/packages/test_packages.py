@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from composer_mesh.plugins.task_packages.bfcl.single_call import difference
 from composer_mesh.plugins.task_packages.reasoning_gym import LISTS, REFUSED, WITHOUT_SOLUTION
+from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import task_class
 from composer_mesh.tasks.playing import SyncSession
@@ -57,6 +64,65 @@ def test_training_on_bfcl_leaves_out_base_and_every_held_out_scenario() -> None:
     }
     assert (len(task.rows("train") or []), len(task.rows("heldout") or [])) == (480, 40)
     assert not numbers["train"] & numbers["heldout"]
+
+
+@pytest.mark.parametrize(("part", "rows"), [("sft", 337), ("rl", 138)])
+def test_all_single_calls_of_bfcl_accept_gold_and_refuse_empty_answers(
+    part: str, rows: int
+) -> None:
+    task = task_class("bfcl_single_call").create(SETTINGS, part=part)
+    assert (len(task.rows("train") or []), len(task.rows("heldout") or [])) == (rows, 125)
+    assert successes(task, 125, gold=True) == 125
+    assert successes(task, 125, gold=False) == 0
+
+
+def test_single_calls_are_judged_as_by_the_checker_of_bfcl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own table of models is replaced: reading it needs the clients of all of them."""
+    models = ModuleType("bfcl_eval.constants.model_config")
+    models.MODEL_CONFIG_MAPPING = {"none": SimpleNamespace(underscore_to_dot=False)}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, models.__name__, models)
+    checker = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
+    language = importlib.import_module("bfcl_eval.constants.enums").Language.PYTHON
+    task = task_class("bfcl_single_call").create(SETTINGS, part="sft")
+    judged: Counter[tuple[bool, bool]] = Counter()
+    for row in task.rows("train") or []:
+        name, answers = task.answers[row["id"]]
+        function = task.functions(row["id"])[name]
+        document = {"name": name, "parameters": function.document}
+        for arguments in _variants(read_gold(task, row), answers):
+            ours = difference(arguments, answers, function.document) is None
+            theirs = checker.simple_function_checker(
+                document, {name: arguments}, {name: answers}, language, "none"
+            )["valid"]
+            judged[ours, theirs] += 1
+    # The checker takes the type of a first possible value for the parameter's in two answers.
+    assert judged[True, False] == 0
+    assert judged[False, True] <= 2
+    assert judged[True, True] > 2_000
+    assert judged[False, False] > 5_000
+
+
+def read_gold(task: Any, row: Any) -> dict[str, Any]:
+    call = parse_action(task.gold(row)[0])
+    assert isinstance(call, ToolCall)
+    return call.arguments
+
+
+def _variants(gold: dict[str, Any], answers: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the gold arguments, and changes of one of them, right and wrong ones."""
+    yield gold
+    yield {**gold, "unknown": 1}
+    for name, value in gold.items():
+        yield {key: one for key, one in gold.items() if key != name}
+        others: list[Any] = [str(value), None, True, 0, 1, [], [value]]
+        if isinstance(value, str):
+            others += [value.upper(), value + " ", value + "x", value.replace(" ", ",")]
+        if type(value) in (int, float):
+            others += [float(value), value + 1, int(value)]
+        if isinstance(value, list):
+            others += [value[::-1], [*value, *value[:1]], [str(one) for one in value]]
+        others += [one for one in answers[name] if not isinstance(one, dict)]
+        yield from ({**gold, name: one} for one in others)
 
 
 def test_sixty_tickets_of_tau2_accept_gold_and_refuse_empty_answers() -> None:
