@@ -8,11 +8,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from composer_mesh.plugins.task_packages.bfcl.single_call import difference
+from composer_mesh.plugins.task_packages.bfcl.single_call import (
+    BfclSingleCall,
+    DocumentedFunction,
+    difference,
+)
 from composer_mesh.plugins.task_packages.reasoning_gym import LISTS, REFUSED, WITHOUT_SOLUTION
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 from composer_mesh.tasks.errors import UnusableTask
@@ -83,11 +87,11 @@ def test_single_calls_are_judged_as_by_the_checker_of_bfcl(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, models.__name__, models)
     checker = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
     language = importlib.import_module("bfcl_eval.constants.enums").Language.PYTHON
-    task = task_class("bfcl_single_call").create(SETTINGS, part="sft")
+    task = BfclSingleCall.create(SETTINGS, part="sft")
     judged: Counter[tuple[bool, bool]] = Counter()
     for row in task.rows("train") or []:
         name, answers = task.answers[row["id"]]
-        function = task.functions(row["id"])[name]
+        function = cast(DocumentedFunction, task.functions(row["id"])[name])
         document = {"name": name, "parameters": function.document}
         for arguments in _variants(read_gold(task, row), answers):
             ours = difference(arguments, answers, function.document) is None
