@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from composer_mesh.rollouts.consensus import read_answer
 from composer_mesh.tasks.errors import ToolError
@@ -12,7 +12,9 @@ from composer_mesh.tasks.session import Reply
 
 Number = int | float
 LARGEST = 10**15
-Bounded = Annotated[int | float, Field(ge=-LARGEST, le=LARGEST)]
+Bounded = Annotated[int | float, Field(ge=-LARGEST, le=LARGEST), WithJsonSchema({"type": "number"})]
+"""A number within what tasks compute with. Schemas leave out bounds that no agent comes near: small
+models' tokenizers write one token for each of their digits."""
 Operation = Literal["add", "subtract", "multiply", "divide"]
 UNITS: dict[tuple[str, str], Fraction] = {
     ("weeks", "days"): Fraction(7),

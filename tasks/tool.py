@@ -43,6 +43,16 @@ TYPE_ERRORS = ("int_from_float", "none_required", "is_instance_of")
 """Types of pydantic's errors for arguments of a wrong type, besides those that end in `_type`."""
 FIELD = "argument_"
 """Before each argument's name in its model: pydantic refuses some names, such as `_x` or `copy`."""
+KEYWORDS = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+    "multiple_of": "multipleOf",
+}
+"""JSON Schema's keywords for bounds that pydantic writes by names of its own at a union."""
+VALUES = frozenset({"const", "default", "enum", "examples"})
+"""Keywords that hold values, whose keys are no keywords."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ class ToolSpec:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in the format of OpenAI's `tools` parameter."""
-        schema = self.arguments.model_json_schema()
+        schema = plain_schema(self.arguments.model_json_schema())
         parameters = {
             "type": "object",
             "properties": schema.get("properties", {}),
@@ -142,6 +152,30 @@ class ToolSpec:
             return ToolError("wrong_type", text, {**facts, "wanted": wanted})
         what = argument or "an argument"
         return ToolError("bad_value", f"{what}: {first['msg'][:80]}", {**facts, "argument": what})
+
+
+def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema without titles, with standard keywords and one type for all numbers."""
+    found = {
+        KEYWORDS.get(key, key): _plain_part(key, value)
+        for key, value in schema.items()
+        if key != "title"
+    }
+    if found.get("anyOf") == [{"type": "integer"}, {"type": "number"}]:
+        del found["anyOf"]
+        found = {"type": "number", **found}
+    return found
+
+
+def _plain_part(key: str, value: Any) -> Any:
+    """Return the value of a schema's keyword with the schemas in it plain."""
+    if key in VALUES:
+        return value
+    if isinstance(value, Mapping):
+        if key in ("properties", "$defs"):
+            return {name: _plain_part("", one) for name, one in value.items()}
+        return plain_schema(value)
+    return [_plain_part("", one) for one in value] if isinstance(value, list) else value
 
 
 def unknown_tool(name: str, tools: Sequence[str]) -> ToolError:
@@ -326,4 +360,5 @@ def _tool(server: McpServer, tool: McpTool) -> ExternalTool:
             f"{type(parameters).__name__} but must be an object: remove environment.mcp.*.tools"
         )
     name = f"{server.prefix}{tool.name}"
-    return ExternalTool(name, server.name, tool.name, tool.description, parameters)
+    schema = plain_schema(parameters)
+    return ExternalTool(name, server.name, tool.name, tool.description, schema)

@@ -43,7 +43,7 @@ CHECKED = (
 
 NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
-TEXTS = frozenset({"title", "description", "pattern", "format"})
+TEXTS = frozenset({"description", "pattern", "format"})
 BRANCHES = frozenset({"anyOf", "oneOf", "allOf"})
 TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 

@@ -12,6 +12,7 @@ import pytest
 from composer_mesh.actors.mcp_servers.servers import McpServers, attached, with_tools
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, parse_toml, resolve_config
+from composer_mesh.configs.mcp import McpServer
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.calls import Calls
@@ -19,7 +20,7 @@ from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.tool import ExternalTool
+from composer_mesh.tasks.tool import ExternalTool, external_tools
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 EXAMPLE = {"name": "example", "transport": "module", "module": "mcp_example_server:server"}
@@ -50,6 +51,26 @@ class FakeServers:
 
     def end(self, key: str) -> None:
         self.ended.append(key)
+
+
+def test_a_server_s_schema_is_shown_without_the_titles_that_pydantic_writes() -> None:
+    written = {
+        "title": "addArguments",
+        "type": "object",
+        "properties": {
+            "title": {"title": "Title", "type": "string", "default": {"title": "kept"}},
+            "a": {"title": "A", "anyOf": [{"type": "integer"}, {"type": "number"}], "ge": 0},
+        },
+    }
+    given = server(tools=[{"name": "add", "parameters": json.dumps(written)}])
+    (found,) = external_tools([McpServer.model_validate(given)])
+    assert found.schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "default": {"title": "kept"}},
+            "a": {"type": "number", "minimum": 0},
+        },
+    }
 
 
 def episode_of(task: Task, servers: FakeServers | McpServers) -> RunningEpisode:

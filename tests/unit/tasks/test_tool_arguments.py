@@ -129,6 +129,49 @@ def test_a_wrong_argument_is_named_with_what_it_must_be(
     assert raised.value.text.startswith(text)
 
 
+Positive = Annotated[int | float, Field(gt=0, le=9, multiple_of=2)]
+
+
+class Titled(BaseModel):
+    title: str
+    size: Positive = 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema"),
+    [
+        (int | float, {"type": "number"}),
+        (Positive, {"type": "number", "exclusiveMinimum": 0, "maximum": 9, "multipleOf": 2}),
+        (
+            Annotated[int, Field(ge=1, lt=3)],
+            {"type": "integer", "minimum": 1, "exclusiveMaximum": 3},
+        ),
+        (int | str, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+    ],
+)
+def test_a_schema_has_standard_keywords_and_one_type_for_numbers(kind: Any, schema: Any) -> None:
+    assert shown(kind) == schema
+    assert shown(dict[str, kind]) == {"type": "object", "additionalProperties": schema}
+
+
+def test_titles_are_left_out_of_schemas_but_not_arguments_of_that_name() -> None:
+    whole = spec_of(list[Titled]).schema["function"]["parameters"]
+    assert whole["$defs"]["Titled"] == {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "size": {"default": 4, **shown(Positive)}},
+        "required": ["title"],
+    }
+    assert spec_of(str, "title").schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"title": {"type": "string"}},
+        "required": ["title"],
+    }
+
+
+def shown(kind: Any) -> Any:
+    return spec_of(kind).schema["function"]["parameters"]["properties"]["value"]
+
+
 @pytest.mark.parametrize("name", ["_x", "__x", "model_config", "model_fields", "copy", "json"])
 def test_an_argument_may_have_any_name(name: str) -> None:
     spec = spec_of(int, name)
