@@ -11,6 +11,7 @@ this attention function behaves as with "sdpa" for other callers.
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -170,7 +171,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest allowed root mean square error of a position's logits, in their standard deviations.
 
-0.1 for lower precisions. The largest single error would grow with the vocabulary.
+For lower precisions 0.1, or twice the error of the model's own cache. The largest single error
+would grow with the vocabulary.
 """
 
 PROBE = 24
@@ -261,11 +263,14 @@ class PackedForward:
         errors, spread = (served - wanted).square().mean(-1).sqrt(), wanted.std()
         distance, allowed = error_of(errors, self._model), TOLERANCE.get(self._model.dtype, 0.1)
         away = float(distance / spread)
+        if self._model.dtype not in TOLERANCE and away > allowed:
+            own = (self._in_parts(tokens) - wanted).square().mean(-1).sqrt()
+            allowed = max(allowed, 2 * float(error_of(own, self._model) / spread))
         if not distance <= allowed * spread:  # all logits of weights that diverged may be equal
             raise ModelNotServed(
                 name,
                 f"with its keys in rows a position's logits are {away:.2g} standard deviations "
-                f"from its own, as a root mean square, and {allowed:g} are allowed",
+                f"from its own, as a root mean square, and {allowed:.2g} are allowed",
             )
         self.direct = not self._in_place and self._layers_suffice(tokens, served)
         way = "layer by layer" if self.direct else "by its own forward"
@@ -274,13 +279,23 @@ class PackedForward:
     def _probe(self, tokens: Tensor) -> Tensor:
         """Return logits `[tokens, V]`: most start row 0, some continue it, the last is decoded."""
         logits, count = [], len(tokens)
-        for start, end in pairwise((0, count * 5 // 8, count - 1, count)):
+        for start, end in _parts(count):
             positions = torch.arange(start, end, device=self.device)
             self._cache.aim(torch.stack([torch.zeros_like(positions), positions]))
             decoding = int(end == count)
             runs = [] if decoding else [Run(0, start, end)]
             packed = Packed(self._cache, decoding, runs, positions, longest=end, ragged=False)
             logits.append(self(packed, tokens[start:end], None))
+        return torch.cat(logits)
+
+    def _in_parts(self, tokens: Tensor) -> Tensor:
+        """Return the model's own logits `[tokens, V]` of the same parts, by its own cache."""
+        logits, cache = [], None
+        for start, end in _parts(len(tokens)):
+            ids = tokens[None, start:end]
+            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits[0].float())
         return torch.cat(logits)
 
     def _layers_suffice(self, tokens: Tensor, served: Tensor) -> bool:
@@ -292,3 +307,8 @@ class PackedForward:
             return False
         finally:
             self.direct = False
+
+
+def _parts(count: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last place of a probe's parts: a prompt, a continuation, a decoded token."""
+    yield from pairwise((0, count * 5 // 8, count - 1, count))

@@ -114,6 +114,22 @@ def test_rounding_that_a_large_vocabulary_makes_far_is_served_and_a_wrong_positi
         Engine(model, 3, 64)
 
 
+def test_rounding_of_many_layers_is_served_as_far_as_that_of_the_models_own_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("Llama", num_hidden_layers=40).bfloat16()
+    probe = PackedForward._probe
+
+    def wrong(forward: PackedForward, tokens: torch.Tensor) -> torch.Tensor:
+        logits = probe(forward, tokens)
+        return torch.cat([logits[:-1], logits[:1]])
+
+    Engine(model, 3, 64)
+    monkeypatch.setattr(PackedForward, "_probe", wrong)
+    with pytest.raises(ModelNotServed, match=r"a root mean square, and 0\.3 are allowed"):
+        Engine(model, 3, 64)
+
+
 def test_a_model_that_looks_back_less_than_a_row_is_refused() -> None:
     model = build("Mistral", sliding_window=32)
     Engine(model, 3, 32)
