@@ -156,5 +156,9 @@ def _max_lag(before: Config, after: Config) -> tuple[bool, str]:
     return True, "rollouts may run further ahead"
 
 
-RULES: dict[str, Rule] = {"run.steps": _steps, "schedule.max_lag": _max_lag}
+RULES: dict[str, Rule] = {
+    "run.steps": _steps,
+    "sft.steps": _steps,
+    "schedule.max_lag": _max_lag,
+}
 """Keys whose safety depends on the values."""

@@ -169,11 +169,19 @@ def _check_date(text: str) -> None:
         raise ValueError(f"chat_date is {text!r} but must be a date: write it as 2026-01-31")
 
 
+START = r"^sft(:[^@]+(@[0-9a-f]{8})?)?$"
+"""A supervised run; a run writes its checkpoint, with the CRC-32 of the checkpoint's manifest."""
+
+
 class PolicyConfig(Section):
     """The policy: a built-in tiny Qwen3, or any causal LM from a local folder."""
 
     path: FilePath | None = None
     """Local Hugging Face model folder; without it a built-in model of the sizes below is made."""
+
+    start: Annotated[str, Field(pattern=START)] | None = None
+    """"sft" or "sft:DIR": `train` starts from the last checkpoint of the supervised run in
+    runs/NAME-sft, or in DIR, which has begun with the model of this section."""
 
     sizes: ModelSizes | None = None
     """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before

@@ -32,6 +32,7 @@ from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schedule import RolloutsConfig, ScheduleConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.serve import ServeConfig
+from composer_mesh.configs.sft import SftConfig
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.configs.teachers import JudgesConfig
 from composer_mesh.configs.tracking import TrackingConfig
@@ -211,6 +212,10 @@ class Config(Section):
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
+
+    sft: SftConfig | None = None
+    """Supervised fine-tuning, by `composer-mesh sft`."""
+
     serve: ServeConfig = Field(default_factory=ServeConfig)
     """Limits of a server of the Tinker protocol."""
 

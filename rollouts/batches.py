@@ -21,8 +21,8 @@ Advantage = float | list[float]
 class PolicySample:
     """A trace with its advantage. `mask` is True at trained ids; `logprobs` is 0 elsewhere.
 
-    `versions` holds the policy version that sampled each id, -1 for ids that are not trained;
-    `group_id` is that of the trace.
+    `versions` holds the policy version that sampled each id, -1 for ids that no policy sampled or
+    that are not trained; `group_id` is that of the trace.
     `advantage` is one number, or a list with one for each id, which is 0 where none is trained.
     """
 

@@ -105,6 +105,10 @@ class TaskMixture(Task):
     def has_expert(self) -> bool:
         return all(task.has_expert for task in self.parts)
 
+    @property
+    def demonstrates(self) -> bool:
+        return all(task.demonstrates for task in self.parts)
+
     def locate(self, index: int) -> tuple[str, int]:
         return self._place("train", index)
 

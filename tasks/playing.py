@@ -16,12 +16,13 @@ import atexit
 import inspect
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Self, TypeVar
 
 from composer_mesh.configs.policy import WarmStartConfig
+from composer_mesh.configs.sft import SftConfig
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates, render_hint
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
@@ -227,8 +228,16 @@ class _Playing:
 ANSWER_SHARE = 0.25
 """Ratio of the error rate in final answers to that in calls."""
 
+ROLES = {"system": "system", "question": "user", "remark": "user", "result": "tool"}
+"""The role of the message that a kind of piece is."""
+KINDS = {"system": "system", "user": "question", "tool": "result"}
+"""The kind of piece that a message of a role is."""
+
 Piece = tuple[str, str]
-"""(kind, text), where kind is question, result, remark, hint or action."""
+"""(kind, text), where kind is one of `ROLES`, hint, action, or given: an action not imitated."""
+
+Mistakes = WarmStartConfig | SftConfig
+"""How many episodes are demonstrated, and how often the agent errs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,33 +248,41 @@ class Demonstration:
     learn: list[bool]
 
 
-def conversations(task: Task, settings: WarmStartConfig, rng: random.Random) -> list[list[Piece]]:
+def conversations(task: Task, settings: Mistakes, rng: random.Random) -> list[list[Piece]]:
     """Generate one conversation for each of the first training episodes."""
     episodes = range(settings.demonstrations)
     return [list(demonstrate(task, index, settings, rng)) for index in episodes]
 
 
-def demonstrate(
-    task: Task, index: int, settings: WarmStartConfig, rng: random.Random
-) -> Iterator[Piece]:
-    """Generate one conversation of an imperfect agent.
+def demonstrate(task: Task, index: int, settings: Mistakes, rng: random.Random) -> Iterator[Piece]:
+    """Generate one conversation of an imperfect agent: of the task's expert, else its gold actions.
 
     The agent errs with `error_rate` and recovers after an error with `recovery_rate`. In
     `hinted_share` of the conversations a hint replaces what would have been the error.
     """
-    with SyncSession(task, task.episode("train", index)) as session:
-        yield from _demonstrate(task, index, session, settings, rng)
+    episode = task.episode("train", index)
+    gold = None if task.has_expert else iter(task.of(episode.task).gold(episode.payload))
+    with SyncSession(task, episode) as session:
+        yield from _demonstrate(task, index, session, settings, rng, gold)
 
 
 def _demonstrate(
-    task: Task, index: int, session: SyncSession, settings: WarmStartConfig, rng: random.Random
+    task: Task,
+    index: int,
+    session: SyncSession,
+    settings: Mistakes,
+    rng: random.Random,
+    gold: Iterator[str] | None,
 ) -> Iterator[Piece]:
-    yield "question", session.messages[-1]["content"]
+    yield from ((KINDS[message["role"]], message["content"]) for message in session.messages)
     templates = TEMPLATES.extended(task.hint_templates)
     hinted, failed, done = rng.random() < settings.hinted_share, False, False
     while not done:
         messages = session.messages
-        text = right = task.continued(messages)
+        found = task.continued(messages) if gold is None else next(gold, None)
+        if found is None:
+            return
+        text = right = found
         if failed:
             text = recover_or_give_up(right, rng, settings.recovery_rate)
         elif rng.random() < settings.error_rate * (1 if parse_action(right) else ANSWER_SHARE):
@@ -311,23 +328,25 @@ def _error_of(
     return ErrorSite(0, unreported.kind, unreported.hint or unreported.kind, unreported.facts)
 
 
-def encode(chat: ChatFormat, conversation: list[Piece]) -> Demonstration:
+def encode(chat: ChatFormat, conversation: Iterable[Piece]) -> Demonstration:
     """Encode a conversation as a rollout would: contexts grow by ids, actions are learned."""
     ids: list[int] = []
-    action: list[int] = []
     learn: list[bool] = []
-    roles = {"result": "tool", "remark": "user"}
+    action: list[int] | None = None
     prompt = chat.generation_prompt
-    for kind, text in conversation:
-        if kind == "question":
-            new = chat.first_prompt([{"role": "user", "content": text}])
-        elif kind == "hint":
-            del ids[-len(prompt) :], learn[-len(prompt) :]
-            new = chat.hint(text) + prompt
-        elif kind == "action":
-            new = action = chat.action(text)
-        else:
-            new = chat.continuation([{"role": roles[kind], "content": text}], action)
-        ids += new
-        learn += [kind == "action"] * len(new)
+    for kind, pieces in groupby(conversation, lambda piece: "" if piece[0] in ROLES else piece[0]):
+        if not kind:
+            said = [{"role": ROLES[role], "content": text} for role, text in pieces]
+            new = chat.first_prompt(said) if action is None else chat.continuation(said, action)
+            ids += new
+            learn += [False] * len(new)
+            continue
+        for _, text in pieces:
+            if kind == "hint":
+                del ids[-len(prompt) :], learn[-len(prompt) :]
+                new = chat.hint(text) + prompt
+            else:
+                new = action = chat.action(text)
+            ids += new
+            learn += [kind == "action"] * len(new)
     return Demonstration(ids, learn)

@@ -287,6 +287,11 @@ class Task:
         """Whether the task has an expert."""
         return type(self).expert is not Task.expert
 
+    @property
+    def demonstrates(self) -> bool:
+        """Whether the task has an expert, or states gold actions."""
+        return self.has_expert or type(self).gold is not Task.gold
+
     def of(self, name: str) -> Task:
         """Return the task of an episode: this one, or one of a mixture."""
         return self

@@ -102,7 +102,7 @@ class PolicyChannel(TrainedChannel):
     ) -> Tensor:
         """Return the loss of some samples, divided by the normalizer of their whole batch."""
         tokens = self._tokens(model, samples, hidden, counts.version)
-        if self._start or not self._moved:
+        if (self._start or not self._moved) and any(map(_is_sampled, samples)):
             self._logprob_mismatch.note(tokens.start, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
             requested = requested_fields(self._loss, model, hidden, tokens.mask, self._temperature)
@@ -274,6 +274,11 @@ class PolicyChannel(TrainedChannel):
             before = self._custom_metrics.get(name)
             self._custom_metrics[name] = metric if before is None else before + metric
         return found
+
+
+def _is_sampled(sample: PolicySample) -> bool:
+    """Whether a policy sampled some of its ids, so that their log-probs there are known."""
+    return any(version >= 0 for version in sample.versions)
 
 
 def _ids_and_mask(samples: Sequence[PolicySample], device: torch.device) -> tuple[Tensor, Tensor]:

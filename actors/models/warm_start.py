@@ -48,7 +48,10 @@ def _unserved(_config: Config, _task: Task) -> AbstractContextManager[None]:
 
 def policy_folder(config: Config) -> Path:
     """Return the path of this config's warm-started policy, whether or not it exists yet."""
-    parts = [config.policy.model_dump_json(exclude={"cache_dir"}), config.data.model_dump_json()]
+    parts = [
+        config.policy.model_dump_json(exclude={"cache_dir", "start"}),
+        config.data.model_dump_json(),
+    ]
     parts += [config.environment.model_dump_json(), str(config.run.seed), str(CACHE_FORMAT)]
     for one in config.data.tasks:
         files = [one.path, source_of(one.task)]

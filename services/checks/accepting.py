@@ -35,6 +35,7 @@ from composer_mesh.planning.model_folder import (
 from composer_mesh.planning.model_refusals import LoraMissing, LowbitMissing
 from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.task import check_task
+from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 from composer_mesh.services.trackers.checks import check_trackers
 from composer_mesh.services.trackers.making import custom_class
@@ -157,13 +158,18 @@ class UsageError(Exception):
 def accepted(arguments: argparse.Namespace) -> Config:
     """Return the config after all checks; raises exceptions that `main` prints as one message."""
     config = listed(load_config(arguments.config, arguments.set))
+    config = config.model_copy(update={"sft": None})  # it is about another run
     accept(config)
     startable(config)
     return config
 
 
 def listed(config: Config) -> Config:
-    """Return the config with the tools of its MCP servers, which are started to be asked."""
+    """Return the config with the model of `policy.start` and the tools of its MCP servers.
+
+    The servers are started to be asked.
+    """
+    config = started(config)
     if config.run.import_paths:
         add_import_paths(config.run.import_paths)
     return with_tools(config)

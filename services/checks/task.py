@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -233,6 +234,17 @@ class ExampleJudges:
 
 def check_task(config: Config, task: Task) -> None:
     """Raise UnusableTask where the run needs an expert that the task lacks; plays nothing."""
+    if config.sft is not None and config.sft.demonstrations and not task.demonstrates:
+        raise UnusableTask(
+            f"sft.demonstrations is {config.sft.demonstrations} but task {task.name!r} has neither "
+            "an expert nor gold actions: define expert(self, messages) or gold(self, row), or set "
+            "sft.path in place of sft.demonstrations"
+        )
+    if config.sft is not None and (rows := config.sft.path) is not None and not rows.exists():
+        raise UnusableTask(
+            f"sft.path is {str(rows)!r}, which is not in {Path.cwd()}: correct it, or set "
+            "sft.demonstrations in place of it"
+        )
     if task.has_expert:
         return
     if config.policy.path is None:

@@ -27,6 +27,7 @@ from composer_mesh.services.checks.accepting import (
     accepted,
     chat_remarks,
     listed,
+    startable,
     use_umask,
 )
 from composer_mesh.services.checks.task import heldout_of, told_of
@@ -47,8 +48,10 @@ from composer_mesh.services.directory.resume import (
     refuse_unfit,
     with_chat_date,
 )
+from composer_mesh.services.directory.sft_start import SUFFIX, NoStart
 from composer_mesh.services.inspection.placement_table import print_placement, print_plan
 from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.sft.config import sft_config
 from composer_mesh.tasks.loading import fewer_episodes, make_task
 
 
@@ -58,13 +61,19 @@ def check(arguments: argparse.Namespace) -> int:
 
     Starts nothing but the MCP servers of the config, which it ends again.
     """
-    config = listed(load_config(arguments.config, arguments.set, model_later=True))
+    given = load_config(arguments.config, arguments.set, model_later=True)
+    start = []
+    try:
+        config = listed(given)
+    except NoStart as missing:
+        policy = given.policy.model_copy(update={"start": None})
+        config, start = listed(given.model_copy(update={"policy": policy})), [str(missing)]
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one
         check_vllm_installed(config)
     task, episodes = make_task(config), config.eval.episodes
     with serving(config, task):
-        lines = [*chat_remarks(config, task.tools), *told_of(config, task)]
+        lines = [*start, *chat_remarks(config, task.tools), *told_of(config, task)]
     if fewer := fewer_episodes(heldout_of(task, episodes), episodes):
         lines.append(fewer)
     print(dump_toml(config))
@@ -75,13 +84,14 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_train(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: argparse.ArgumentParser, name: str) -> "argparse._MutuallyExclusiveGroup":
+    """Add the config of a run, and where it is written and resumed; return the last group."""
     add_config(parser)
     parser.add_argument(
         "--output",
         type=output_path,
         metavar="DIR",
-        help="where the run is written; runs/NAME when not given, an earlier run there moves aside",
+        help=f"where the run is written; {name} when not given, an earlier run there moves aside",
     )
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
@@ -94,6 +104,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on with the run in that directory, or begin it; a finished one stays as it is",
     )
+    return other
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    other = _add_run(parser, "runs/NAME")
     other.add_argument(
         "--from-traces",
         type=Path,
@@ -114,6 +129,32 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     use_umask(config)
     if arguments.rollout_only or arguments.from_traces:
         return _half(config, arguments.output, arguments.from_traces, signals)
+    return _whole(config, arguments, signals)
+
+
+def _add_sft(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser, f"runs/NAME{SUFFIX}")
+
+
+@command("fine-tune on conversations, before train", _add_sft, signals=True)
+def sft(arguments: argparse.Namespace, signals: CommandSignals) -> int:
+    """Accept the config of a supervised run, claim its directory, then start it."""
+    config = listed(sft_config(load_config(arguments.config, arguments.set)))
+    refuse_an_island(config, "fine-tunes one model alone")
+    accept(config)
+    startable(config)
+    use_umask(config)
+    return _whole(config, arguments, signals, supervised=True)
+
+
+def _whole(
+    config: Config,
+    arguments: argparse.Namespace,
+    signals: CommandSignals,
+    *,
+    supervised: bool = False,
+) -> int:
+    """Start a run in its directory, or resume it there."""
     output, resumed = arguments.output or RUNS / config.run.name, None
     try:
         if arguments.resume or (arguments.auto_resume and may_be_resumed(output)):
@@ -126,7 +167,7 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         print(f"nothing to do: {finished}")
         return 0
     with claimed(output):
-        return start(config, output, signals, resumed)
+        return start(config, output, signals, resumed, supervised=supervised)
 
 
 def _half(config: Config, output: Path | None, source: Path | None, signals: CommandSignals) -> int:
@@ -179,16 +220,19 @@ def start(
     output: Path,
     signals: CommandSignals,
     resumed: Sequence[Change] | None = None,
+    *,
+    supervised: bool = False,
 ) -> int:
     """Start a run; imports torch and Monarch.
 
-    `resumed` are the config changes of a resumed run. From here on no signal raises, because an
-    import may swallow a KeyboardInterrupt.
+    `resumed` are the config changes of a resumed run; a `supervised` one trains conversations.
+    From here on no signal raises, because an import may swallow a KeyboardInterrupt.
     """
     use_umask(config)
     config = with_chat_date(config, recorded_date(output))
     prepare(output, signals)
     from composer_mesh.services.run.assembly import train_command
+    from composer_mesh.services.sft.run import SftRun
 
     signals.check()
-    return int(train_command(config, output, signals, resumed))
+    return int(train_command(config, output, signals, resumed, SftRun if supervised else None))

@@ -96,6 +96,7 @@ def _with_policy(folder: Path, table: Table, overrides: Sequence[str]) -> Target
     if isinstance(policy, dict):
         policy["path"] = str(folder)
         policy.pop("sizes", None)
+        policy.pop("start", None)
     return Target(str(folder), _resolved(table, overrides, str(folder)))
 
 

@@ -343,7 +343,7 @@ class Run:
         await mesh.load(
             folder, task, self.store.root, resumed_from.folder if resumed_from else None
         )
-        parts = RunParts(self.config, self.store, mesh, task, chat, self.event)
+        parts = self._parts(mesh, task, chat)
         trainer = self._trainer = parts.trainer(resumed_from)
         controller = self.controller = await parts.controller(
             trainer, TrackedView(self.view, self._trackers), past, heldout
@@ -351,6 +351,9 @@ class Run:
         controller.stopping = self.stopping
         self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
         await trainer.during(self._train(trainer, controller))
+
+    def _parts(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> RunParts:
+        return RunParts(self.config, self.store, mesh, task, chat, self.event)
 
     async def _train(self, trainer: FaultTolerantTrainer, controller: Controller) -> None:
         if self.resumed is not None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.interrupts import is_interrupt
@@ -149,6 +149,7 @@ class RunParts:
     task: Task
     chat: ChatFormat
     event: Event
+    controller_class: ClassVar[type[Controller]] = Controller
 
     def trainer(self, checkpoint: Checkpoint | None) -> FaultTolerantTrainer:
         """Return the trainer, which survives the deaths of its ranks."""
@@ -207,7 +208,7 @@ class RunParts:
         )
         order = await in_thread(make_episode_order, self.config, self.task, past)
         rest = (step_builder, ports, heldout, resume_state)
-        return Controller(self.config, self.task, *rest, order=order)
+        return self.controller_class(self.config, self.task, *rest, order=order)
 
     def _first_in_window(self, resume_state: ResumeState) -> int:
         steps = resume_state.steps + (resume_state.planned is not None)

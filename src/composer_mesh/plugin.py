@@ -7,6 +7,7 @@ TABLE = {
         "check": f"{_COMMANDS}.training:check",
         "verify": f"{_COMMANDS}.inspection:verify",
         "train": f"{_COMMANDS}.training:train",
+        "sft": f"{_COMMANDS}.training:sft",
         "new-task": f"{_COMMANDS}.tasks:new_task",
         "play": f"{_COMMANDS}.tasks:play",
         "eval": f"{_COMMANDS}.evaluation:evaluate",

@@ -119,6 +119,7 @@ def test_every_rule_names_keys_that_the_schema_has(build_config: Any) -> None:
         sdpo={"alpha": 0.1, "hints": hints},
         judges={"models": [TEACHERS[0]], "budget": {"usd": 1.0}},
         environment={"mcp": [server]},
+        sft={"steps": 1, "demonstrations": 1},
     )
     keys = {key for key, _, _ in different(config.model_dump(mode="json"), {})} | set(
         _leaves(config.model_dump(mode="json"))

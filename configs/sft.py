@@ -1,0 +1,62 @@
+"""The section `[sft]`: supervised fine-tuning by `composer-mesh sft`, before `train`."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from composer_mesh.configs.base import Count, CountOrZero, FilePath, Positive, Section, Share
+from composer_mesh.configs.channel_schedule import Decay
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning on conversations; its trainer is that of [trainer]."""
+
+    steps: Count
+    """Supervised optimizer steps; run.steps are those of `train`."""
+
+    batch_size: Annotated[int, Field(ge=1, le=100_000)] = 16
+    """Conversations per optimizer step."""
+
+    lr: Positive = 2e-5
+    """Peak learning rate."""
+
+    lr_schedule: Decay = "linear"
+    """Decay of the learning rate from its peak to the last step."""
+
+    warmup_steps: CountOrZero = 0
+    """Steps over which the learning rate rises from 0 to its peak."""
+
+    path: FilePath | None = None
+    """Rows with `messages`, or with `prompt` and `completion`: a .jsonl, .json or .parquet file, or
+    a folder that datasets.save_to_disk wrote, relative to the working directory."""
+
+    demonstrations: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Number of training episodes that the task's expert demonstrates."""
+
+    error_rate: Share = 0.0
+    """Share of demonstrated actions that are deliberately wrong; they are imitated too."""
+
+    recovery_rate: Share = 0.5
+    """Share of wrong actions after which the demonstration continues with the correct one."""
+
+    hinted_share: Share = 0.0
+    """Share of demonstrations with a hint in place of a wrong action."""
+
+    @model_validator(mode="after")
+    def _has_conversations(self) -> Self:
+        if self.path is None and not self.demonstrations:
+            raise ValueError(
+                "path is not set and demonstrations is 0, so there is nothing to imitate: set "
+                "sft.path to a file of conversations, or sft.demonstrations to a number of episodes"
+            )
+        if not self.demonstrations and (self.error_rate or self.hinted_share):
+            raise ValueError(
+                "error_rate or hinted_share is set but demonstrations is 0: they are about "
+                "demonstrations alone, so remove them or set sft.demonstrations"
+            )
+        if self.hinted_share and not self.error_rate:
+            raise ValueError(
+                f"hinted_share is {self.hinted_share} but error_rate is 0, and a hint replaces a "
+                "wrong action: set sft.error_rate above 0, or remove sft.hinted_share"
+            )
+        return self

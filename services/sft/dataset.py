@@ -1,0 +1,134 @@
+"""The conversations of a supervised run, and which of them each step trains.
+
+    sft.path -- rows --+--> encoded once --> an order for each epoch, by run.seed --> steps
+    sft.demonstrations-+
+
+A conversation is a sample with advantage 1, so that REINFORCE is next-token cross-entropy.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.sft import SftConfig
+from composer_mesh.rollouts.batches import PolicySample, StepBatch
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.tasks.chat_rows import encoded_rows
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.playing import Demonstration, demonstrate, encode
+from composer_mesh.tasks.task import Task
+
+MOST_NAMED = 10
+REPORT_EVERY = 500
+"""Conversations between two reports of progress."""
+
+Report = Callable[[int], None]
+"""Called with the number of conversations that are encoded so far."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """An encoded conversation in few bytes: 4 and 1 for each id."""
+
+    name: str
+    ids: array[int]
+    learn: bytes
+
+
+@dataclass
+class Dataset:
+    """The conversations of a run, without those that are longer than its context."""
+
+    config: SftConfig
+    seed: int
+    rows: list[Conversation] = field(default_factory=list)
+    too_long: list[str] = field(default_factory=list)
+    """Names of the conversations that are left out."""
+    digest: int = 0
+    """CRC-32 of all encoded conversations in order."""
+
+    def add(self, name: str, one: Demonstration, longest: int) -> None:
+        """Add a conversation, or note that it is longer than `longest` ids."""
+        if len(one.ids) > longest:
+            self.too_long.append(name)
+            return
+        self.rows.append(Conversation(name, array("i", one.ids), bytes(one.learn)))
+        self.digest = zlib.crc32(self.rows[-1].ids.tobytes() + self.rows[-1].learn, self.digest)
+
+    def batch(self, step: int) -> StepBatch:
+        """Return the batch of a step; it depends on the seed and the conversations alone."""
+        size = self.config.batch_size
+        return StepBatch(step, [self._sample(step * size + n) for n in range(size)], [], [])
+
+    def epoch(self, step: int) -> float:
+        """Return how often the conversations have been trained once a step is done."""
+        return (step + 1) * self.config.batch_size / len(self.rows)
+
+    def __str__(self) -> str:
+        ids = sum(len(one.ids) for one in self.rows)
+        learnt = sum(sum(one.learn) for one in self.rows)
+        told = f"{len(self.rows):,} conversations of {ids:,} tokens, {learnt:,} of them imitated"
+        if not self.too_long:
+            return told
+        more = ", …" if len(self.too_long) > MOST_NAMED else ""
+        return (
+            f"{told}; {len(self.too_long):,} longer than policy.max_context are left out: "
+            f"{', '.join(self.too_long[:MOST_NAMED])}{more}"
+        )
+
+    def _sample(self, place: int) -> PolicySample:
+        epoch, at = divmod(place, len(self.rows))
+        one = self.rows[_order(self.seed, epoch, len(self.rows))[at]]
+        size, mask = len(one.ids), [bool(learnt) for learnt in one.learn]
+        name = f"{one.name} of epoch {epoch + 1}"
+        return PolicySample(name, one.ids.tolist(), mask, [0.0] * size, 1.0, [-1] * size, place)
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    """Return the order of the conversations in an epoch; a step may train the end of another."""
+    order = list(range(count))
+    random.Random(f"{seed}:sft:{epoch}").shuffle(order)
+    return order
+
+
+def load_dataset(config: Config, task: Task, chat: ChatFormat, report: Report) -> Dataset:
+    """Read and encode the conversations of a config; raises UnusableTask.
+
+    The task's tools are used by whoever calls it; demonstrations are played here.
+    """
+    assert config.sft is not None
+    found = Dataset(config.sft, config.run.seed)
+    longest = config.policy.max_context
+    for number, (name, one) in enumerate(_conversations(config.sft, config, task, chat), 1):
+        found.add(name, one, longest)
+        if number % REPORT_EVERY == 0:
+            report(number)
+    if not found.rows:
+        raise UnusableTask(
+            f"all {len(found.too_long):,} conversations are longer than policy.max_context, which "
+            f"is {longest}: raise it"
+        )
+    if config.sft.batch_size > len(found.rows):
+        raise UnusableTask(
+            f"sft.batch_size is {config.sft.batch_size} but there are {len(found.rows)} "
+            "conversations: lower it to that, or give more"
+        )
+    return found
+
+
+def _conversations(
+    sft: SftConfig, config: Config, task: Task, chat: ChatFormat
+) -> Iterator[tuple[str, Demonstration]]:
+    if sft.path is not None:
+        for number, one in enumerate(encoded_rows(sft.path, chat), 1):
+            yield f"row {number}", one
+    rng = random.Random(f"{config.run.seed}:demonstrations")
+    for index in range(sft.demonstrations):
+        yield f"episode {index}", encode(chat, demonstrate(task, index, sft, rng))
