@@ -4,15 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import (
-    Count,
-    CountOrZero,
-    FilePath,
-    FreeTable,
-    Positive,
-    Section,
-    Share,
-)
+from composer_mesh.configs.base import Count, CountOrZero, FilePath, Positive, Section, Share
 from composer_mesh.configs.channel_schedule import Decay
 
 
@@ -37,9 +29,6 @@ class SftConfig(Section):
     path: FilePath | None = None
     """Rows with `messages`, or with `prompt` and `completion`: a .jsonl, .json or .parquet file, or
     a folder that datasets.save_to_disk wrote, relative to the working directory."""
-
-    options: FreeTable = Field(default_factory=dict)
-    """Keyword arguments of the task's class for supervised runs, over those of data.options."""
 
     demonstrations: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Number of training episodes that the task's expert demonstrates."""

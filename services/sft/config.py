@@ -20,17 +20,12 @@ def sft_config(config: Config) -> Config:
         raise ConfigError(
             "the config has no section [sft]: add it with steps, and with path or demonstrations"
         )
-    if sft.options and config.data.mixture:
-        raise ConfigError(
-            "sft.options is set, but data.mixture has several tasks: set the options of each table "
-            "of [[data.mixture]] in place of it"
-        )
     rate = {"lr": sft.lr, "lr_schedule": sft.lr_schedule, "warmup_steps": sft.warmup_steps}
     alone = {"min_lr_ratio": 0.0, "updates_per_batch": 1, "epochs": 1, "update_share_every": 0}
     moe = config.trainer.moe.model_copy(update={"router_replay": False, "compare_every": 0})
     sections = {
         "run": {"name": f"{config.run.name}{SUFFIX}", "steps": sft.steps},
-        "data": {"curriculum": None, "options": {**config.data.options, **sft.options}},
+        "data": {"curriculum": None},
         "policy": {"start": None},
         "generator": {"temperature": 1.0},
         "trainer": {**rate, **alone, "moe": moe},

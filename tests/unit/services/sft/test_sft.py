@@ -62,19 +62,6 @@ def test_the_config_of_a_supervised_run_can_be_written_and_read(name: str, tmp_p
     assert config.generator.temperature == 1.0
 
 
-def test_the_task_has_the_options_of_the_section_over_those_of_the_data(build_config: Any) -> None:
-    data = {"task": "tasks.py:Mine", "options": {"part": "rl", "size": 3}}
-    config = build_config(data=data, sft={**SFT, "options": {"part": "sft"}})
-    assert sft_config(config).data.options == {"part": "sft", "size": 3}
-    assert config.data.options == data["options"]
-
-
-def test_options_of_several_tasks_are_refused(build_config: Any) -> None:
-    data = {"task": None, "mixture": [{"task": "toolbox"}, {"task": "toolbox", "weight": 2.0}]}
-    with pytest.raises(ConfigError, match=r"set the options of each table of \[\[data.mixture\]\]"):
-        sft_config(build_config(data=data, sft={**SFT, "options": {"part": "sft"}}))
-
-
 def test_a_config_without_the_section_is_refused(build_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"no section \[sft\]: add it with steps"):
         sft_config(build_config())
