@@ -169,8 +169,8 @@ def _check_date(text: str) -> None:
         raise ValueError(f"chat_date is {text!r} but must be a date: write it as 2026-01-31")
 
 
-START = r"^sft(:[^@]+(@[0-9a-f]{8})?)?$"
-"""A supervised run; a run writes its checkpoint, with the CRC-32 of the checkpoint's manifest."""
+START = r"^(base|sft(:[^@]+(@[0-9a-f]{8})?)?)$"
+"""A run writes the checkpoint of its supervised run, with the CRC-32 of that one's manifest."""
 
 
 class PolicyConfig(Section):
@@ -179,9 +179,9 @@ class PolicyConfig(Section):
     path: FilePath | None = None
     """Local Hugging Face model folder; without it a built-in model of the sizes below is made."""
 
-    start: Annotated[str, Field(pattern=START)] | None = None
-    """"sft" or "sft:DIR": `train` starts from the last checkpoint of the supervised run in
-    runs/NAME-sft, or in DIR, which has begun with the model of this section."""
+    start: Annotated[str, Field(pattern=START)] = "base"
+    """"base": the model of this section; "sft" or "sft:DIR": the last checkpoint of the
+    supervised run in runs/NAME-sft, or in DIR, which fine-tuned the model of this section."""
 
     sizes: ModelSizes | None = None
     """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before

@@ -269,6 +269,15 @@ class Config(Section):
         return builtin_writer or (self.replay.on and self.replay.has_builtin_teachers)
 
     @model_validator(mode="after")
+    def _demonstrations_have_a_task(self) -> Self:
+        if self.sft is not None and self.sft.options and self.data.task is None:
+            raise ValueError(
+                "sft.options are set but data.mixture has several tasks: write options into its "
+                "tables, or name one task by data.task"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _trackers_have_names_of_their_own(self) -> Self:
         names = [one.title for one in self.tracking]
         for name in names:

@@ -4,7 +4,15 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import Count, CountOrZero, FilePath, Positive, Section, Share
+from composer_mesh.configs.base import (
+    Count,
+    CountOrZero,
+    FilePath,
+    FreeTable,
+    Positive,
+    Section,
+    Share,
+)
 from composer_mesh.configs.channel_schedule import Decay
 
 
@@ -32,6 +40,10 @@ class SftConfig(Section):
 
     demonstrations: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Number of training episodes that the task's expert demonstrates."""
+
+    options: FreeTable = Field(default_factory=dict)
+    """Keyword arguments of the task's class in place of the same ones of data.options, such as the
+    part of its rows that is demonstrated."""
 
     error_rate: Share = 0.0
     """Share of demonstrated actions that are deliberately wrong; they are imitated too."""

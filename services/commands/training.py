@@ -66,7 +66,7 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         config = listed(given)
     except NoStart as missing:
-        policy = given.policy.model_copy(update={"start": None})
+        policy = given.policy.model_copy(update={"start": "base"})
         config, start = listed(given.model_copy(update={"policy": policy})), [str(missing)]
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one

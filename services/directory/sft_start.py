@@ -32,7 +32,7 @@ def started(config: Config) -> Config:
     continue with another one.
     """
     start = config.policy.start
-    if start is None:
+    if start == "base":
         return config
     folder, _, crc = start.partition(":")[2].partition("@")
     if crc:

@@ -25,8 +25,8 @@ def sft_config(config: Config) -> Config:
     moe = config.trainer.moe.model_copy(update={"router_replay": False, "compare_every": 0})
     sections = {
         "run": {"name": f"{config.run.name}{SUFFIX}", "steps": sft.steps},
-        "data": {"curriculum": None},
-        "policy": {"start": None},
+        "data": {"curriculum": None, "options": {**config.data.options, **sft.options}},
+        "policy": {"start": "base"},
         "generator": {"temperature": 1.0},
         "trainer": {**rate, **alone, "moe": moe},
         "sdpo": {"alpha": 0.0},

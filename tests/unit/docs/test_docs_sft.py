@@ -39,7 +39,8 @@ def test_the_settings_and_defaults_are_those_of_the_section() -> None:
         shown |= dict(zip(fields, values.split(", ") if values else [""], strict=True))
     assert list(shown) == list(SftConfig.model_fields)
     for name, field in SftConfig.model_fields.items():
-        known = "" if field.is_required() or field.default is None else field.default
+        unset = field.is_required() or field.default is None or field.default_factory
+        known = "" if unset else field.default
         assert shown[name] == (f"{known:g}" if isinstance(known, float) else str(known)), name
 
 

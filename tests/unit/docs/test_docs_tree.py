@@ -47,6 +47,7 @@ def test_every_command_of_the_page_is_one() -> None:
         "replay",
         "reward",
         "traces",
+        "sft",
     }
     launching = {"islands", "island-job", "launch", "worker", "stop", "join"}
     assert named == set(plugins.names("commands")) - others - launching

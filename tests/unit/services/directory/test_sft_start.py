@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_config(build_config: Any) -> Any:
-    def build(start: str | None = "sft", **sections: Any) -> Config:
+    def build(start: str = "sft", **sections: Any) -> Config:
         policy = {"start": start, **sections.pop("policy", {})}
         return build_config(policy=policy, sft=SFT, **sections)
 
@@ -61,12 +61,11 @@ def test_a_run_starts_from_the_last_checkpoint_of_its_own_supervised_run(
     supervised(config, tmp_path / "runs" / f"{config.run.name}-sft", 2, 4)
     found = started(config).policy
     assert found.path == tmp_path / "runs" / f"{config.run.name}-sft" / "checkpoints" / "step-4"
-    assert found.start is not None
     assert found.start.startswith(f"sft:{found.path}@")
     other = supervised(make_config(run={"name": "b", "steps": 1}), tmp_path / "elsewhere", 4)
     named = started(make_config(f"sft:{other}")).policy
     assert named.path == other / "checkpoints" / "step-4"
-    assert started(make_config(None)) == make_config(None)
+    assert started(make_config("base")) == make_config("base")
 
 
 def test_without_a_supervised_run_the_command_to_run_is_named(make_config: Any) -> None:
@@ -107,7 +106,9 @@ def test_a_supervised_run_of_another_model_is_refused(
 
 def test_a_run_that_is_not_supervised_is_refused(make_config: Any, tmp_path: Path) -> None:
     run = supervised(make_config(), tmp_path / "trained", 4)
-    (run / "config.toml").write_text(dump_toml(make_config(None).model_copy(update={"sft": None})))
+    (run / "config.toml").write_text(
+        dump_toml(make_config("base").model_copy(update={"sft": None}))
+    )
     with pytest.raises(NoStart, match=r"is no supervised run: set policy\.path to its checkpoint"):
         started(make_config(f"sft:{run}"))
 

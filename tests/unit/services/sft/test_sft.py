@@ -90,6 +90,14 @@ def test_keys_of_reinforcement_learning_do_not_change_a_supervised_run(make_conf
     assert not rate.safe
 
 
+def test_the_task_of_a_supervised_run_may_have_other_options(build_config: Any) -> None:
+    data = {"task": "tool_chains", "options": {"calls": 2}}
+    config = build_config(sft={**SFT, "options": {"calls": 3}}, data=data)
+    assert sft_config(config).data.options == {"calls": 3}
+    with pytest.raises(ValueError, match=r"sft\.options are set but data\.mixture has several"):
+        build_config(sft={**SFT, "options": {"a": 1}}, data={"mixture": [{"task": "toolbox"}]})
+
+
 def test_each_epoch_has_every_conversation_once_in_an_order_of_its_own(
     make_config: Any, toolbox: ToolboxTask, chat: ChatFormat
 ) -> None:
