@@ -25,7 +25,7 @@ from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ToolSpec
 
 CATEGORIES = ("simple_python", "multiple")
-Part = Literal["sft", "rl"]
+Part = Literal["sft", "rl", "both"]
 PARTS: dict[str, range] = {"sft": range(55), "rl": range(55, 78), "heldout": range(78, 100)}
 """Hundredths of the names of functions that each part has."""
 
@@ -97,7 +97,7 @@ class SingleCallSession(Session):
 
 
 class BfclSingleCall(Task):
-    """One function call to a question. `part` is what is trained on: "sft" or "rl"."""
+    """One function call to a question. `part` is what is trained on: "sft", "rl" or "both"."""
 
     name = "bfcl_single_call"
     session_class = SingleCallSession
@@ -110,7 +110,8 @@ class BfclSingleCall(Task):
     def __init__(self, part: Part = "rl") -> None:
         if part not in get_args(Part):
             raise UnusableTask(
-                f'options.part is {str(part)[:40]!r}: write "sft" or "rl"; the rest is held out'
+                f'options.part is {str(part)[:40]!r}: write "sft", "rl" or "both"; other rows are '
+                "held out"
             )
         self._part = part
 
@@ -132,7 +133,7 @@ class BfclSingleCall(Task):
                 question = one["question"][0][0]["content"]
                 rows[part_of(name)].append({"id": one["id"], "question": question})
         self._rows: dict[Split, list[Row]] = {
-            "train": rows[self._part],
+            "train": rows["sft"] + rows["rl"] if self._part == "both" else rows[self._part],
             "heldout": rows["heldout"],
         }
         known = [row for part in rows.values() for row in part]

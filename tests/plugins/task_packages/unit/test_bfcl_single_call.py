@@ -109,7 +109,9 @@ def test_the_first_difference_is_named(arguments: dict[str, Any], found: tuple[s
 def test_each_function_is_in_one_part() -> None:
     sft, rl = _Task.create(part="sft"), _Task.create()
     parts = {"sft": sft.rows("train"), "rl": rl.rows("train"), "heldout": rl.rows("heldout")}
-    assert sft.rows("heldout") == rl.rows("heldout")
+    both = _Task.create(part="both")
+    assert sft.rows("heldout") == rl.rows("heldout") == both.rows("heldout")
+    assert both.rows("train") == [*sft.rows("train"), *rl.rows("train")]
     names = {part: {rl.answers[row["id"]][0] for row in rows} for part, rows in parts.items()}
     assert all(names.values())
     assert sum(len(one) for one in names.values()) == len(_Rows.names)
