@@ -76,7 +76,7 @@ def can_read_stacks() -> bool:
 
 @dataclass
 class LiveRun:
-    """A `train` command and the directory it writes."""
+    """A `train` or `sft` command and the directory it writes."""
 
     root: Path
     process: Process
@@ -168,8 +168,9 @@ def launched(
     within: Sequence[str] = (),
     as_installed: bool = False,
     variables: Mapping[str, str] | None = None,
+    command: str = "train",
 ) -> Iterator[LiveRun]:
-    """Start `train` on the shortened preset, in a working directory or in the tests' own.
+    """Start a command on the shortened preset, in a working directory or in the tests' own.
 
     `as_installed` starts an interpreter for it as users do, and so does `within`, which is put
     before the command. `variables` are added to the environment. What still lives at the end of
@@ -178,12 +179,12 @@ def launched(
     environment = {**os.environ, **(variables or {})}
     values = {**SHORT, "policy.cache_dir": cache, **settings}
     overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    command = ["train", str(PRESET), *overrides, "--output", str(root), *options]
+    words = [command, str(PRESET), *overrides, "--output", str(root), *options]
     with root.with_suffix(".out").open("wb") as out, root.with_suffix(".err").open("wb") as err:
         if within or as_installed:
-            process = started(command, out, err, folder, within, environment)
+            process = started(words, out, err, folder, within, environment)
         else:
-            process = forked(command, out, err, folder, environment)
+            process = forked(words, out, err, folder, environment)
     run = LiveRun(root, process)
     try:
         yield run
