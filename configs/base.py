@@ -63,7 +63,7 @@ Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Cores = Annotated[int, Field(ge=1, le=MOST_CORES)]
 
 
-def _usable_path(path: Path) -> Path:
+def usable_path(path: Path) -> Path:
     """Return the path; raise ValueError if no file system can have it."""
     if "\0" in str(path):
         raise ValueError("a path cannot contain a zero byte: remove it")
@@ -101,7 +101,7 @@ def _values(value: Any, depth: int, key: str = "") -> Iterator[tuple[int, str, A
 
 
 # TOML has no path type, so strings are converted to paths; strict mode converts nothing else.
-FilePath = Annotated[Path, Field(strict=False), AfterValidator(_usable_path)]
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(usable_path)]
 FreeTable = Annotated[dict[str, Any], Field(max_length=MOST_ENTRIES), AfterValidator(_plain_table)]
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from composer_mesh.configs.base import MOST, Count, FilePath, FreeTable, Positive, Section, Share
+from composer_mesh.configs.base import MOST, Count, FreeTable, Positive, Section, Share
+from composer_mesh.configs.hub import DataPath
 
 
 class CurriculumConfig(Section):
@@ -65,7 +66,7 @@ class MixedTask(Section):
     options: FreeTable = Field(default_factory=dict)
     """Keyword arguments of your task's class."""
 
-    path: FilePath | None = None
+    path: DataPath | None = None
     """As `data.path`."""
 
     heldout_every: Every = 5
@@ -91,9 +92,11 @@ class DataConfig(Section):
     options: FreeTable = Field(default_factory=dict)
     """Keyword arguments of your task's class."""
 
-    path: FilePath | None = None
+    path: DataPath | None = None
     """File of the task's rows (.jsonl, .json, .parquet, or a folder that datasets.save_to_disk
-    wrote), relative to the working directory."""
+    wrote), relative to the working directory; or the id of a dataset on the hub, as "ORG/NAME",
+    "ORG/NAME:CONFIG" or "ORG/NAME:CONFIG@REVISION", whose splits train, and test or validation,
+    are used; a run pins the commit."""
 
     heldout_every: Every = 5
     """Every n-th different row of the file is held out, unless a column `split` decides it."""
@@ -135,8 +138,8 @@ def check_path(task: str, path: object, options: object) -> None:
     """Raise ValueError for a task that ships with a file or options that it does not take."""
     if task == "gsm8k" and path is None:
         raise ValueError(
-            "path is not set but task is 'gsm8k', which reads one JSONL file: "
-            "set data.path, for example --set data.path=FILE.jsonl"
+            "path is not set but task is 'gsm8k', which reads one JSONL file or dataset: "
+            "set data.path, for example --set data.path=FILE.jsonl, or openai/gsm8k:main"
         )
     found = f"path is {str(path)!r}" if path is not None else ""
     if task == "toolbox" and options and not found:

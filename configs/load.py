@@ -27,6 +27,7 @@ from composer_mesh.configs.errors import (
     shown,
     unknown_key,
 )
+from composer_mesh.configs.hub import GGUF, NO_ID
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config, ExtendedConfig
 
@@ -272,30 +273,36 @@ def _put(table: Any, path: Sequence[str | int], value: object) -> None:
 
 
 def _missing_files(config: Config, model_later: bool) -> list[str]:
+    """Return a line for each path that is not there; an id is looked for by the command."""
     problems = []
     data, sdpo = config.data.path, config.sdpo
     models = [("policy.path", config.policy.path, config.policy.sizes)]
     if sdpo.on and (other := sdpo.teacher_model) is not None:
         models.append(("sdpo.teacher_model.path", other.path, other.sizes))
-    if data is not None and not _is_file(data):
+    if isinstance(data, Path) and not _is_file(data, folders=True):
         problems.append(
             f"data.path = {shown(str(data))}: no such file in {_cwd()}, or no regular one: "
-            "correct the path, which is relative to the working directory"
+            f"correct the path, which is relative to the working directory, {NO_ID}"
         )
-    for key, folder, sizes in models:
+    for key, path, sizes in models:
         later = model_later and sizes is not None
-        if folder is not None and not later and not _is_file(folder / "config.json"):
-            problems.append(
-                f"{key} = {shown(str(folder))}: must be a model folder that holds config.json: "
-                "correct the path, which is relative to the working directory"
-            )
+        if not isinstance(path, Path) or later or _is_model(path):
+            continue
+        problems.append(
+            f"{key} = {shown(str(path))}: must be a model folder that holds config.json, a GGUF "
+            f"file, {NO_ID}: correct the path, which is relative to the working directory"
+        )
     return problems
 
 
-def _is_file(path: Path) -> bool:
+def _is_model(path: Path) -> bool:
+    return _is_file(path if path.suffix == GGUF else path / "config.json")
+
+
+def _is_file(path: Path, *, folders: bool = False) -> bool:
     """Return whether a regular file is there; False also where the folder may not be read."""
     try:
-        return path.is_file()
+        return path.is_file() or (folders and path.is_dir())
     except OSError:
         return False
 

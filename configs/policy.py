@@ -15,6 +15,7 @@ from composer_mesh.configs.base import (
     Section,
     Share,
 )
+from composer_mesh.configs.hub import ModelPath, ModelSource
 
 MOST_WIDTH = 1_000_000
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
@@ -173,11 +174,13 @@ START = r"^(base|sft(:[^@]+(@[0-9a-f]{8})?)?)$"
 """A run writes the checkpoint of its supervised run, with the CRC-32 of that one's manifest."""
 
 
-class PolicyConfig(Section):
-    """The policy: a built-in tiny Qwen3, or any causal LM from a local folder."""
+class PolicyConfig(ModelSource):
+    """The policy: a built-in tiny Qwen3, or any causal LM from a folder or a hub."""
 
-    path: FilePath | None = None
-    """Local Hugging Face model folder; without it a built-in model of the sizes below is made."""
+    path: ModelPath | None = None
+    """Hugging Face model folder, GGUF file, or the id of a model on the hub, as "ORG/NAME",
+    "ORG/NAME@REVISION" or "ORG/NAME:FILE.gguf"; a run pins the commit. Without it a built-in model
+    of the sizes below is made."""
 
     start: Annotated[str, Field(pattern=START)] = "base"
     """"base": the model of this section; "sft" or "sft:DIR": the last checkpoint of the
@@ -231,7 +234,7 @@ class PolicyConfig(Section):
     on which it starts, and keeps it when it is resumed (model in path)."""
 
     cache_dir: FilePath = Path(".cache/composer-mesh")
-    """Cache of warm-started models, shared by runs."""
+    """Cache of warm-started models and of converted GGUF files, shared by runs."""
 
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised warm start of the built-in model."""
@@ -253,6 +256,11 @@ class PolicyConfig(Section):
                 "them"
             )
         return self
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the model in path is; None for the built-in one."""
+        return None if self.path is None else self.folder_of(self.path)
 
     @property
     def chat(self) -> dict[str, Any]:

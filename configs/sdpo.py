@@ -7,6 +7,7 @@ Hints for the SDPO teacher: sources, writer and length limits.
 Contains no credentials: `api_key_env` names an environment variable.
 """
 
+from pathlib import Path
 from string import Formatter
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -32,6 +33,7 @@ from composer_mesh.configs.base import (
 )
 from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.channels import ChannelSection
+from composer_mesh.configs.hub import ModelPath, ModelSource
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.teachers import ChatEndpoint
 
@@ -162,15 +164,20 @@ FIXED = ("frozen", "model")
 """Teachers whose weights never change."""
 
 
-class TeacherModelConfig(Section):
+class TeacherModelConfig(ModelSource):
     """Another model with the policy's tokenizer, as the teacher."""
 
-    path: FilePath
-    """Local Hugging Face model folder; its tokenizer must be the policy's."""
+    path: ModelPath
+    """As `policy.path`; its tokenizer must be the policy's."""
 
     sizes: ModelSizes | None = None
     """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before
     the folder exists; validated against the folder once it does."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the model is."""
+        return self.folder_of(self.path)
 
 
 class SitesConfig(Section):

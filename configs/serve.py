@@ -14,9 +14,11 @@ class ServeConfig(Section):
     """A server of the Tinker protocol; ignored by runs."""
 
     base_model: Annotated[str, Field(max_length=200)] = ""
-    """Name by which clients ask for the policy; the name of the run where empty."""
+    """Name by which clients ask for the policy; where empty that of the
+    policy on a hub, else the run's."""
     tokenizer: Annotated[str, Field(max_length=1000)] = ""
-    """What clients load their tokenizer from; on loopback the policy's folder where empty."""
+    """What clients load their tokenizer from; where empty the policy's id on a
+    hub, else on loopback its folder."""
     full_weights: bool = False
     """Train all weights of one model of one client, in place of adapters of many."""
     lora_alpha: Positive = 32.0

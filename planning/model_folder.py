@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.errors import ConfigError, one_line
+from composer_mesh.configs.pinning import POLICY_KEY
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.planning.model_sizes import UnknownSizes, decoder_weights, read_sizes
@@ -30,14 +31,13 @@ MOST_FILES = 10_000
 MOST_JSON_BYTES = 1 << 26
 MOST_TEMPLATE_BYTES = 1 << 20
 AGAIN = "download or export the model again"
-TEACHER_KEY = "sdpo.teacher_model.path"
 OTHER_TOKENIZER = "give a teacher of the policy's model family, or set sdpo.teacher to 'ema'"
 
 
 class UnfitModelFolder(ConfigError):
     """A model folder that no run can use: the file, what is wrong, the repair, the config's key."""
 
-    def __init__(self, where: str, why: str, repair: str = AGAIN, key: str = "policy.path") -> None:
+    def __init__(self, where: str, why: str, repair: str = AGAIN, key: str = POLICY_KEY) -> None:
         super().__init__(where, why, repair, key)
 
     def __str__(self) -> str:
@@ -49,17 +49,21 @@ class UnfitModelFolder(ConfigError):
         return UnfitModelFolder(where, why, repair, key)
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raise `UnfitModelFolder` unless a run could load the model that a folder describes."""
+def check_model_folder(folder: Path, *, weights_later: bool = False) -> None:
+    """Raise `UnfitModelFolder` unless a run could load the model that a folder describes.
+
+    With `weights_later` the weights may be missing.
+    """
     _only_regular_files(folder)
     found = _object(folder / CONFIG)
     _nothing_else_is_loaded(folder, found)
     _layers_fit(folder / CONFIG, found)
     _positions_fit(folder / CONFIG, found)
     _tokenizer_is_there(folder)
-    weights = folder_weights(folder)
-    _weights_are_finite(folder)
-    _layers_have_weights(folder / CONFIG, found, len(weights))
+    weights = None if weights_later and not has_weights(folder) else folder_weights(folder)
+    if weights is not None:
+        _weights_are_finite(folder)
+        _layers_have_weights(folder / CONFIG, found, len(weights))
     if found.get("quantization_config") is not None:
         why = "has a quantization_config, but weights are trained in float32"
         raise UnfitModelFolder(str(folder / CONFIG), why, "give the model in its full precision")
@@ -67,7 +71,15 @@ def check_model_folder(folder: Path) -> None:
         sizes = read_sizes(folder)
     except UnknownSizes:  # other decoders may be loaded, but their weights are not known here
         return
-    _compare(folder, sizes, weights)
+    if weights is not None:
+        _compare(folder, sizes, weights)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether all files of a folder's weights are there; raises `UnfitModelFolder`."""
+    if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
+        return (folder / WEIGHTS).exists()
+    return all((folder / name).exists() for name in {*_indexed(folder / INDEX).values()})
 
 
 def _only_regular_files(folder: Path) -> None:

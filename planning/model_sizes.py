@@ -33,14 +33,14 @@ def sizes_of(policy: PolicyConfig) -> ModelSizes:
 
     The sizes in an existing folder must equal those that the config declares.
     """
-    if policy.path is None:
+    if policy.folder is None:
         return _built_in(policy)
-    return _sizes_in(policy.path, policy.sizes, "policy")
+    return _sizes_in(policy.folder, policy.sizes, "policy")
 
 
 def teacher_sizes_of(teacher: TeacherModelConfig) -> ModelSizes:
     """Return the sizes of an SDPO teacher that is another model, as `sizes_of` does."""
-    return _sizes_in(teacher.path, teacher.sizes, "sdpo.teacher_model")
+    return _sizes_in(teacher.folder, teacher.sizes, "sdpo.teacher_model")
 
 
 def _sizes_in(folder: Path, declared: ModelSizes | None, section: str) -> ModelSizes:

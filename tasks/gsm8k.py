@@ -60,7 +60,7 @@ class Gsm8kTask(Task):
         """Read the file; raises DataError if it is not usable."""
         path, every = self.settings.path, self.settings.heldout_every
         if path is None:
-            raise DataError("data.path is not set: name the JSONL file that holds the problems")
+            raise DataError("data.path is not set: name the JSONL file or dataset of the problems")
         problems = read_problems(path)
         if len(problems) < every and not any(one.split for one in problems):
             raise DataError(

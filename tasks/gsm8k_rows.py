@@ -8,7 +8,9 @@ Parser that turns written arithmetic into a chain of binary calculator calls.
 not evaluate expressions; the calculator tool does.
 """
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +22,7 @@ from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.mistakes import as_number
 from composer_mesh.tasks.numbers import LARGEST, Number, calculate, format_number
 from composer_mesh.tasks.planned import Reference, Step
+from composer_mesh.tasks.rows import read_rows
 
 LONGEST = 200
 _TOKEN = re.compile(r"\s*(\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|[-+*/()%])", re.ASCII)
@@ -145,8 +148,13 @@ class _Line(BaseModel):
     split: str | None = None
 
 
-def read_problems(path: Path) -> tuple[Problem, ...]:
-    """Return the file's problems, each question once for each split; raise DataError."""
+def read_problems(path: Path | str) -> tuple[Problem, ...]:
+    """Return the problems of a file or a dataset's id, each question once for each split.
+
+    Raises DataError, and UnusableTask for a dataset that cannot be loaded.
+    """
+    if isinstance(path, str):
+        return _of_dataset(path)
     try:
         stat = path.stat()
     except OSError as error:
@@ -166,9 +174,18 @@ def _read(path: Path, *_state: int) -> tuple[Problem, ...]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
+    return _problems(path, text.split("\n"))
+
+
+@lru_cache(maxsize=2)
+def _of_dataset(named: str) -> tuple[Problem, ...]:
+    return _problems(named, [json.dumps(row, default=str) for row in read_rows(named)])
+
+
+def _problems(path: Path | str, lines: Sequence[str]) -> tuple[Problem, ...]:
     problems: dict[str, tuple[int, Problem]] = {}
     different: dict[tuple[str, str | None], Problem] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             problem = _problem(f"{path}, line {number}", line)
             question = normalized(problem.question)

@@ -1,4 +1,4 @@
-"""Rows of a task from a file, and which of them are held out.
+"""Rows of a task from a file or a dataset of a hub, and which of them are held out.
 
 Files are JSON lines, JSON, Parquet, or a folder that `datasets` saved.
 """
@@ -9,9 +9,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.configs.hub import HubId, read_path
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.tasks.errors import UnusableTask
 
@@ -29,8 +31,13 @@ LABELS: Mapping[str, Split] = {
 MOST_LISTED = 10
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read all rows of a file; raise UnusableTask if it has none, or one that is no object."""
+def read_rows(path: Path | str) -> list[Row]:
+    """Read all rows of a file, or of a dataset by its id; a column `split` has its split's name.
+
+    Raises UnusableTask if there are none, or one that is no object.
+    """
+    if isinstance(path, str) and isinstance(path := read_path(path), str):
+        return _checked(list(hub_rows(path)), path)
     readers = {".jsonl": json_lines, ".json": _json, ".parquet": _parquet}
     reader = _dataset if path.is_dir() else readers.get(path.suffix)
     if reader is None:
@@ -42,6 +49,10 @@ def read_rows(path: Path) -> list[Row]:
         rows = list(reader(path))
     except OSError as error:
         raise UnusableTask(f"{path} cannot be read: {error.strerror or error}") from error
+    return _checked(rows, path)
+
+
+def _checked(rows: list[Any], path: Path | str) -> list[Row]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise UnusableTask(f"{path}: row {number} is a {type(row).__name__}, not an object")
@@ -90,7 +101,7 @@ def _text_of(value: Any) -> str:
 
 
 def held_out(
-    rows: Sequence[Row], every: int, identity: Callable[[Row], str], path: Path
+    rows: Sequence[Row], every: int, identity: Callable[[Row], str], path: Path | str
 ) -> dict[Split, list[Row]]:
     """Split different rows by their column `split`; without it each `every`-th is held out.
 
@@ -120,7 +131,7 @@ def held_out(
     return found
 
 
-def _identities(rows: Sequence[Row], identity: Callable[[Row], str], path: Path) -> list[str]:
+def _identities(rows: Sequence[Row], identity: Callable[[Row], str], path: Path | str) -> list[str]:
     found = []
     for number, row in enumerate(rows, 1):
         try:
@@ -130,7 +141,7 @@ def _identities(rows: Sequence[Row], identity: Callable[[Row], str], path: Path)
     return found
 
 
-def _labels(rows: Sequence[Row], path: Path) -> list[Split] | None:
+def _labels(rows: Sequence[Row], path: Path | str) -> list[Split] | None:
     """Return what the column `split` says of each row; None if there is no such column."""
     stated = [row.get(COLUMN) for row in rows]
     if all(one is None for one in stated):
@@ -193,16 +204,41 @@ def _parquet(path: Path) -> Iterable[Any]:
 
 
 def _dataset(path: Path) -> Iterable[Any]:
-    try:
-        import datasets
-    except ImportError:
-        raise UnusableTask(
-            f"{path} is a folder, which needs the package datasets: pip install datasets"
-        ) from None
+    datasets = _datasets(f"{path} is a folder")
     try:
         found = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
         raise UnusableTask(f"{path} is no folder of datasets.save_to_disk: {error}") from error
-    if isinstance(found, datasets.DatasetDict):
-        return [{**row, COLUMN: split} for split in found for row in found[split]]
-    return list(found)
+    return _labelled(found) if isinstance(found, datasets.DatasetDict) else list(found)
+
+
+def _labelled(splits: Mapping[str, Any]) -> list[Any]:
+    return [{**row, COLUMN: split} for split in splits for row in splits[split]]
+
+
+@lru_cache(maxsize=2)
+def hub_rows(named: str) -> Sequence[Any]:
+    """Return the rows of a dataset of a hub; those of a single split are not labelled.
+
+    Raises UnusableTask. Loaded once in a process.
+    """
+    datasets, found = _datasets(f"{named} is the id of a dataset"), HubId.parse(named)
+    if found is None:
+        raise UnusableTask(f"{named} is no id of a dataset: write ORG/NAME or ORG/NAME:CONFIG")
+    config, revision = found.part or None, found.revision or None
+    try:
+        splits = datasets.load_dataset(found.repo, config, revision=revision)
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UnusableTask(f"{named} cannot be loaded ({why}): correct what it names") from None
+    return list(*splits.values()) if len(splits) == 1 else _labelled(splits)
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UnusableTask(
+            f"{what}, which needs the package datasets: pip install 'composer-mesh[datasets]'"
+        ) from None
+    return datasets

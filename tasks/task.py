@@ -48,19 +48,19 @@ class TaskSettings:
     """What a run's config says to its task.
 
     `seed` is the run's. An episode has `max_turns` actions of at most `calls_per_turn` calls;
-    each failed call costs `tool_error_penalty`. `path` is the file of the rows, if there is one,
-    of which each `heldout_every`-th is held out. `hint_templates` are those in the config. A call
-    of the task's code may take `call_s` seconds. `judges` are the names of the config's judges,
-    which are asked at most `judge_answers` times for one answer; with `leave_out_spent` a reward
-    is left out whose judge may not be asked any more. `external_tools` are the tools of its MCP
-    servers.
+    each failed call costs `tool_error_penalty`. `path` is the file of the rows, or the id of a
+    dataset, if there is one, of which each `heldout_every`-th is held out. `hint_templates` are
+    those in the config. A call of the task's code may take `call_s` seconds. `judges` are the
+    names of the config's judges, which are asked at most `judge_answers` times for one answer; with
+    `leave_out_spent` a reward is left out whose judge may not be asked any more. `external_tools`
+    are the tools of its MCP servers.
     """
 
     seed: int = 0
     max_turns: int = 6
     calls_per_turn: int = 1
     tool_error_penalty: float = 0.0
-    path: Path | None = None
+    path: Path | str | None = None
     heldout_every: int = 5
     hint_templates: Mapping[str, str] = field(default_factory=dict)
     call_s: float = 60.0

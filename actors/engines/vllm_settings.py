@@ -45,7 +45,7 @@ class AttentionShape:
     @classmethod
     def of(cls, policy: PolicyConfig) -> Self:
         """Return the policy's shape: its folder's, its declared one, or the built-in model's."""
-        path, sizes = policy.path, policy.sizes
+        path, sizes = policy.folder, policy.sizes
         if path is None:
             return cls(policy.layers, policy.heads, policy.kv_heads, policy.head_dim)
         if sizes is None or (path / "config.json").is_file():

@@ -41,8 +41,10 @@ from composer_mesh.actors.teacher_outputs.teacher_folder import (
 )
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
 from composer_mesh.configs import plugins
+from composer_mesh.configs.hub import id_of
+from composer_mesh.configs.pinning import TEACHER_KEY
 from composer_mesh.configs.schema import Config
-from composer_mesh.planning.model_folder import TEACHER_KEY, UnfitModelFolder
+from composer_mesh.planning.model_folder import UnfitModelFolder
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.traces import TurnDivergences
 
@@ -118,7 +120,7 @@ class Learner:
     def _frozen_teacher(self, folder: Path) -> Any:
         """Return the teacher's initial weights as a model of their own, placed like the trained."""
         config, other = self._config, self._config.sdpo.teacher_model
-        path = folder if other is None else other.path
+        path = folder if other is None else other.folder
         try:
             return frozen_model(config, path, self._ranks, config.teacher_dtype)
         except UnfitModelFolder as error:
@@ -232,7 +234,10 @@ def _adapter_export(config: Config) -> Callable[[Path, dict[str, Tensor]], None]
     lora = config.trainer.lora
     if lora is None or config.trainer.backend is not None:
         return None
-    base = "" if config.policy.path is None else str(config.policy.path)
+    named = id_of(config.policy.path)
+    if named is not None and not named.part:
+        return AdapterFolder(lora, named.repo, named.revision).write
+    base = "" if config.policy.folder is None else str(config.policy.folder)
     return AdapterFolder(lora, base).write
 
 

@@ -50,7 +50,12 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def adapter_files(
-    pairs: Pairs, base: str, rank: int, alpha: float, dropout: float = 0.0
+    pairs: Pairs,
+    base: str,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    revision: str | None = None,
 ) -> dict[str, bytes]:
     """Return the files of a folder for `PeftModel.from_pretrained`, by name."""
     tensors = {}
@@ -61,6 +66,7 @@ def adapter_files(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
@@ -75,10 +81,13 @@ def adapter_files(
 
 
 class AdapterFolder:
-    """Writes the adapters of a run that trains some; `base` names the model that they adapt."""
+    """Writes the adapters of a run that trains some; `base` names the model that they adapt.
 
-    def __init__(self, config: LoraConfig, base: str) -> None:
-        self._config, self._base = config, base
+    `revision` is that of a model on a hub.
+    """
+
+    def __init__(self, config: LoraConfig, base: str, revision: str | None = None) -> None:
+        self._config, self._base, self._revision = config, base, revision
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write the trained weights, by their names in the model, to `adapter/` in a folder."""
@@ -89,7 +98,8 @@ class AdapterFolder:
             if name.endswith(down)
         }
         config = self._config
-        files = adapter_files(pairs, self._base, config.rank, config.alpha, config.dropout)
+        rank, alpha, dropout = config.rank, config.alpha, config.dropout
+        files = adapter_files(pairs, self._base, rank, alpha, dropout, self._revision)
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / FOLDER / name).write_bytes(content)

@@ -51,6 +51,7 @@ from composer_mesh.planning.model_facts import (
     AttentionCall,
     ModelFacts,
 )
+from composer_mesh.planning.model_folder import has_weights
 from composer_mesh.planning.model_refusals import ModelNotServed, UnfitModel, UnknownLayers
 
 COPY_WORDS, INNER, WIDEST, MOST_KINDS, SEED = 512, 64, 256, 6, 0
@@ -245,7 +246,12 @@ COMPRESSED = "compressed_sparse_attention"
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """Return the `ModelFacts` of a folder as a dict for JSON, or why its weights do not fit."""
+    """Return the `ModelFacts` of a folder as a dict for JSON, or why its weights do not fit.
+
+    Weights that are not downloaded yet are not compared.
+    """
+    if not has_weights(folder):
+        return {"facts": asdict(_facts(empty_model(folder), folder))}
     names = CheckpointNames(folder)
     for told in names.differences():
         return {"error": f"has weights that do not fit its config.json: {told}"}

@@ -25,11 +25,12 @@ from composer_mesh.actors.models.tokenizer import (
     chat_settings,
     load_tokenizer,
 )
+from composer_mesh.configs.pinning import TEACHER_KEY
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, AnsweringProgram, ProgramFailed
 from composer_mesh.planning.model_facts import ModelFacts
-from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
+from composer_mesh.planning.model_folder import OTHER_TOKENIZER, UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError, Tokenizer
 from composer_mesh.rollouts.chat_template import PinnedDate
 from composer_mesh.rollouts.control_tokens import AddedToken

@@ -60,7 +60,9 @@ def policy_folder(config: Config) -> Path:
     return config.policy.cache_dir / f"warm-start-{digest}"
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path | str) -> str:
+    if isinstance(path, str):
+        return path  # the id of a dataset, at its commit
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     content = b"".join(file.read_bytes() for file in files if file.is_file())
     return hashlib.sha256(content).hexdigest()
@@ -77,8 +79,8 @@ def prepare_policy(
     A partially written cache is never used. `serving` opens what the task's sessions use, for as
     long as demonstrations are played.
     """
-    if config.policy.path is not None:
-        return config.policy.path
+    if config.policy.folder is not None:
+        return config.policy.folder
     folder = policy_folder(config)
     if folder.exists():
         return folder

@@ -9,17 +9,18 @@ from typing import Any
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import empty_model, load_model
 from composer_mesh.actors.models.tokenizer import difference, load_tokenizer
+from composer_mesh.configs.pinning import TEACHER_KEY
 from composer_mesh.configs.sdpo import SdpoConfig
-from composer_mesh.planning.model_folder import OTHER_TOKENIZER, TEACHER_KEY, UnfitModelFolder
+from composer_mesh.planning.model_folder import OTHER_TOKENIZER, UnfitModelFolder
 
 
 def check_teacher_tokenizer(config: SdpoConfig, policy: Path) -> None:
     """Raise `UnfitModelFolder` where the teacher's tokenizer is not that of the policy's folder."""
     if (other := config.teacher_model) is None:
         return
-    if why := difference(load_tokenizer(policy), load_tokenizer(other.path)):
+    if why := difference(load_tokenizer(policy), load_tokenizer(other.folder)):
         why = f"has another tokenizer, which {why}"
-        raise UnfitModelFolder(str(other.path), why, OTHER_TOKENIZER, TEACHER_KEY)
+        raise UnfitModelFolder(str(other.folder), why, OTHER_TOKENIZER, TEACHER_KEY)
 
 
 def load_teacher(config: SdpoConfig, policy: Path) -> Any:
@@ -31,7 +32,7 @@ def load_teacher(config: SdpoConfig, policy: Path) -> Any:
         return load_model(policy)
     check_teacher_tokenizer(config, policy)
     try:
-        model = load_model(config.teacher_model.path)
+        model = load_model(config.teacher_model.folder)
     except UnfitModelFolder as error:
         raise error.at(TEACHER_KEY) from error
     LanguageModel(model).check_head()

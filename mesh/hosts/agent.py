@@ -25,6 +25,8 @@ from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.hub import HubId
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.fork_server.owner import ForkServers
@@ -34,6 +36,7 @@ from composer_mesh.mesh.hosts.serve import FOLDER
 from composer_mesh.mesh.machine import this_machine
 from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.pyspy import StackDump, dump_stacks
+from composer_mesh.planning import hub
 from composer_mesh.planning.host_capacity import HostResources
 
 PACKAGES = ("torch", "torchmonarch", "composer-mesh")
@@ -158,6 +161,15 @@ class HostAgent(MeshActor):
     async def has_folder(self, path: Path) -> bool:
         """Whether this host has such a folder."""
         return await asyncio.to_thread(path.is_dir)
+
+    @concurrent_endpoint
+    async def fetch_model(self, named: HubId, key: str, cache: Path) -> str:
+        """Download a model into a cache of this host, if it is not there; return why it failed."""
+        try:
+            await asyncio.to_thread(hub.whole_model, named, key, cache)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
 
 def _first_line(path: Path) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, attach_to_workers
 
+from composer_mesh.configs.hub import HubId
 from composer_mesh.mesh.actor import monarch_name
 from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, python_module, without_noise
 from composer_mesh.mesh.failures import cause_of
@@ -46,6 +47,8 @@ AGAIN_S = 1.0
 LOOK_S = 5.0
 """How long one request to the agent waits for a process exit."""
 ANSWER_S = 30.0
+DOWNLOAD_S = 86_400.0
+"""Longest download of a model, which ends by itself where nothing arrives."""
 IMPORT_S = 120.0
 """Longest time until a fork server has imported its modules."""
 STACKS_S = 90.0
@@ -161,6 +164,11 @@ class RemoteHost:
         """Whether the host has a folder."""
         found: bool = await self._ask("has_folder", path)
         return found
+
+    async def fetch_model(self, named: HubId, key: str, cache: Path) -> str:
+        """Let the host download a model; return why it cannot. Waits, for hours if need be."""
+        failed: str = await self._ask("fetch_model", named, key, cache, deadline_s=DOWNLOAD_S)
+        return failed
 
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer_mesh.configs.changes import Change
+from composer_mesh.configs.pinning import pinned_as
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.plan import CHANNELS_OF, TARGET, refuse_other_runs
 from composer_mesh.plugins.ablation.settings import Varied, plan_study
 from composer_mesh.services.checks.accepting import (
     UsageError,
-    accept,
+    accepted,
     items,
     listed,
     numbers,
-    startable,
 )
 from composer_mesh.services.commands.arguments import add_set
 from composer_mesh.services.commands.parser import command
 from composer_mesh.services.commands.training import refuse_an_island, start
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
+from composer_mesh.services.directory.resume import pinned
 from composer_mesh.services.schedule.signals import CommandSignals
 
 
@@ -112,9 +113,7 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
                 "each other in one process, and a worker serves one run: set cluster.kind to "
                 "'local'"
             )
-    for run in study.runs:
-        accept(listed(run.config))
-        startable(run.config)
+    commits, *_ = [accepted(run.config) for run in study.runs]
     first = study.settings[0]
     output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
     refuse_other_runs(study.runs, output)
@@ -135,7 +134,8 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
             """Train one run; a signal that came when it was done ends the ablation too."""
             if signals.status:
                 return signals.status
-            return start(listed(config), place, signals, resumed) or signals.status
+            config = listed(pinned_as(pinned(config, place), commits))
+            return start(config, place, signals, resumed) or signals.status
 
         return ablate_command(study, output, one, power, price, merged)
 

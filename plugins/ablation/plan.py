@@ -20,7 +20,7 @@ from composer_mesh.services.directory.claim import (
     set_aside,
 )
 from composer_mesh.services.directory.report import EVALUATIONS_FILE, read_evaluations
-from composer_mesh.services.directory.resume import dated, may_be_resumed, refuse_unfit
+from composer_mesh.services.directory.resume import as_recorded, may_be_resumed, refuse_unfit
 
 BASELINE = "neither"
 CHANNELS_OF = {
@@ -255,7 +255,7 @@ def _differences(wanted: Config, place: Path) -> str:
     """Return the sections that differ; an unreadable config differs completely."""
     try:
         found = load_config(place / "config.toml")
-        wanted = dated(wanted, found)
+        wanted = as_recorded(wanted, found)
     except ConfigError:
         return "not a config of this version"
     return ", ".join(

@@ -94,7 +94,7 @@ class RolloutReader:
             notes += [why] if why else []
         conversation = acted(rollout.trace)
         tokenizer = self.tokenizers.of(
-            own_tokenizer(root, config.policy.path if config is not None else None)
+            own_tokenizer(root, config.policy.folder if config is not None else None)
         )
         newest = max(rollout.trace.versions(), default=0)
 

@@ -15,6 +15,7 @@ from composer_mesh.mesh.environment import add_import_paths, prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.services.checks.accepting import UsageError, check_policy_files, use_umask
+from composer_mesh.services.checks.hub import download_models, with_models
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.commands.arguments import add_address, add_config, first_refused_option
 from composer_mesh.services.commands.parser import command
@@ -60,15 +61,22 @@ def serve(arguments: argparse.Namespace) -> int:
             allowed_hosts=tuple(arguments.allow_host),
             any_address=arguments.any_address,
         )
-        from composer_mesh.plugins.tinker.server.options import check_serves, checked_keys
+        from composer_mesh.plugins.tinker.server.options import (
+            check_serves,
+            checked_keys,
+            with_noted_commit,
+        )
 
         keys = checked_keys(options, arguments.key_env)
         check_serves(config)
+        config = with_models(with_noted_commit(config, output))
         check_policy_files(config)
         ProcessPlacements.of(config)
         if arguments.check:
             print(f"{config.run.name} can be served from {output}")
             return 0
+        if download_models(config):
+            check_policy_files(config)
         use_umask(config)
         with claimed(output), held_keys(config):
             _prepare(output)

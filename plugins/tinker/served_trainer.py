@@ -44,8 +44,8 @@ class ServedTrainerActor(RankActor):
             self.activity = f"warm start {step + 1}/{total}, loss {loss:.2f}"
 
         def work() -> Path:
-            if config.policy.path is not None:
-                return config.policy.path
+            if config.policy.folder is not None:
+                return config.policy.folder
             return prepare_policy(config, make_task(config), report, serving)
 
         folder = await asyncio.to_thread(work)

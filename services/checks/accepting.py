@@ -7,7 +7,6 @@ checked where the run starts; the built-in policy is made by the run itself.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 from contextlib import closing
@@ -21,18 +20,16 @@ from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs import plugins
 from composer_mesh.configs.base import CustomFunction
-from composer_mesh.configs.load import load_config
+from composer_mesh.configs.hub import id_of
 from composer_mesh.configs.losses import CustomLoss
+from composer_mesh.configs.pinning import TEACHER_KEY
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_teaches
-from composer_mesh.planning.model_folder import (
-    TEACHER_KEY,
-    UnfitModelFolder,
-    check_model_folder,
-)
+from composer_mesh.planning.model_folder import UnfitModelFolder, check_model_folder, has_weights
 from composer_mesh.planning.model_refusals import LoraMissing, LowbitMissing
+from composer_mesh.services.checks.hub import download_models, with_models
 from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.directory.sft_start import started
@@ -91,10 +88,12 @@ def check_run_trackers(config: Config) -> None:
 def check_policy_files(config: Config) -> None:
     """Raise `UnfitModelFolder` where files are missing or broken, or hold weights like NaN."""
     if (folder := _folder(config)) is not None:
-        check_model_folder(folder)
+        check_model_folder(folder, weights_later=id_of(config.policy.path) is not None)
     if (other := _teacher_folder(config)) is not None:
+        teacher = config.sdpo.teacher_model
+        later = teacher is not None and id_of(teacher.path) is not None
         try:
-            check_model_folder(other)
+            check_model_folder(other, weights_later=later)
         except UnfitModelFolder as error:
             raise error.at(TEACHER_KEY) from None
 
@@ -109,7 +108,7 @@ def check_policy_template(config: Config, tools: list[dict[str, Any]]) -> None:
         check_model_fits(facts, config)
     folder = _folder(config)
     if (other := _teacher_folder(config)) is not None:
-        check_model_teaches(_checked_teacher(other, folder), config)
+        check_model_teaches(_checked_teacher(other, folder, has_weights(other)), config)
 
 
 def chat_remarks(config: Config, tools: list[dict[str, Any]]) -> list[str]:
@@ -123,28 +122,31 @@ def _facts(config: Config, tools: list[dict[str, Any]]) -> ModelFacts | None:
     folder = _folder(config)
     if folder is None:
         return None
-    return _checked(folder, json.dumps(tools), config.sdpo.on, json.dumps(config.policy.chat))
+    chat = json.dumps(config.policy.chat)
+    return _checked(folder, json.dumps(tools), config.sdpo.on, chat, has_weights(folder))
 
 
 @lru_cache
-def _checked_teacher(folder: Path, policy: Path | None) -> ModelFacts:
+def _checked_teacher(folder: Path, policy: Path | None, _weights: bool) -> ModelFacts:
+    """Return the facts of a teacher's folder, anew when its weights are there."""
     with closing(TemplateProcess(folder)) as templates:
         return templates.check_teacher_of(policy)
 
 
 @lru_cache
-def _checked(folder: Path, tools: str, hints: bool, chat: str) -> ModelFacts:
+def _checked(folder: Path, tools: str, hints: bool, chat: str, _weights: bool) -> ModelFacts:
+    """Return the facts of a policy's folder, anew when its weights are there."""
     with closing(TemplateProcess(folder)) as templates:
         return templates.check(json.loads(tools), hints, json.loads(chat))
 
 
 def _folder(config: Config) -> Path | None:
-    return _there(config.policy.path)
+    return _there(config.policy.folder)
 
 
 def _teacher_folder(config: Config) -> Path | None:
     other = config.sdpo.teacher_model
-    return None if other is None or not config.sdpo.on else _there(other.path)
+    return None if other is None or not config.sdpo.on else _there(other.folder)
 
 
 def _there(folder: Path | None) -> Path | None:
@@ -155,24 +157,28 @@ class UsageError(Exception):
     """A command cannot run with the given arguments."""
 
 
-def accepted(arguments: argparse.Namespace) -> Config:
-    """Return the config after all checks; raises exceptions that `main` prints as one message."""
-    config = listed(load_config(arguments.config, arguments.set))
-    config = config.model_copy(update={"sft": None})  # it is about another run
+def accepted(config: Config, *, here: bool = True, supervised: bool = False) -> Config:
+    """Return the config after all checks; raises exceptions that `main` prints as one message.
+
+    With `here` False it is for a run that starts on another machine. One that is not `supervised`
+    has no use for the section [sft], and is checked without it.
+    """
+    config = listed(config if supervised else config.model_copy(update={"sft": None}))
     accept(config)
-    startable(config)
+    startable(config, here=here)
     return config
 
 
 def listed(config: Config) -> Config:
-    """Return the config with the model of `policy.start` and the tools of its MCP servers.
+    """Return the config with what others know: the model of `policy.start`, ids of hubs at their
+    commits, and tools.
 
-    The servers are started to be asked.
+    The config's MCP servers are started to list their tools.
     """
     config = started(config)
     if config.run.import_paths:
         add_import_paths(config.run.import_paths)
-    return with_tools(config)
+    return with_tools(with_models(config))
 
 
 def accept(config: Config) -> ProcessPlacements:
@@ -200,8 +206,11 @@ def use_umask(config: Config) -> None:
     set_umask(GROUP_UMASK if config.run.group_readable else PRIVATE_UMASK)
 
 
-def startable(config: Config) -> None:
-    """Raise where the run would start on this machine, but was placed on another one."""
+def startable(config: Config, *, here: bool = True) -> None:
+    """Raise where the run would start on this machine, but was placed on another one.
+
+    Downloads the weights of its models, and checks them, if the run starts `here`.
+    """
     refuse_other_hosts(config)
     if not config.cluster.remote:  # remote hosts are checked when the run attaches to them
         check_vllm_installed(config)
@@ -211,6 +220,8 @@ def startable(config: Config) -> None:
             raise LowbitMissing()
         if config.islands.on:
             plugins.load("checks", "islands")(config.islands)
+    if here and download_models(config):
+        accept(config)
 
 
 def items(text: str) -> list[str]:

@@ -23,7 +23,7 @@ from composer_mesh.services.commands.arguments import add_set, dollars, seconds
 from composer_mesh.services.commands.parser import command
 from composer_mesh.services.commands.training import prepare, refuse_or_set_aside
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
-from composer_mesh.services.directory.resume import with_chat_date
+from composer_mesh.services.directory.resume import pinned, with_chat_date
 from composer_mesh.services.evaluation.report import about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target, target_of
 from composer_mesh.services.schedule.signals import CommandSignals
@@ -95,7 +95,9 @@ def evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     target = target_of(arguments.target, arguments.task, arguments.set)
     _refuse_unfit(arguments, target)
-    config = listed(target.config)
+    config = target.config
+    output: Path = arguments.output or RUNS / f"{config.run.name}-eval"
+    config = listed(pinned(config, output) if arguments.resume else config)
     target = replace(target, config=config)
     if target.url is None and arguments.policy is None:
         accept(config)
@@ -106,7 +108,6 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     if arguments.policy == "gold":
         for part in task.parts:  # one that states none says so before anything is stored
             part.gold(part.episode("heldout", 0).payload)
-    output: Path = arguments.output or RUNS / f"{config.run.name}-eval"
     if not arguments.resume:
         refuse_or_set_aside(output, named=arguments.output is not None)
     with claimed(output):

@@ -27,9 +27,9 @@ from composer_mesh.services.checks.accepting import (
     accepted,
     chat_remarks,
     listed,
-    startable,
     use_umask,
 )
+from composer_mesh.services.checks.hub import hub_remarks
 from composer_mesh.services.checks.task import heldout_of, told_of
 from composer_mesh.services.commands.arguments import add_config
 from composer_mesh.services.commands.parser import command
@@ -44,6 +44,7 @@ from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.resume import (
     RunFinished,
     may_be_resumed,
+    pinned,
     recorded_date,
     refuse_unfit,
     with_chat_date,
@@ -73,7 +74,8 @@ def check(arguments: argparse.Namespace) -> int:
         check_vllm_installed(config)
     task, episodes = make_task(config), config.eval.episodes
     with serving(config, task):
-        lines = [*start, *chat_remarks(config, task.tools), *told_of(config, task)]
+        lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools)]
+        lines += told_of(config, task)
     if fewer := fewer_episodes(heldout_of(task, episodes), episodes):
         lines.append(fewer)
     print(dump_toml(config))
@@ -125,7 +127,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 @command("train and evaluate a run", _add_train, signals=True)
 def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
-    config = accepted(arguments)
+    config = load_config(arguments.config, arguments.set)
+    if earlier := _earlier(arguments, config, arguments.from_traces):
+        config = pinned(config, earlier)
+    config = accepted(config)
     use_umask(config)
     if arguments.rollout_only or arguments.from_traces:
         return _half(config, arguments.output, arguments.from_traces, signals)
@@ -139,10 +144,11 @@ def _add_sft(parser: argparse.ArgumentParser) -> None:
 @command("fine-tune on conversations, before train", _add_sft, signals=True)
 def sft(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config of a supervised run, claim its directory, then start it."""
-    config = listed(sft_config(load_config(arguments.config, arguments.set)))
+    config = sft_config(load_config(arguments.config, arguments.set))
     refuse_an_island(config, "fine-tunes one model alone")
-    accept(config)
-    startable(config)
+    if earlier := _earlier(arguments, config):
+        config = pinned(config, earlier)
+    config = accepted(config, supervised=True)
     use_umask(config)
     return _whole(config, arguments, signals, supervised=True)
 
@@ -168,6 +174,15 @@ def _whole(
         return 0
     with claimed(output):
         return start(config, output, signals, resumed, supervised=supervised)
+
+
+def _earlier(
+    arguments: argparse.Namespace, config: Config, source: Path | None = None
+) -> Path | None:
+    """Return the directory of the run whose models and data this one continues to use."""
+    if arguments.resume or arguments.auto_resume:
+        return arguments.output or RUNS / config.run.name
+    return source
 
 
 def _half(config: Config, output: Path | None, source: Path | None, signals: CommandSignals) -> int:

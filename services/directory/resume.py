@@ -12,6 +12,7 @@ from composer_mesh.configs.changes import Change, changes
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.paths import with_whole_paths
+from composer_mesh.configs.pinning import pinned_as
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import RunDirectoryError, holds_a_run
 from composer_mesh.services.directory.report import (
@@ -53,7 +54,7 @@ def refuse_unfit(output: Path, config: Config) -> list[Change]:
         raise RunDirectoryError(f"--resume {output} cannot be read: {error}") from None
     done = len(read_metrics(output / METRICS_FILE))
     _refuse_without_store(output, done)
-    found = changes(with_whole_paths(before), with_whole_paths(dated(config, before)))
+    found = changes(with_whole_paths(before), with_whole_paths(as_recorded(config, before)))
     if unsafe := [change for change in found if not change.safe]:
         raise RunDirectoryError(_refusal(output, unsafe))
     if done > config.run.steps:
@@ -86,9 +87,16 @@ def recorded_date(output: Path) -> str | None:
     return load_config(output / CONFIG_FILE, model_later=True).policy.chat_date
 
 
-def dated(config: Config, before: Config) -> Config:
-    """Return a config with the date of an earlier one, where that has one and this has none."""
-    day = before.policy.chat_date
+def pinned(config: Config, output: Path) -> Config:
+    """Return the config with the commits of models and datasets that a run has recorded, if any."""
+    if not may_be_resumed(output):
+        return config
+    return pinned_as(config, load_config(output / CONFIG_FILE, model_later=True))
+
+
+def as_recorded(config: Config, before: Config) -> Config:
+    """Return a config with what an earlier one recorded: the date, where this has none; commits."""
+    config, day = pinned_as(config, before), before.policy.chat_date
     return config if day is None else with_chat_date(config, day)
 
 

@@ -11,6 +11,7 @@ from composer_mesh.configs.changes import different
 from composer_mesh.configs.errors import ConfigError, shown
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.paths import with_whole_paths
+from composer_mesh.configs.pinning import pinned_as
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import RUNS
 from composer_mesh.services.directory.resume import CONFIG_FILE, may_be_resumed
@@ -45,6 +46,7 @@ def started(config: Config) -> Config:
             "composer-mesh sft with this config first, or name another directory as sft:DIR"
         )
     before = load_config(run / CONFIG_FILE, model_later=True)
+    config = pinned_as(config, before)
     _check_fits(config, before, run)
     checkpoint = _last(run, before).absolute()
     policy = config.policy.model_copy(

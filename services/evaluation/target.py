@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.actors.checkpoints.folder import FOLDER, newest
+from composer_mesh.configs.hub import HubId
 from composer_mesh.configs.load import Table, read_table, resolve_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
@@ -63,9 +64,11 @@ def target_of(named: str, task: str | None, overrides: Sequence[str]) -> Target:
         return _of_run(path, overrides)
     if (path / MODEL_FILE).is_file():
         return _of_folder(path, task, overrides)
+    if HubId.parse(named) is not None and task is not None:
+        return _with_policy(named, _table_of(task), overrides)
     raise EvalRefused(
         f"{named} is neither a config (.toml), the directory of a run, a model folder (with "
-        f"{MODEL_FILE}), nor a URL: correct it"
+        f"{MODEL_FILE}), a URL, nor an id of a hub (ORG/NAME) with --task: correct it"
     )
 
 
@@ -91,7 +94,7 @@ def _of_folder(folder: Path, task: str | None, overrides: Sequence[str]) -> Targ
     )
 
 
-def _with_policy(folder: Path, table: Table, overrides: Sequence[str]) -> Target:
+def _with_policy(folder: Path | str, table: Table, overrides: Sequence[str]) -> Target:
     policy = table.setdefault("policy", {})
     if isinstance(policy, dict):
         policy["path"] = str(folder)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from composer_mesh.configs.load import load_config
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
@@ -26,7 +27,12 @@ from composer_mesh.services.directory.claim import (
     refuse_a_used,
     set_aside,
 )
-from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
+from composer_mesh.services.directory.resume import (
+    RunFinished,
+    may_be_resumed,
+    pinned,
+    refuse_unfit,
+)
 from composer_mesh.services.launch.handle import follow, hints, read_handle, write_handle
 from composer_mesh.services.launch.ports import (
     Handle,
@@ -49,7 +55,10 @@ from composer_mesh.services.launch.workers import (
 
 def launch_command(arguments: argparse.Namespace) -> int:
     """Launch a run. Returns its exit status, 0 with --detach, 130 if Ctrl-C ended the following."""
-    config = accepted(arguments)
+    config = load_config(arguments.config, arguments.set)
+    if arguments.resume:
+        config = pinned(config, arguments.output or RUNS / config.run.name)
+    config = accepted(config, here=False)
     use_umask(config)
     output = (arguments.output or RUNS / config.run.name).absolute()
     if (status := _refuse(output, config, arguments)) is not None:

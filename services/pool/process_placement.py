@@ -224,7 +224,7 @@ def _hosts_of(
 
 
 def _sizes(config: Config, notes: list[str]) -> ModelSizes | None:
-    if (folder := config.policy.path) is not None:
+    if (folder := config.policy.folder) is not None:
         _note_missing(folder, "policy", notes)
     try:
         return sizes_of(config.policy)
@@ -238,7 +238,7 @@ def _teacher_sizes(config: Config, notes: list[str]) -> ModelSizes | None:
     other = config.sdpo.teacher_model
     if other is None or not config.sdpo.on:
         return None
-    _note_missing(other.path, "sdpo.teacher_model", notes)
+    _note_missing(other.folder, "sdpo.teacher_model", notes)
     try:
         return teacher_sizes_of(other)
     except UnknownSizes as unknown:

@@ -16,6 +16,8 @@ from pathlib import Path
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 from monarch.actor import enable_transport
 
+from composer_mesh.configs.hub import ModelSource
+from composer_mesh.configs.pinning import ids_in
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.hosts import address as addresses
@@ -31,6 +33,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, ProcessLate, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, together
 from composer_mesh.planning.host_capacity import HostResources
+from composer_mesh.planning.hub import cache_of
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.launch.workers import AUTHORITY
@@ -265,7 +268,7 @@ class RunHosts:
             await asyncio.sleep(LOOK_S)
 
     async def _check_files(self, host: RemoteHost) -> None:
-        """Refuse a host that does not see the run's files under the same path."""
+        """Refuse a host without the run's files under the same path; let it download models."""
         probe, word = self.root / f".probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
         probe.write_text(word)
         try:
@@ -283,6 +286,11 @@ class RunHosts:
                 f"{host.name} has no folder {Path.cwd()}, from which the run was started: start it "
                 "from one that all hosts share"
             )
+        for key, section, named in ids_in(self.config):
+            if isinstance(section, ModelSource) and not named.part:
+                cache = cache_of(section.folder_of(named.repo))
+                if failed := await host.fetch_model(named, key, cache):
+                    raise HostRefused(f"{host.name}: {failed}")
 
 
 def _machine(host: RemoteHost) -> HostResources:

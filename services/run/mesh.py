@@ -134,8 +134,8 @@ class RunMesh:
 
         A sampling-only run stops the trainer afterwards.
         """
-        if self.half == "sampling" and self.config.policy.path is not None:
-            return self.config.policy.path
+        if self.half == "sampling" and (own := self.config.policy.folder) is not None:
+            return own
         folder = await self.trainers.prepare()
         if self.half == "sampling":
             await asyncio.gather(*(self.host.stop(one) for one in self.trainers.all))

@@ -113,7 +113,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
         notes.append("config.toml cannot be read, so the hints are left out")
     elif config.sdpo.on:
         tokens = TokenCount(
-            config.sdpo.hints.max_tokens, partial(own_tokenizer, run, config.policy.path)
+            config.sdpo.hints.max_tokens, partial(own_tokenizer, run, config.policy.folder)
         )
         written = _written(reader, one.row.group_id)
         hints, without = hints_of(trace, group, config.sdpo.hints, answer, written, tokens)

@@ -32,7 +32,12 @@ from composer_mesh.services.checks.accepting import (
     use_umask,
 )
 from composer_mesh.services.directory.claim import RUNS, refuse_a_used, refuse_outward_links
-from composer_mesh.services.directory.resume import RunFinished, may_be_resumed, refuse_unfit
+from composer_mesh.services.directory.resume import (
+    RunFinished,
+    may_be_resumed,
+    pinned,
+    refuse_unfit,
+)
 from composer_mesh.services.launch.command import refuse_a_live
 from composer_mesh.services.launch.ports import LaunchFailed
 from composer_mesh.services.schedule.signals import CommandSignals
@@ -78,17 +83,20 @@ def configs_of(arguments: argparse.Namespace) -> list[Config]:
             f"-n is {count} but {len(files)} configs are given: give one for all islands, or one "
             "for each"
         )
-    configs = []
+    configs: list[Config] = []
     for rank in range(count):
         by, address = _meet(arguments)
         own = (f"islands.{by}={address}", f"islands.rank={rank}")
         overrides = [*arguments.set, *own, f"islands.world_size={count}"]
         config = load_config(files[rank % len(files)], overrides)
         run = config.run.model_copy(update={"name": f"{config.run.name}-{rank}"})
-        configs.append(listed(config.model_copy(update={"run": run})))
+        config = config.model_copy(update={"run": run})
+        if arguments.resume:
+            config = pinned(config, _place(arguments, configs[0] if rank else config).run(rank))
+        configs.append(listed(config))
     for config in configs if len(files) > 1 else configs[:1]:
         accept(config)
-        startable(config)
+        startable(config, here=False)
     use_umask(configs[0])
     return configs
 

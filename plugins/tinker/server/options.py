@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import (
@@ -13,6 +14,8 @@ from composer_mesh.actors.engines.vllm_settings import (
     check_vllm_fits,
     check_vllm_installed,
 )
+from composer_mesh.configs.hub import id_of
+from composer_mesh.configs.pinning import pinned_as
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.open_folder import write_whole
@@ -130,11 +133,10 @@ def check_same_policy(config: Config, output: Path) -> None:
         "lora_alpha": config.serve.lora_alpha,
         "full_weights": config.serve.full_weights,
     }
-    noted = output / NOTED
-    if not noted.exists():
-        write_whole(noted, json.dumps(now, indent=2).encode())
+    before = _noted(output)
+    if before is None:
+        write_whole(output / NOTED, json.dumps(now, indent=2).encode())
         return
-    before = json.loads(read_regular(noted, LONGEST_NOTE))
     for key, value in now.items():
         if before.get(key, EARLIER.get(key)) != value:
             raise ServeRefused(
@@ -143,13 +145,34 @@ def check_same_policy(config: Config, output: Path) -> None:
             )
 
 
+def with_noted_commit(config: Config, output: Path) -> Config:
+    """Return the config with the commit of its policy that models in a folder were made with."""
+    path = (_noted(output) or {}).get("policy", {}).get("path")
+    if not isinstance(path, str):
+        return config
+    policy = config.policy.model_copy(update={"path": path})
+    return pinned_as(config, config.model_copy(update={"policy": policy}))
+
+
+def _noted(output: Path) -> dict[str, Any] | None:
+    if not (output / NOTED).exists():
+        return None
+    found: dict[str, Any] = json.loads(read_regular(output / NOTED, LONGEST_NOTE))
+    return found
+
+
 def tokenizer_of(config: Config, options: ListenOptions, folder: Path) -> str:
-    """Return what clients load their tokenizer from; the folder for clients of this machine."""
+    """Return what clients load their tokenizer from: the policy's id on a hub, or its folder for
+    clients of this machine."""
     if config.serve.tokenizer:
         return config.serve.tokenizer
+    named = id_of(config.policy.path)
+    if named is not None and not named.part:
+        return named.repo
     return str(folder.absolute()) if options.is_loopback else ""
 
 
 def base_model_of(config: Config) -> str:
     """Return the name by which clients ask for the policy."""
-    return config.serve.base_model or config.run.name
+    named = id_of(config.policy.path)
+    return config.serve.base_model or (config.run.name if named is None else named.repo)

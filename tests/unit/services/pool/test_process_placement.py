@@ -76,7 +76,7 @@ def test_what_was_found_is_said_and_what_is_described_is_not_looked_for() -> Non
 
 
 MODEL = (
-    "policy.path=models/none",
+    "policy.path=./models/none",
     'policy.sizes={model_type="llama", hidden_size=4096, intermediate_size=14336,'
     "vocab_size=128256, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8}",
 )

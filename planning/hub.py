@@ -1,0 +1,174 @@
+"""Models and datasets of a hub, which huggingface_hub downloads into its own cache.
+
+Endpoint, token, cache, offline mode and progress bars are its settings: HF_ENDPOINT, HF_TOKEN,
+HF_HOME, HF_HUB_OFFLINE and their like. Of a model's repository only files of the formats below are
+downloaded, and none of its folders: no pickles and no code.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from composer_mesh.configs.errors import ConfigError, one_line, shown
+from composer_mesh.configs.hub import GGUF, HubId
+
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Config, tokenizer, chat template and generation config; and the index of the weights."""
+WEIGHTS = "*.safetensors"
+LEFT_OUT = ("*/*", "consolidated*")
+README = "README.md"
+
+
+def small_files(named: HubId, key: str) -> Path:
+    """Return the folder of a model's files without its weights, whose name is the commit.
+
+    Raises ConfigError; `key` is the config's, for its message.
+    """
+    return _snapshot(named, key, list(SMALL))
+
+
+def whole_model(named: HubId, key: str, cache_dir: Path | None = None) -> Path:
+    """Return the folder of a model with its weights; raises ConfigError."""
+    return _snapshot(named, key, [WEIGHTS, *SMALL], cache_dir)
+
+
+def commit_of_dataset(named: HubId, key: str) -> str:
+    """Return the commit of a dataset's revision; raises ConfigError."""
+    return _snapshot(named, key, [README], kind="dataset").name
+
+
+def cache_of(folder: Path) -> Path:
+    """Return the cache in which a model's folder is."""
+    return folder.parents[2]
+
+
+def _snapshot(
+    named: HubId, key: str, wanted: list[str], cache_dir: Path | None = None, kind: str = "model"
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with refusing(named, key, kind):
+        found = snapshot_download(
+            named.repo,
+            repo_type=kind,
+            revision=named.revision or None,
+            cache_dir=cache_dir,
+            allow_patterns=wanted,
+            ignore_patterns=list(LEFT_OUT),
+        )
+    return Path(found)
+
+
+@cache
+def files_of(named: HubId) -> Mapping[str, tuple[int, str]] | None:
+    """Return the bytes and the digest of each file of a commit; None where no hub answers."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+    from huggingface_hub.hf_api import RepoFile
+
+    try:
+        tree = HfApi().list_repo_tree(named.repo, revision=named.revision)
+        return {
+            one.path: (one.size, one.lfs.sha256 if one.lfs else one.blob_id)
+            for one in tree
+            if isinstance(one, RepoFile)
+        }
+    except (HTTPError, OfflineModeIsEnabled):  # the cached files are used
+        return None
+
+
+def is_weight(name: str) -> bool:
+    """Whether a file of a repository has weights that are downloaded."""
+    return fnmatch(name, WEIGHTS) and not any(fnmatch(name, one) for one in LEFT_OUT)
+
+
+def refuse_other_formats(named: HubId, key: str) -> None:
+    """Raise ConfigError for a repository without weights that are read here."""
+    files = files_of(named)
+    if files is None:
+        return
+    names = sorted(name[:80] for name in files)
+    if any(is_weight(name) for name in names):
+        return
+    if found := [name for name in names if name.endswith(GGUF)]:
+        raise _refused(key, named, f"has GGUF files alone: write {named.repo}:{found[0]}")
+    found = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".msgpack", ".h5"))]
+    why = f"only {', '.join(found[:3])}, and pickles are never loaded" if found else "nor others"
+    repair = "name a model or a revision with safetensors, or convert them"
+    raise _refused(key, named, f"has no weights as safetensors, {why}: {repair}")
+
+
+@contextmanager
+def refusing(named: HubId, key: str, kind: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one ConfigError with the repair."""
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _refused(key, named, _why(error, named, kind)) from None
+
+
+def _refused(key: str, named: HubId, why: str) -> ConfigError:
+    return ConfigError(one_line(f"{key} = {shown(str(named))}: {why}"))
+
+
+def _why(error: Exception, named: HubId, kind: str) -> str:
+    from huggingface_hub import constants, errors, get_token
+
+    where, page = _host(constants.ENDPOINT), "datasets/" if kind == "dataset" else ""
+    token = "the token of this account" if get_token() else "a request without a token"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"access to it is granted by its owner, and {token} has none: accept its terms at "
+            f"{where}/{page}{named.repo}, and set HF_TOKEN"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is neither such a path in the working directory, nor a {kind} of that id at "
+            f"{where} that {token} may read: correct it, or set HF_TOKEN for a private one"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"it has no revision {named.revision!r}: correct what follows the @, or remove it"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return _unreachable(where, constants.HF_HUB_OFFLINE)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+        return f"it cannot be stored ({error.strerror}): make room, or set HF_HOME to another place"
+    if isinstance(error, errors.HFValidationError):
+        return "this is no id of a hub, and no such path is in the working directory: correct it"
+    return f"its download failed ({_reason(error)}): try again, which continues where it ended"
+
+
+def _unreachable(where: str, offline: bool) -> str:
+    if offline:
+        return (
+            "there is neither such a path in the working directory, nor are its files in the cache "
+            "of HF_HOME while HF_HUB_OFFLINE is set: unset it once to download them"
+        )
+    return (
+        f"there is no such path in the working directory, and {where} gave no answer, nor are its "
+        "files in the cache of HF_HOME: correct the path, the network or HF_ENDPOINT"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return a short reason without addresses, which may be signed."""
+    answer: Any = getattr(error, "response", None)
+    status = getattr(answer, "status_code", None)
+    said = f"status {status}" if status else str(error).partition("\n")[0][:120]
+    return type(error).__name__ if "://" in said else f"{type(error).__name__}: {said}"
+
+
+def _host(endpoint: str) -> str:
+    """Return an endpoint without a user and a password."""
+    parts = urlsplit(endpoint)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
