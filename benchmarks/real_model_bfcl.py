@@ -105,7 +105,7 @@ def main() -> None:
 
 def before(sets: Sequence[str], _seed: int) -> tuple[dict[str, Any], Path]:
     """Nothing is trained."""
-    folder = load_config(CONFIG, sets).policy.path
+    folder = load_config(CONFIG, sets).policy.folder
     if folder is None:
         raise SystemExit(f"{CONFIG} has no policy.path: restore it, or set it by --set")
     return {}, folder

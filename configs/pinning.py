@@ -9,7 +9,8 @@ from typing import Any
 from composer_mesh.configs.hub import HubId, id_of
 from composer_mesh.configs.schema import Config
 
-POLICY_KEY, TEACHER_KEY, DATA_KEY = "policy.path", "sdpo.teacher_model.path", "data.path"
+POLICY_KEY, TEACHER_KEY = "policy.path", "sdpo.teacher_model.path"
+DATA_KEY, SFT_KEY = "data.path", "sft.path"
 NEWEST = ("", "main")
 """Revisions that name no other than the newest commit."""
 
@@ -19,6 +20,8 @@ def ids_in(config: Config) -> Iterator[tuple[str, Any, HubId]]:
     sections: dict[str, Any] = {POLICY_KEY: config.policy, DATA_KEY: config.data}
     if config.sdpo.on and config.sdpo.teacher_model is not None:
         sections[TEACHER_KEY] = config.sdpo.teacher_model
+    if config.sft is not None:
+        sections[SFT_KEY] = config.sft
     for number, one in enumerate(config.data.mixture):
         sections[_mixed(number)] = one
     for key, section in sections.items():
@@ -35,6 +38,7 @@ def with_sections(config: Config, found: Mapping[str, Any]) -> Config:
     teacher = found.get(TEACHER_KEY, config.sdpo.teacher_model)
     changed = {
         "policy": found.get(POLICY_KEY, config.policy),
+        "sft": found.get(SFT_KEY, config.sft),
         "data": data.model_copy(update={"mixture": tuple(mixture)}),
         "sdpo": config.sdpo.model_copy(update={"teacher_model": teacher}),
     }

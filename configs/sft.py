@@ -7,13 +7,13 @@ from pydantic import Field, model_validator
 from composer_mesh.configs.base import (
     Count,
     CountOrZero,
-    FilePath,
     FreeTable,
     Positive,
     Section,
     Share,
 )
 from composer_mesh.configs.channel_schedule import Decay
+from composer_mesh.configs.hub import DataPath
 
 
 class SftConfig(Section):
@@ -34,9 +34,10 @@ class SftConfig(Section):
     warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises from 0 to its peak."""
 
-    path: FilePath | None = None
+    path: DataPath | None = None
     """Rows with `messages`, or with `prompt` and `completion`: a .jsonl, .json or .parquet file, or
-    a folder that datasets.save_to_disk wrote, relative to the working directory."""
+    a folder that datasets.save_to_disk wrote, relative to the working directory; or the id of a
+    dataset as in data.path, whose splits test and validation are left out."""
 
     demonstrations: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Number of training episodes that the task's expert demonstrates."""

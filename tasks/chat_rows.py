@@ -20,17 +20,23 @@ from composer_mesh.rollouts.tool_calls import ParsedAction, ToolCall, parse_call
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.playing import KINDS, Demonstration, Piece, encode
-from composer_mesh.tasks.rows import Row, read_rows
+from composer_mesh.tasks.rows import COLUMN, LABELS, Row, read_rows
 
 ANSWERS = ("action", "given")
 
 
-def encoded_rows(path: Path, chat: ChatFormat) -> Iterator[Demonstration]:
-    """Yield the conversation of each row; raises UnusableTask that names a row that has none."""
+def encoded_rows(path: Path | str, chat: ChatFormat) -> Iterator[Demonstration]:
+    """Yield the conversation of each row; raises UnusableTask that names a row that has none.
+
+    Of a dataset's id the rows of its held-out splits are left out.
+    """
     rows, formats = read_rows(path), ToolFormats(chat)
+    if isinstance(path, str):
+        rows = [row for row in rows if LABELS.get(row.get(COLUMN, "")) != "heldout"]
     for number, row in enumerate(rows, 1):
         # Tables of columns fill in null where a row lacks a key that another one has.
-        row = row if path.suffix.startswith(".json") else _without_nulls(row)
+        complete = isinstance(path, Path) and path.suffix.startswith(".json")
+        row = row if complete else _without_nulls(row)
         try:
             yield encode_row(row, formats)
         except UnusableMessages as error:

@@ -213,7 +213,10 @@ def _dataset(path: Path) -> Iterable[Any]:
 
 
 def _labelled(splits: Mapping[str, Any]) -> list[Any]:
-    return [{**row, COLUMN: split} for split in splits for row in splits[split]]
+    """Return all rows with their splits: `train_sft`, `test_sft` and the like by the first word."""
+    labels = {split: split.partition("_")[0] for split in splits}
+    labels = {split: one if one in LABELS else split for split, one in labels.items()}
+    return [{**row, COLUMN: labels[split]} for split in splits for row in splits[split]]
 
 
 @lru_cache(maxsize=2)

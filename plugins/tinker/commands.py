@@ -20,6 +20,7 @@ from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.commands.arguments import add_address, add_config, first_refused_option
 from composer_mesh.services.commands.parser import command
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
+from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.web.options import ListenOptions, ServeRefused
 
@@ -69,7 +70,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
         keys = checked_keys(options, arguments.key_env)
         check_serves(config)
-        config = with_models(with_noted_commit(config, output))
+        config = with_models(with_noted_commit(started(config), output))
         check_policy_files(config)
         ProcessPlacements.of(config)
         if arguments.check:

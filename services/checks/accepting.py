@@ -157,21 +157,19 @@ class UsageError(Exception):
     """A command cannot run with the given arguments."""
 
 
-def accepted(config: Config, *, here: bool = True, supervised: bool = False) -> Config:
+def accepted(config: Config, *, here: bool = True) -> Config:
     """Return the config after all checks; raises exceptions that `main` prints as one message.
 
-    With `here` False it is for a run that starts on another machine. One that is not `supervised`
-    has no use for the section [sft], and is checked without it.
+    With `here` False it is for a run that starts on another machine.
     """
-    config = listed(config if supervised else config.model_copy(update={"sft": None}))
+    config = listed(config.model_copy(update={"sft": None}))  # that is about another run
     accept(config)
     startable(config, here=here)
     return config
 
 
 def listed(config: Config) -> Config:
-    """Return the config with what others know: the model of `policy.start`, ids of hubs at their
-    commits, and tools.
+    """Return the config with what others know: its start, ids of hubs at their commits, and tools.
 
     The config's MCP servers are started to list their tools.
     """

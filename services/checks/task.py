@@ -240,7 +240,7 @@ def check_task(config: Config, task: Task) -> None:
             "an expert nor gold actions: define expert(self, messages) or gold(self, row), or set "
             "sft.path in place of sft.demonstrations"
         )
-    if config.sft is not None and (rows := config.sft.path) is not None and not rows.exists():
+    if config.sft is not None and isinstance(rows := config.sft.path, Path) and not rows.exists():
         raise UnusableTask(
             f"sft.path is {str(rows)!r}, which is not in {Path.cwd()}: correct it, or set "
             "sft.demonstrations in place of it"

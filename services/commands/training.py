@@ -27,6 +27,7 @@ from composer_mesh.services.checks.accepting import (
     accepted,
     chat_remarks,
     listed,
+    startable,
     use_umask,
 )
 from composer_mesh.services.checks.hub import hub_remarks
@@ -128,9 +129,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
     config = load_config(arguments.config, arguments.set)
-    if earlier := _earlier(arguments, config, arguments.from_traces):
-        config = pinned(config, earlier)
-    config = accepted(config)
+    config = accepted(_as_before(arguments, config))
     use_umask(config)
     if arguments.rollout_only or arguments.from_traces:
         return _half(config, arguments.output, arguments.from_traces, signals)
@@ -145,10 +144,10 @@ def _add_sft(parser: argparse.ArgumentParser) -> None:
 def sft(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config of a supervised run, claim its directory, then start it."""
     config = sft_config(load_config(arguments.config, arguments.set))
+    config = listed(_as_before(arguments, config))
     refuse_an_island(config, "fine-tunes one model alone")
-    if earlier := _earlier(arguments, config):
-        config = pinned(config, earlier)
-    config = accepted(config, supervised=True)
+    accept(config)
+    startable(config)
     use_umask(config)
     return _whole(config, arguments, signals, supervised=True)
 
@@ -176,13 +175,12 @@ def _whole(
         return start(config, output, signals, resumed, supervised=supervised)
 
 
-def _earlier(
-    arguments: argparse.Namespace, config: Config, source: Path | None = None
-) -> Path | None:
-    """Return the directory of the run whose models and data this one continues to use."""
+def _as_before(arguments: argparse.Namespace, config: Config) -> Config:
+    """Return the config with the commits of the run that is resumed, or whose traces are used."""
     if arguments.resume or arguments.auto_resume:
-        return arguments.output or RUNS / config.run.name
-    return source
+        return pinned(config, arguments.output or RUNS / config.run.name)
+    source: Path | None = getattr(arguments, "from_traces", None)
+    return config if source is None else pinned(config, source)
 
 
 def _half(config: Config, output: Path | None, source: Path | None, signals: CommandSignals) -> int:

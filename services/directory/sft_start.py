@@ -46,7 +46,6 @@ def started(config: Config) -> Config:
             "composer-mesh sft with this config first, or name another directory as sft:DIR"
         )
     before = load_config(run / CONFIG_FILE, model_later=True)
-    config = pinned_as(config, before)
     _check_fits(config, before, run)
     checkpoint = _last(run, before).absolute()
     policy = config.policy.model_copy(
@@ -81,6 +80,7 @@ def _check_fits(config: Config, before: Config, run: Path) -> None:
             f"policy.start names {run}, which is no supervised run: set policy.path to its "
             f"checkpoint in {run / FOLDER}"
         )
+    config = pinned_as(config, before)
     one, other = (
         with_whole_paths(each).policy.model_dump(mode="json", exclude=set(OF_THIS_RUN))
         for each in (before, config)

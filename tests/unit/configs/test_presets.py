@@ -24,6 +24,7 @@ REAL = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-coder": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
+    "smollm2-bfcl": 134_515_008,
 }
 
 
@@ -50,6 +51,8 @@ def own(name: str, problems: Path) -> list[str]:
     boxes = "environment.sandbox.kind=code_tasks:open_scripted"
     if 'task = "gsm8k"' in text:
         return [f"data.path={problems}"]
+    if 'task = "bfcl_single_call"' in text:  # its rows are those of a package
+        return ["data.task=toolbox", "policy.start=base"]
     if 'task = "code"' in text:
         return [f"data.path={problems.with_name('tasks.jsonl')}", boxes]
     return [boxes] if 'task = "one_liners"' in text else []
@@ -99,7 +102,7 @@ SMALLER = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", SMALLER)
 def test_the_same_run_on_smaller_hosts_is_refused_with_the_sum(
     name: str, problems: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
