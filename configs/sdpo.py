@@ -341,6 +341,11 @@ class SdpoConfig(SitesConfig, ChannelSection):
         return self.teacher not in FIXED
 
     @property
+    def keeps_initial(self) -> bool:
+        """Whether the teacher needs the weights that the run began with."""
+        return self.teacher in ("frozen", "trust_region")
+
+    @property
     def pulls_weights(self) -> bool:
         """Whether teachers in their own processes pull the versions that the trainer publishes."""
         return self.has_own_actors and self.follows_trainer

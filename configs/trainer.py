@@ -149,8 +149,9 @@ class TrainerConfig(Section):
     """Precision in which frozen copies are kept, and compute where they are not sharded: the
     reference, and SDPO teachers other than an average."""
 
-    activation_checkpointing: bool = False
-    """Whether a layer's activations are recomputed in the backward pass instead of stored."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Whether a layer's activations are recomputed in the backward pass instead of stored; "auto"
+    recomputes them where the run does not fit its hosts otherwise, which `check` prints."""
 
     activation_offload: bool = False
     """Whether the inputs of checkpointed layers wait for the backward in the host's memory."""
@@ -195,6 +196,11 @@ class TrainerConfig(Section):
     """CPU threads of each trainer process."""
 
     @property
+    def checkpoints_layers(self) -> bool:
+        """Whether activations are recomputed; not yet where "auto" awaits the placement."""
+        return self.activation_checkpointing is True
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return self.updates_per_batch * self.epochs
@@ -205,6 +211,14 @@ class TrainerConfig(Section):
         if self.sharding == "auto":
             return self.ranks > 1 or self.compute_dtype != "float32"
         return self.sharding == "fsdp2"
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether the policy that a run began with is the trained model without its adapters.
+
+        Of sharded weights it is not: a forward of the base would release what a backward awaits.
+        """
+        return self.lora is not None and not self.sharded and self.backend is None
 
     @property
     def sharing(self) -> Sharing:
@@ -305,10 +319,11 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _inputs_can_be_offloaded(self) -> Self:
-        if self.activation_offload and not self.activation_checkpointing:
+        if self.activation_offload and not self.checkpoints_layers:
+            found = "'auto'" if self.activation_checkpointing else "false"
             raise ValueError(
-                "activation_offload is true but activation_checkpointing is false, and only inputs "
-                "of checkpointed layers are offloaded: set activation_checkpointing to true"
+                f"activation_offload is true but activation_checkpointing is {found}, and only "
+                "inputs of checkpointed layers are offloaded: set activation_checkpointing to true"
             )
         return self
 

@@ -100,7 +100,7 @@ def _check(row: ActorRow, cores: int, gpus: float, config: Config) -> None:
     if 0 < cores < row.threads:
         raise UnfitPlace(
             f"{key}.cores is {cores} but its processes compute with {row.threads} threads each: "
-            f"raise {key}.cores, set it to 0, or lower {_threads_key(kind)}"
+            f"raise {key}.cores, set it to 0, or lower {threads_key(kind)}"
         )
     if kind == "generator" and config.generator.engine == "vllm":
         parts = config.generator.vllm.tensor_parallel
@@ -120,7 +120,7 @@ def _relief(kind: str, config: Config) -> str:
     """Return the settings that would reduce the memory of this kind's model."""
     if kind == "trainer":
         trainer, found = config.trainer, ["raise trainer.ranks", "lower trainer.microbatch_tokens"]
-        if not trainer.activation_checkpointing:
+        if not trainer.checkpoints_layers:
             found.append("set trainer.activation_checkpointing to true")
         if trainer.context_parallel == 1 and trainer.packing:
             found.append("raise trainer.context_parallel")
@@ -148,7 +148,8 @@ _MORE_GPUS = {
 }
 
 
-def _threads_key(kind: str) -> str:
+def threads_key(kind: str) -> str:
+    """Return the config key of the threads of each process of a kind."""
     return "sdpo.threads" if kind == "sdpo_teacher" else f"{kind}.threads"
 
 

@@ -136,6 +136,7 @@ def training_parts(sizes: ModelSizes, how: Training) -> Parts:
     optimizer = optimizer_of(sizes, how)
     passing = (
         Part("gathered for compute", _gathered(sizes, how)),
+        Part("gradient of the head", _head_gradient(sizes, how)),
         Part("experts of this rank", _own_experts(sizes, how)),
         Part("activations", _passing(sizes, how)),
         # As it is built, and once more in the dtype of the scores, which the kernels add it to.
@@ -234,6 +235,13 @@ def _gathered(sizes: ModelSizes, how: Training) -> int:
     if how.experts_over > 1:
         layer -= expert_parameters(sizes)
     return 2 * how.number * (embedding_parameters(sizes) + 2 * layer)
+
+
+def _head_gradient(sizes: ModelSizes, how: Training) -> int:
+    """Return the bytes of the head's gradient before it is added to others; gathered if sharded."""
+    trained = how.trainable == parameter_count(sizes)
+    whole = how.number == FLOAT and (how.ranks == 1 or not how.sharded)
+    return FLOAT * sizes.vocab_size * sizes.hidden_size * (trained and whole)
 
 
 def _own_experts(sizes: ModelSizes, how: Training) -> int:

@@ -133,7 +133,9 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     trainer = config.trainer
     inline = config.sdpo.on and config.sdpo.placement == "inline"
     own_teacher = inline and config.sdpo.teacher not in ("live", "model")
-    copies = number_of(trainer.frozen_dtype) * int(config.loss.needs_reference)
+    shared = trainer.shares_base
+    copies = number_of(trainer.frozen_dtype) * int(config.loss.needs_reference and not shared)
+    own_teacher = own_teacher and not (shared and config.sdpo.keeps_initial)
     copies += number_of(config.teacher_dtype) * int(own_teacher)
     lora = trainer.lora
     whole = parameter_count(sizes)
@@ -144,7 +146,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         gradients=_gradient_sets(config),
         number=number_of(trainer.compute_dtype),
         sharded=trainer.sharded,
-        checkpointing=trainer.activation_checkpointing,
+        checkpointing=trainer.checkpoints_layers,
         offloaded=trainer.activation_offload,
         frozen_bytes=copies,
         longest=config.policy.max_context if _has_masks(trainer) else 0,

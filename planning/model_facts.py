@@ -208,9 +208,7 @@ def check_heads(name: str, size: int, heads: int, key_heads: int) -> None:
 
 def _check_layers(facts: ModelFacts, config: Config) -> None:
     trainer = config.trainer
-    if (trainer.sharded or trainer.activation_checkpointing or trainer.compile) and not (
-        facts.listed
-    ):
+    if (trainer.sharded or trainer.checkpoints_layers or trainer.compile) and not (facts.listed):
         raise UnknownLayers(facts.name, facts.layers)
     if trainer.packing and (states := _others(facts, ATTENTION_KINDS)):
         raise UnfitModel(

@@ -26,7 +26,9 @@ from composer_mesh.planning.host_capacity import (
     HostResources,
     Placed,
     Process,
+    UnfitPlace,
     processes_of,
+    threads_key,
 )
 from composer_mesh.planning.memory import GB, SHARED_CODE, in_gb, in_words, total
 
@@ -192,6 +194,53 @@ def place(
     order = [p.name for p in processes]
     placed = sorted([*own, *found.placed], key=lambda one: order.index(one.process.name))
     return Placement(found.hosts, tuple(placed))
+
+
+def place_in_memory(
+    config: Config, make: Callable[[Config], Placement]
+) -> tuple[Placement, CannotPlace | UnfitPlace | None]:
+    """Return what `make` places; raises as it does.
+
+    Where activation checkpointing is "auto", it is on only if the run cannot be placed otherwise:
+    then the second is the reason.
+    """
+    try:
+        return make(config), None
+    except (CannotPlace, UnfitPlace) as refused:
+        recomputing = with_checkpointing(config, True)
+        if recomputing == config:
+            raise
+        return make(recomputing), refused
+
+
+def with_checkpointing(config: Config, on: bool) -> Config:
+    """Return a config whose activation checkpointing is decided, if it was "auto"."""
+    if config.trainer.activation_checkpointing != "auto":
+        return config
+    trainer = config.trainer.model_copy(update={"activation_checkpointing": on})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def crowded(placement: Placement) -> Iterator[str]:
+    """Yield a warning for each host whose models compute with teams of more threads than cores.
+
+    Processes of one thread share cores by taking turns; a team waits for its slowest thread.
+    """
+    for host in placement.hosts:
+        computing = [one.process for one in placement.on(host.name) if one.process.kind in _COMPUTE]
+        threads = sum(one.threads for one in computing)
+        if threads <= host.cores or all(one.threads == 1 for one in computing):
+            continue
+        groups = [(kind, list(group)) for kind, group in groupby(computing, lambda one: one.kind)]
+        terms = [f"{kind} {len(group)} x {group[0].threads}" for kind, group in groups]
+        keys = [threads_key(kind) for kind, group in groups if group[0].threads > 1]
+        yield (
+            f"{host.name} has {host.cores} cores but its models compute with {threads} threads "
+            f"({' + '.join(terms)}), which wait for each other: lower {' or '.join(keys)}"
+        )
+
+
+_COMPUTE = ("trainer", "generator", "sdpo_teacher", "reference")
 
 
 def place_processes(

@@ -90,7 +90,7 @@ class Learner:
         self.model = self._backend.model(folder)
         reference = None
         if needs_reference(config):
-            reference = frozen_model(config, folder, ranks, config.trainer.frozen_dtype)
+            reference = self._initial(folder, config.trainer.frozen_dtype)
         optimizers = self._backend.optimizers
         self.step = ThreeChannelStep(self.model, reference, config, ranks, custom, optimizers)
         export = ModelFolder(folder) if ranks.rank == 0 else None
@@ -103,6 +103,12 @@ class Learner:
         self._teacher: TeacherModel | None = None
         if config.sdpo.on and config.sdpo.placement == "inline":
             self._teacher = self._inline_teacher(folder)
+
+    def _initial(self, folder: Path, dtype: str) -> Any:
+        """Return the initial policy: the trained model itself where only adapters are trained."""
+        if self._config.trainer.shares_base:
+            return self.model
+        return frozen_model(self._config, folder, self._ranks, dtype)
 
     def _inline_teacher(self, folder: Path) -> TeacherModel:
         config = self._config
@@ -120,6 +126,8 @@ class Learner:
     def _frozen_teacher(self, folder: Path) -> Any:
         """Return the teacher's initial weights as a model of their own, placed like the trained."""
         config, other = self._config, self._config.sdpo.teacher_model
+        if config.sdpo.keeps_initial:
+            return self._initial(folder, config.teacher_dtype)
         path = folder if other is None else other.folder
         try:
             return frozen_model(config, path, self._ranks, config.teacher_dtype)

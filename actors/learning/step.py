@@ -28,6 +28,7 @@ from composer_mesh.actors.learning.weight_update import NormNotFinite, WeightUpd
 from composer_mesh.actors.models.backend import Optimizers
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.lora import BaseModel
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_sharded
@@ -60,6 +61,8 @@ def needs_reference(config: Config) -> bool:
 class ThreeChannelStep:
     """Owns a model's optimizer; `reference` is frozen, or None if the loss needs none.
 
+    It may be the model itself, whose adapters are then off in the reference's forwards.
+
     All ranks of a sharded model run the same number of forwards in a step, whatever their shares.
     """
 
@@ -78,7 +81,8 @@ class ThreeChannelStep:
         self._model = LanguageModel(model, self._packed, self._sharing)
         frozen = None
         if reference is not None:
-            frozen = LanguageModel(reference, self._packed, self._sharing)
+            kind = BaseModel if reference is model else LanguageModel
+            frozen = kind(reference, self._packed, self._sharing)
         self._policy = PolicyChannel(config, frozen, custom)
         self._sdpo = SdpoChannel(config.sdpo, config.run.steps)
         replay = ReplayChannel(config.replay, self._budget)

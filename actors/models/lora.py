@@ -5,12 +5,13 @@ every rank: they are small, and merging them into a rank's rows then needs no ot
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.language_model import text_decoder_of
+from composer_mesh.actors.models.language_model import LanguageModel, text_decoder_of
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.sharding import is_dtensor
 from composer_mesh.configs.trainer import LoraConfig
@@ -114,6 +115,27 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let a model compute without its adapters, as it was before training."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+class BaseModel(LanguageModel):
+    """A trained model without its adapters: the policy that a run began with."""
+
+    def _states(self, **inputs: Any) -> Tensor:
+        with adapters_off(self.model):
+            return super()._states(**inputs)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -149,7 +149,7 @@ def _attend_by_sequences(folder: Path, models: list[Any]) -> None:
 
 
 def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
-    by_layer = trainer.compile or trainer.activation_checkpointing
+    by_layer = trainer.compile or trainer.checkpoints_layers
     try:
         layers = decoder_layers(model)
     except UnknownLayers:
@@ -165,7 +165,7 @@ def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if trainer.activation_offload:
             layer.forward = partial(_offloaded, layer.forward)
-        elif trainer.activation_checkpointing:
+        elif trainer.checkpoints_layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 

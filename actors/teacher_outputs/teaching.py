@@ -8,6 +8,7 @@ Axes: N hinted response tokens, H hidden size, V vocabulary.
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.language_model import LanguageModel, logit_softcap
+from composer_mesh.actors.models.lora import adapters_off
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.sharding import distinct, local, own_weights, release
 from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
@@ -40,7 +42,8 @@ class TeacherModel:
     model          the weights of another model, whose head is fitted to `vocabulary` ids
 
     With `follows`, `model` is the trainer's own object, which the trainer updates: it is only read,
-    and where the teacher's weights differ from it, `copied` creates the model that holds them.
+    and where the teacher's weights differ from it, `copied` returns the model that holds them: of
+    initial weights also `model` itself, whose adapters are off in the teacher's forwards.
     With `sharing`, what hinted contexts begin with is computed once. Raises `CappedInterpolation`.
     """
 
@@ -58,8 +61,9 @@ class TeacherModel:
             raise CappedInterpolation(type(model).__name__, cap)
         self.version, self._vocabulary, self._sharing = 0, vocabulary, sharing
         self._config, self._budget, self._follows = config, budget, follows
-        own = copied(model).requires_grad_(False) if self._has_two(follows) else None
-        self._own = own
+        own = copied(model) if self._has_two(follows) else None
+        self._own = None if own is None or own is model else own.requires_grad_(False)
+        self._in_base = own is model
         self._live = model if own is None or config.teacher == "trust_region" else own
         self._initial = own if config.teacher == "trust_region" else None
         self._head: Head | None = None
@@ -131,10 +135,11 @@ class TeacherModel:
         """
         if self._moves:
             self._head = None
-        parts = [
-            hinted_states(model, views, self._budget, forwards, self._sharing)
-            for model in self.models
-        ]
+        *others, last = self.models
+        how = (views, self._budget, forwards, self._sharing)
+        parts = [hinted_states(model, *how) for model in others]
+        with adapters_off(last) if self._in_base else nullcontext():
+            parts.append(hinted_states(last, *how))
         return torch.cat(parts, dim=-1)
 
     @torch.no_grad()

@@ -24,9 +24,11 @@ from composer_mesh.planning.placement_solver import (
     check_found,
     check_has,
     check_together,
+    crowded,
     described_hosts,
     place,
     place_again,
+    place_in_memory,
     stay_with_controller,
 )
 
@@ -38,6 +40,12 @@ FOUND_LATER = (
 BACKEND_COUNTED = (
     "the trainer's memory is counted as for trainer.optimizer on all weights, or on trainer.lora's "
     "adapters: {} may take more or less"
+)
+
+
+CHECKPOINTED = (
+    "trainer.activation_checkpointing is 'auto' and on: without it, {}; steps take about a third "
+    "longer; set it to false or true to decide it yourself"
 )
 
 
@@ -76,6 +84,8 @@ class ProcessPlacements:
     """Kinds that stay on the controller's machine."""
     aliases: dict[str, frozenset[str]] = field(default_factory=dict)
     """Further names that the config uses for a host."""
+    recomputes: bool = False
+    """Whether activation checkpointing that is "auto" is on."""
     _hosts: dict[str, HostResources] = field(default_factory=dict)
     _lost: list[str] = field(default_factory=list)
     _taken: dict[tuple[str, int], Placed] = field(default_factory=dict)
@@ -108,9 +118,15 @@ class ProcessPlacements:
         aliases = {
             host.name: groups.get(known, frozenset()) | {known} for known, host in those.items()
         }
-        placement = place(config, tuple(those.values()), sizes, aliases, teacher)
+        there = tuple(those.values())
+        placement, short = place_in_memory(
+            config, lambda one: place(one, there, sizes, aliases, teacher)
+        )
+        if short is not None:
+            notes.append(CHECKPOINTED.format(str(short).splitlines()[0].rstrip(":")))
+        notes += crowded(placement)
         check_together(config, {one.host for one in placement.of_kind("trainer")})
-        return cls(placement, tuple(notes), staying, aliases)
+        return cls(placement, tuple(notes), staying, aliases, short is not None)
 
     def __post_init__(self) -> None:
         self._hosts.update((host.name, host) for host in self.placement.hosts)

@@ -21,6 +21,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
 from composer_mesh.mesh.waiting import together
+from composer_mesh.planning.placement_solver import with_checkpointing
 from composer_mesh.services.checks.keys import keys_of
 from composer_mesh.services.directory.status import ActorStatus
 from composer_mesh.services.inspection.tree import CpuMeter
@@ -101,6 +102,7 @@ class RunMesh:
         host.heartbeat = HeartbeatRules(rules.heartbeat_s, rules.hang_s)
         host.deadlines.most = rules.restarts
         placements = placements or ProcessPlacements.of(config)
+        config = with_checkpointing(config, placements.recomputes)
         for note in placements.notes:
             record("placement", "", note)
         start, token = Pools(config, host, placements, record), new_token()

@@ -12,7 +12,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.process_resources import CORES, GPU_SHARE, GPUS
 from composer_mesh.planning.host_capacity import HostResources
-from composer_mesh.planning.placement_solver import WrongHost
+from composer_mesh.planning.placement_solver import CannotPlace, WrongHost
 from composer_mesh.services.inspection.placement_table import print_placement, ranges
 from composer_mesh.services.pool.process_placement import (
     NoPlacement,
@@ -181,3 +181,50 @@ def test_the_table_has_every_process_uncut_also_where_a_terminal_is_narrow() -> 
 def test_cores_are_written_as_ranges() -> None:
     assert ranges([]) == ""
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+BIG = ("policy.hidden_size=512", "policy.layers=8", "trainer.microbatch_tokens=16384")
+
+
+def with_gb(gb: float) -> HostResources:
+    return HostResources("small", 16, int(gb * GIB))
+
+
+def test_activations_are_recomputed_only_where_memory_is_short_and_that_is_said() -> None:
+    roomy, short = (placements(*BIG, host=with_gb(gb)) for gb in (60, 6))
+    assert (roomy.recomputes, short.recomputes) == (False, True)
+    assert not any("activation_checkpointing" in note for note in roomy.notes)
+    (note,) = [note for note in short.notes if "activation_checkpointing" in note]
+    assert "is 'auto' and on: without it, reference fits on no host" in note
+
+
+@pytest.mark.parametrize("gb", [6, 60])
+def test_checkpointing_that_a_config_states_is_kept(gb: float) -> None:
+    on, off = (f"trainer.activation_checkpointing={one}" for one in ("true", "false"))
+    assert not placements(*BIG, on, host=with_gb(gb)).recomputes
+    if gb == 6:
+        with pytest.raises(CannotPlace, match="reference fits on no host"):
+            placements(*BIG, off, host=with_gb(gb))
+    else:
+        assert not placements(*BIG, off, host=with_gb(gb)).recomputes
+
+
+def test_a_run_that_checkpointing_does_not_help_is_refused_without_naming_it() -> None:
+    with pytest.raises(CannotPlace) as refused:
+        placements(*BIG, host=with_gb(2))
+    assert "activation_checkpointing" not in str(refused.value)
+
+
+def test_memory_given_to_the_trainer_is_kept_by_recomputing_too() -> None:
+    assert placements(*BIG, "placement.trainer.memory_gb=3", host=with_gb(60)).recomputes
+
+
+def test_teams_of_more_threads_than_cores_are_said_with_the_keys_to_lower() -> None:
+    two = HostResources("two", 2, 64 * GIB)
+    found = placements("trainer.threads=2", host=two)
+    (note,) = [note for note in found.notes if "wait for each other" in note]
+    assert "two has 2 cores but its models compute with" in note
+    assert "trainer 1 x 2" in note
+    assert note.endswith("lower trainer.threads")
+    for fine in (placements(host=two), placements("trainer.threads=2")):
+        assert not any("wait for each other" in note for note in fine.notes)
