@@ -36,6 +36,7 @@ from composer_mesh.services.replay.pair_stream import PairStream, Taken
 from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.schedule.groups import Groups, ResumeState
 from composer_mesh.services.schedule.metrics import success_of_tasks
+from composer_mesh.services.schedule.outlook import Outlook
 from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder, StepGroups
 from composer_mesh.services.schedule.stopping import StopAsked, Stopping
 from composer_mesh.services.steps.hint_writing import HintWriting
@@ -67,6 +68,8 @@ class Ports:
     hints: HintWriting | None = None
     logprob_mismatch: LogprobMismatchMonitor | None = None
     judges: JudgeCosts | None = None
+    event: Callable[[str, str, str], None] | None = None
+    """Records an event (kind, actor, text) and shows it; without it, they are recorded alone."""
     in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = in_thread
 
 
@@ -103,6 +106,8 @@ class Controller:
             taken=resume_state.next_group,
             groups_per_step=schedule.groups_per_step,
         )
+        self._outlook = Outlook(self.config)
+        self._event = self.ports.event or self.ports.store.add_event
         self._syncs = AsyncWeightSync(self.ports.weights, self._pulled)
         ports = self.ports
         self._groups = Groups(
@@ -213,6 +218,8 @@ class Controller:
         self.step = step + 1
         await self.ports.store.end_step(step, metrics)
         self.ports.watch.update(metrics)
+        for kind, text in self._outlook.after(metrics):
+            self._event(kind, "", text)
         await self._keep(step + 1, metrics)
         if self._evaluates_after(step + 1):
             await self._evaluate(step + 1)
@@ -258,7 +265,7 @@ class Controller:
             step + 1, groups.sizes, self.config.schedule.group_size
         )
         if groups.missing:
-            self.ports.store.add_event("groups_missing", "", groups.shortage())
+            self._event("groups_missing", "", groups.shortage())
         return groups
 
     def _replace(self, group_id: int) -> None:
@@ -322,8 +329,10 @@ class Controller:
         No episode counts twice. Waits for every one.
         """
         self.ports.watch.phase(f"evaluating after step {step}")
+        began = _now()
         traces = await self.stopping.unless(self._groups.evaluate())
         self.ports.rollouts.retries.check_evaluation(step, len(traces), len(self.heldout))
+        self._outlook.evaluated(_now() - began)
         success = sum(trace.success for trace in traces) / len(traces)
         self.evaluations.append(Evaluation(step, success, len(traces), success_of_tasks(traces)))
         self.ports.store.add_evaluation(self.evaluations[-1])

@@ -272,6 +272,22 @@ def heldout_of(task: Task, count: int) -> list[int]:
         raise code_error(f"making held-out episodes of task {task.name!r}", error) from error
 
 
+def training_rows(task: Task) -> int | None:
+    """Return the number of a task's training rows; None if it generates them.
+
+    An error of the task's own code names its line.
+    """
+    try:
+        rows = task.rows("train")
+        return None if rows is None else len(rows)
+    except (TaskError, ValueError):
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise code_error(f"reading the rows of task {task.name!r}", error) from error
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What came of a dry episode."""

@@ -30,6 +30,7 @@ from composer_mesh.services.checks.accepting import (
     startable,
     use_umask,
 )
+from composer_mesh.services.checks.facts import facts_of
 from composer_mesh.services.checks.hub import hub_remarks
 from composer_mesh.services.checks.task import heldout_of, told_of
 from composer_mesh.services.commands.arguments import add_config
@@ -77,7 +78,9 @@ def check(arguments: argparse.Namespace) -> int:
     with serving(config, task):
         lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools)]
         lines += told_of(config, task)
-    if fewer := fewer_episodes(heldout_of(task, episodes), episodes):
+    heldout = heldout_of(task, episodes)
+    lines += facts_of(config, task, len(heldout))
+    if fewer := fewer_episodes(heldout, episodes):
         lines.append(fewer)
     print(dump_toml(config))
     print_plan(plan_mesh(config), Console())

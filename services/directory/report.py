@@ -186,7 +186,7 @@ def summary_table(name: str, summary: Mapping[str, Any]) -> Table:
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     steps, replay = summary["steps"], summary["replay"]
     return [
-        ("steps", f"{steps:,} in {_duration(summary['wall_s'])}"),
+        ("steps", f"{steps:,} in {duration(summary['wall_s'])}"),
         ("held-out success before", _success(summary["eval"]["initial"])),
         ("held-out success after", _success(summary["eval"]["final"])),
         *(
@@ -264,7 +264,8 @@ def _activity(active: int, steps: int) -> str:
     return f"active in {active:,} of {steps:,} steps" if active else "off"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Format seconds: `2.5 s`, `4 min 05 s`, `1 h 30 min`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -273,7 +274,18 @@ def _duration(seconds: float) -> str:
 
 
 def _active_steps(metrics: Sequence[Mapping[str, Any]], channel: str) -> int:
-    return sum(step.get(f"loss/{channel}") is not None for step in metrics)
+    """Count the steps to which a channel added a gradient."""
+    on = [step for step in metrics if step.get(f"loss/{channel}") is not None]
+    return sum(map(has_policy_gradient, on)) if channel == "policy" else len(on)
+
+
+def has_policy_gradient(step: Mapping[str, Any]) -> bool:
+    """Whether the rewards of any group of a step differ, by its metrics.
+
+    Steps of earlier versions have no count of their groups: it is taken to be so.
+    """
+    groups = step.get("rollouts/groups")
+    return groups is None or step["rollouts/flat_groups"] < groups
 
 
 def _hints(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

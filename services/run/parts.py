@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
-from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import Busy
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, InOrder, Source
 from composer_mesh.rollouts.number_words import load_rules
+from composer_mesh.services.checks.task import training_rows
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import Retries
@@ -50,7 +50,6 @@ from composer_mesh.services.steps.ports import Watcher
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 from composer_mesh.services.training.step import MeshTraining, MeshWeightSync, RestoredTeachers
-from composer_mesh.tasks.errors import TaskError, code_error
 from composer_mesh.tasks.task import Task
 
 
@@ -62,7 +61,7 @@ def make_episode_order(config: Config, task: Task, past: ResumeContents) -> Epis
         return InOrder(*share)
     weights = [one.weight for one in config.data.tasks]
     sources = [
-        Source(part.name, weight, _different_episodes(part))
+        Source(part.name, weight, training_rows(part))
         for part, weight in zip(task.parts, weights, strict=True)
     ]
     order = Curriculum(config.data.curriculum, config.run.seed, sources, task, *share)
@@ -72,19 +71,6 @@ def make_episode_order(config: Config, task: Task, past: ResumeContents) -> Epis
         if stored.traces:
             order.restore(group_id, stored.traces[0].index)
     return order
-
-
-def _different_episodes(task: Task) -> int | None:
-    """Return the number of a task's training rows; None if it generates them."""
-    try:
-        rows = task.rows("train")
-        return None if rows is None else len(rows)
-    except (TaskError, ValueError):
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise code_error(f"reading the rows of task {task.name!r}", error) from error
 
 
 NOT_WORK = frozenset({"describe", "hang_up", "forget", "hold", "waiting", "connect", "release"})
@@ -205,6 +191,7 @@ class RunParts:
             self._hint_writing(),
             LogprobMismatchMonitor(self.config.logprob_mismatch, self.event),
             self.mesh.judges,
+            self.event,
         )
         order = await in_thread(make_episode_order, self.config, self.task, past)
         rest = (step_builder, ports, heldout, resume_state)

@@ -37,6 +37,7 @@ def step_metrics(
         "rollouts/error_sites": sum(len(trace.error_sites) for trace in traces),
         "rollouts/turns": _mean([float(len(trace.turns)) for trace in traces]),
         **_sampled(traces),
+        "rollouts/groups": len(by_group(traces)),
         "rollouts/flat_groups": _flat_groups(traces),
         "sdpo/views": len(batch.trained_views),
         "sdpo/refused_hints": batch.refused_hints,

@@ -11,9 +11,12 @@ from pydantic import BaseModel, Field
 from repository import ROOT
 
 from composer_mesh import Task
+from composer_mesh.planning.model_sizes import parameter_count, sizes_of
+from composer_mesh.services.checks.facts import facts_of
 from composer_mesh.services.checks.task import check_task, example_arguments
 from composer_mesh.services.cli import main
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.tool import ToolSpec
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -219,3 +222,37 @@ def test_example_arguments_of_a_schema_without_end_end() -> None:
         "$defs": {"A": {"type": "object", "required": ["a"], "properties": {"a": endless}}},
     }
     assert str(example_arguments(schema)).count("a") < 20
+
+
+def test_the_rows_the_model_and_the_work_of_a_step_are_printed(build_config: Any) -> None:
+    schedule = {"prompts_per_step": 4, "group_size": 3}
+    config = build_config(schedule=schedule, environment={"max_turns": 2})
+    sampled = 2 * config.generator.max_new_tokens
+    assert sampled < config.policy.max_context
+    rows, evaluation, model, step, time = facts_of(config, make_task(config), 7)
+    assert rows == "task 'toolbox': generated rows to train on"
+    assert evaluation == "an evaluation: 7 held-out episodes"
+    count = parameter_count(sizes_of(config.policy))
+    assert f"{count:,} parameters, {config.policy.vocab_size:,} tokens of vocabulary" in model
+    assert f"4 groups of 3 rollouts, at most {12 * sampled:,} sampled tokens" in step
+    assert f"{12 * config.policy.max_context:,} with all that they read" in step
+    assert "not known before the first one" in time
+
+
+def test_the_rows_of_a_file_are_counted(build_config: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = [f'{{"question": "What is {n} + 1?", "answer": "#### {n + 1}"}}\n' for n in range(40)]
+    file.write_text("".join(lines), encoding="utf-8")
+    config = build_config(data={"task": "gsm8k", "path": str(file)})
+    task = make_task(config)
+    rows = len(task.rows("train") or [])
+    assert 0 < rows < 40
+    assert next(facts_of(config, task, 2)) == f"task 'gsm8k': {rows} rows to train on"
+
+
+def test_a_model_that_cannot_be_counted_is_said(build_config: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
+    config = build_config(policy={"path": str(tmp_path)})
+    lines = list(facts_of(config, make_task(config), 2))
+    assert "parameters not counted" in lines[2]
+    assert "mamba" in lines[2]

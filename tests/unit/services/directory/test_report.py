@@ -42,6 +42,17 @@ METRICS: list[dict[str, Any]] = [
 EVALUATIONS = [Evaluation(0, 0.25, 200), Evaluation(3, 0.95, 200)]
 
 
+def test_a_step_of_flat_groups_alone_is_no_active_step_of_the_policy_channel() -> None:
+    counts = [(8, 8), (8, 7), (0, 0)]
+    steps = [
+        {**one, "rollouts/groups": groups, "rollouts/flat_groups": flat}
+        for one, (groups, flat) in zip(METRICS, counts, strict=True)
+    ]
+    channels = summarize(steps, wall_s=1.0)["channels"]
+    assert channels["policy"] == {"active_steps": 1}
+    assert channels["sdpo"] == {"active_steps": 2}
+
+
 @given(trials=st.integers(1, 500), data=st.data())
 def test_the_interval_ends_where_the_share_is_just_rejected(
     trials: int, data: st.DataObject

@@ -66,6 +66,7 @@ def test_a_step_reports_what_it_trained_on() -> None:
         "rollouts/tokens": 1.25,
         "rollouts/entropy": 1.0,
         "rollouts/cut_turns": 0.0,
+        "rollouts/groups": 2,
         "rollouts/flat_groups": 1,
         "sdpo/views": 1,
         "sdpo/refused_hints": 0,

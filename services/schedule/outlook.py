@@ -1,0 +1,63 @@
+"""What a run will take, and whether its rewards teach anything: read off the metrics of its steps.
+
+Knows neither actors nor clocks: durations are passed to it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.directory.report import duration, has_policy_gradient
+
+FLAT_STEPS = 5
+"""Steps in a row without a policy gradient after which a run is warned.
+
+With 8 groups a step of which one in ten has mixed rewards, five flat steps by chance alone are one
+case in seventy.
+"""
+REPAIR = (
+    "raise schedule.group_size or generator.temperature, train on easier episodes "
+    "([data.curriculum]), or fine-tune first: composer-mesh sft"
+)
+
+
+class Outlook:
+    """Follows one start of a run, step by step."""
+
+    def __init__(self, config: Config) -> None:
+        self._steps, self._every = config.run.steps, config.eval.every
+        self._evaluation_s: float | None = None
+        self._known, self._flat = False, 0
+
+    def evaluated(self, seconds: float) -> None:
+        """Note how long an evaluation took."""
+        self._evaluation_s = seconds
+
+    def after(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the events after a step: kind and text."""
+        step = int(metrics["step"])
+        if not self._known and step < self._steps:
+            yield "run_outlook", self._remaining(step, metrics["time/step_s"])
+        self._known = True
+        self._flat = 0 if has_policy_gradient(metrics) else self._flat + 1
+        rounds, rest = divmod(self._flat, FLAT_STEPS)
+        if self._flat and not rest and not rounds & (rounds - 1):  # 5, 10, 20, 40
+            yield "nothing_learned", self._warning(metrics)
+
+    def _remaining(self, step: int, seconds: float) -> str:
+        left = self._steps - step
+        text = f"step {step} took {duration(seconds)}; {left} more will take about "
+        text += duration(left * seconds)
+        if self._evaluation_s is None:
+            return f"{text}, and evaluations, of which none has been measured"
+        count = 1 + sum(
+            bool(self._every) and one % self._every == 0 for one in range(step, self._steps)
+        )
+        return f"{text}, and {count} evaluations {duration(count * self._evaluation_s)}"
+
+    def _warning(self, metrics: Mapping[str, Any]) -> str:
+        found = "no rollout earned a reward" if not metrics["reward/mean"] else "rewards are equal"
+        return (
+            f"in the last {self._flat} steps no group had different rewards, so the policy channel "
+            f"had no gradient ({found} in step {metrics['step']}): {REPAIR}"
+        )

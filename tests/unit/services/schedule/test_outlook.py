@@ -1,0 +1,88 @@
+"""The first step says what a run will take; rewards that teach nothing are warned of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from composer_mesh.services.schedule.outlook import FLAT_STEPS, Outlook
+
+
+@pytest.fixture
+def outlook(build_config: Any) -> Any:
+    def build(steps: int = 20, every: int = 0) -> Outlook:
+        return Outlook(build_config(run={"name": "o", "steps": steps}, eval={"every": every}))
+
+    return build
+
+
+def metrics(
+    step: int, *, flat: int = 0, reward: float = 0.5, seconds: float = 165
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "time/step_s": seconds,
+        "rollouts/groups": 8,
+        "rollouts/flat_groups": flat,
+        "reward/mean": reward,
+    }
+
+
+def test_the_first_step_says_what_the_others_will_take(outlook: Any) -> None:
+    found = outlook()
+    assert list(found.after(metrics(1))) == [
+        (
+            "run_outlook",
+            "step 1 took 2 min 45 s; 19 more will take about 52 min 15 s, and evaluations, of "
+            "which none has been measured",
+        )
+    ]
+    assert list(found.after(metrics(2))) == []
+
+
+def test_evaluations_that_were_measured_are_counted(outlook: Any) -> None:
+    found = outlook(steps=20, every=5)
+    found.evaluated(60.0)
+    ((_, text),) = found.after(metrics(5))
+    # After steps 5, 10 and 15, and at the end.
+    assert text.endswith("15 more will take about 41 min 15 s, and 4 evaluations 4 min 00 s")
+
+
+def test_a_run_of_one_step_has_nothing_to_foretell(outlook: Any) -> None:
+    assert list(outlook(steps=1).after(metrics(1))) == []
+
+
+def warnings(found: Outlook, *steps: dict[str, Any]) -> list[tuple[int, str]]:
+    return [
+        (step["step"], text)
+        for step in steps
+        for kind, text in found.after(step)
+        if kind == "nothing_learned"
+    ]
+
+
+def test_flat_steps_in_a_row_are_warned_of_at_doubling_distances(outlook: Any) -> None:
+    steps = [metrics(one, flat=8, reward=0.0) for one in range(1, 45)]
+    told = warnings(outlook(100), *steps)
+    assert [step for step, _ in told] == [
+        FLAT_STEPS,
+        2 * FLAT_STEPS,
+        4 * FLAT_STEPS,
+        8 * FLAT_STEPS,
+    ]
+    assert "in the last 5 steps no group had different rewards" in told[0][1]
+    assert "no rollout earned a reward" in told[0][1]
+    assert "composer-mesh sft" in told[0][1]
+
+
+def test_a_step_with_a_mixed_group_begins_the_count_again(outlook: Any) -> None:
+    steps = [metrics(one, flat=7 if one == 5 else 8, reward=1.0) for one in range(1, 11)]
+    ((step, text),) = warnings(outlook(), *steps)
+    assert step == 10
+    assert "rewards are equal in step 10" in text
+
+
+def test_a_step_without_groups_has_no_gradient(outlook: Any) -> None:
+    steps = [{**metrics(one), "rollouts/groups": 0} for one in range(1, 6)]
+    assert len(warnings(outlook(), *steps)) == 1
