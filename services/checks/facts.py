@@ -14,8 +14,7 @@ def facts_of(config: Config, task: Task, heldout: int) -> Iterator[str]:
     """Yield lines of them, and of what is not known."""
     for part in task.parts:
         rows = training_rows(part)
-        count = "generated rows" if rows is None else f"{rows:,} rows"
-        yield f"task {part.name!r}: {count} to train on"
+        yield f"training rows of {part.name!r}: {'generated' if rows is None else f'{rows:,}'}"
     yield f"an evaluation: {heldout:,} held-out episodes"
     yield f"policy: {_model(config)}, contexts of at most {config.policy.max_context:,} tokens"
     schedule, generator = config.schedule, config.generator

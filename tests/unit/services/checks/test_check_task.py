@@ -230,7 +230,7 @@ def test_the_rows_the_model_and_the_work_of_a_step_are_printed(build_config: Any
     sampled = 2 * config.generator.max_new_tokens
     assert sampled < config.policy.max_context
     rows, evaluation, model, step, time = facts_of(config, make_task(config), 7)
-    assert rows == "task 'toolbox': generated rows to train on"
+    assert rows == "training rows of 'toolbox': generated"
     assert evaluation == "an evaluation: 7 held-out episodes"
     count = parameter_count(sizes_of(config.policy))
     assert f"{count:,} parameters, {config.policy.vocab_size:,} tokens of vocabulary" in model
@@ -247,7 +247,7 @@ def test_the_rows_of_a_file_are_counted(build_config: Any, tmp_path: Path) -> No
     task = make_task(config)
     rows = len(task.rows("train") or [])
     assert 0 < rows < 40
-    assert next(facts_of(config, task, 2)) == f"task 'gsm8k': {rows} rows to train on"
+    assert next(facts_of(config, task, 2)) == f"training rows of 'gsm8k': {rows}"
 
 
 def test_a_model_that_cannot_be_counted_is_said(build_config: Any, tmp_path: Path) -> None:
