@@ -23,7 +23,7 @@ import hashlib
 import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -76,7 +76,7 @@ class ToolFormats:
         if key not in self._known:
             self._check(tools)
             system = "" if own_system else self.chat.system
-            self._known[key] = replace(self.chat, tools=tools, system=system)
+            self._known[key] = self.chat.with_tools(tools, system)
             if len(self._known) > MOST_FORMATS:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)

@@ -7,9 +7,9 @@ untrusted: control tokens in it are encoded as plain text.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from jinja2 import TemplateError
 
@@ -83,6 +83,13 @@ class ChatFormat:
     def controls(self) -> ControlTokens:
         """The tokens that order a conversation, which no message may hold."""
         return ControlTokens(self.tokenizer)
+
+    def with_tools(self, tools: list[dict[str, Any]], system: str) -> Self:
+        """Return the format with other tools; it keeps what was found out about the template."""
+        found = replace(self, tools=tools, system=system)
+        for name in ("template", "controls", "_prompt_text", "_lead"):
+            found.__dict__[name] = getattr(self, name)
+        return found
 
     @cached_property
     def stop_ids(self) -> list[int]:

@@ -46,6 +46,8 @@ def encoded_rows(path: Path | str, chat: ChatFormat) -> Iterator[Demonstration]:
 def encode_row(row: Row, formats: ToolFormats) -> Demonstration:
     """Encode the conversation of a row up to its last imitated id; raises UnusableMessages."""
     given, imitated = _parts(row)
+    for message in (*given, *imitated):
+        _check_shape(message)
     messages = [normalized(message) for message in (*given, *imitated)]
     own_system = any(message["role"] == "system" for message in messages)
     chat = formats.of(_tools(row, formats.chat.tools), own_system)
@@ -74,21 +76,43 @@ def _parts(row: Row) -> tuple[list[Message], list[Message]]:
     return ([], found[0]) if whole else (found[0], found[1])
 
 
+def _check_shape(message: Message) -> None:
+    """Refuse a message whose values are of other types than those of a chat."""
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    parts = content if isinstance(content, list) else []
+    if not isinstance(role, str) or not isinstance(content, str | list | None):
+        raise UnusableMessages(
+            f"a message has the role {_shown(role)} and the content {_shown(content)}: write texts"
+        )
+    if not isinstance(calls, list | None) or not all(
+        isinstance(one, Mapping) for one in (*parts, *(calls or ()))
+    ):
+        raise UnusableMessages(
+            "'tool_calls' and parts of a content must be lists of objects: write them as in "
+            "OpenAI's chat format"
+        )
+
+
 def _tools(row: Row, default: list[dict[str, Any]]) -> list[dict[str, Any]]:
     tools = row.get("tools")
     if tools is None:
         return default
     try:
         found = json.loads(tools) if isinstance(tools, str) else tools
-        names = [tool["function"]["name"] for tool in found]
-    except (ValueError, RecursionError, TypeError, LookupError):
-        names = [None]
-    if not all(isinstance(name, str) for name in names):
+        sound = all(_is_tool(tool["function"]) for tool in found)
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError):
+        sound = False
+    if not sound:
         raise UnusableMessages(
             f"'tools' is {_shown(tools)} but must be a list of JSON schemas, or its JSON text: "
             'write each as {"type": "function", "function": {"name": …, "parameters": …}}'
         )
     return list(found)
+
+
+def _is_tool(function: Mapping[str, Any]) -> bool:
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return isinstance(function["name"], str) and isinstance(properties, Mapping)
 
 
 def _piece(chat: ChatFormat, message: Message, imitated: bool) -> Piece:

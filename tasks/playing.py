@@ -333,7 +333,6 @@ def encode(chat: ChatFormat, conversation: Iterable[Piece]) -> Demonstration:
     ids: list[int] = []
     learn: list[bool] = []
     action: list[int] | None = None
-    prompt = chat.generation_prompt
     for kind, pieces in groupby(conversation, lambda piece: "" if piece[0] in ROLES else piece[0]):
         if not kind:
             said = [{"role": ROLES[role], "content": text} for role, text in pieces]
@@ -343,6 +342,7 @@ def encode(chat: ChatFormat, conversation: Iterable[Piece]) -> Demonstration:
             continue
         for _, text in pieces:
             if kind == "hint":
+                prompt = chat.generation_prompt
                 del ids[-len(prompt) :], learn[-len(prompt) :]
                 new = chat.hint(text) + prompt
             else:

@@ -66,7 +66,7 @@ from composer_mesh.services.steps.step_manifest import UnreadableManifest
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore, disk_error
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
-from composer_mesh.tasks.errors import JudgesSpent
+from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import fewer_episodes, heldout_indices, make_task
 from composer_mesh.tasks.task import Task
 
@@ -89,7 +89,7 @@ UNGUARDED = (
 )
 ONE_LINE = (
     *(DamagedRecord, RunDirectoryError, StoreError, TransportUnavailable),
-    *(ChatTemplateError, CheckpointFailed, ConfigError, JudgesSpent, NoCapacity),
+    *(ChatTemplateError, CheckpointFailed, ConfigError, NoCapacity, TaskError),
     *(GradientNotFinite, PluginFailed, UnreadableCheckpoint, UnreadableManifest),
 )
 """Errors whose message is complete, so no traceback is printed."""

@@ -120,6 +120,19 @@ def test_adapters_are_trained_and_end_in_a_whole_model(adapters: LiveRun) -> Non
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
 
 
+def test_a_row_that_is_no_conversation_ends_the_run_by_its_number(
+    tmp_path: Path, policy_cache: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}\n')
+    settings = {**SFT, "sft.demonstrations": 0, "sft.path": rows}
+    with launched(tmp_path / "run", policy_cache, settings, command="sft") as run:
+        assert run.wait() == 1
+    assert run.stderr.splitlines() == [
+        f"composer-mesh: {rows}, row 1: no message to imitate: give it one of the role 'assistant'"
+    ]
+
+
 @pytest.mark.parametrize("kind", ["alone", "adapters"])
 def test_a_run_starts_from_a_supervised_one_and_says_so(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, policy_cache: Path
