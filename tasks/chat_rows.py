@@ -20,20 +20,21 @@ from composer_mesh.rollouts.tool_calls import ParsedAction, ToolCall, parse_call
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.playing import KINDS, Demonstration, Piece, encode
-from composer_mesh.tasks.rows import COLUMN, LABELS, Row, read_rows
+from composer_mesh.tasks.rows import COLUMN, Row, label_of, read_rows
 
 ANSWERS = ("action", "given")
 
 
-def encoded_rows(path: Path | str, chat: ChatFormat) -> Iterator[Demonstration]:
-    """Yield the conversation of each row; raises UnusableTask that names a row that has none.
+def encoded_rows(path: Path | str, chat: ChatFormat) -> Iterator[Demonstration | None]:
+    """Yield the conversation of each row; None for one that its column `split` holds out.
 
-    Of a dataset's id the rows of its held-out splits are left out.
+    Raises UnusableTask that names a row that has no conversation.
     """
-    rows, formats = read_rows(path), ToolFormats(chat)
-    if isinstance(path, str):
-        rows = [row for row in rows if LABELS.get(row.get(COLUMN, "")) != "heldout"]
-    for number, row in enumerate(rows, 1):
+    formats = ToolFormats(chat)
+    for number, row in enumerate(read_rows(path), 1):
+        if label_of(row.get(COLUMN)) == "heldout":
+            yield None
+            continue
         # Tables of columns fill in null where a row lacks a key that another one has.
         complete = isinstance(path, Path) and path.suffix.startswith(".json")
         row = row if complete else _without_nulls(row)

@@ -141,12 +141,17 @@ def _identities(rows: Sequence[Row], identity: Callable[[Row], str], path: Path 
     return found
 
 
+def label_of(value: Any) -> Split | None:
+    """Return what a value of the column `split` means; None if that is unknown."""
+    return LABELS.get(str(value).strip().lower().replace("-", "_"))
+
+
 def _labels(rows: Sequence[Row], path: Path | str) -> list[Split] | None:
     """Return what the column `split` says of each row; None if there is no such column."""
     stated = [row.get(COLUMN) for row in rows]
     if all(one is None for one in stated):
         return None
-    found = [LABELS.get(str(one).strip().lower().replace("-", "_")) for one in stated]
+    found = [label_of(one) for one in stated]
     unknown: dict[str, int] = {}
     for number, (one, label) in enumerate(zip(stated, found, strict=True), 1):
         if label is None:

@@ -43,18 +43,23 @@ class Conversation:
 
 @dataclass
 class Dataset:
-    """The conversations of a run, without those that are longer than its context."""
+    """The conversations of a run, without those held out or longer than its context."""
 
     config: SftConfig
     seed: int
     rows: list[Conversation] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
-    """Names of the conversations that are left out."""
+    """Names of the conversations that are left out for it."""
+    held_out: int = 0
+    """Rows that their column `split` holds out."""
     digest: int = 0
     """CRC-32 of all encoded conversations in order."""
 
-    def add(self, name: str, one: Demonstration, longest: int) -> None:
-        """Add a conversation, or note that it is longer than `longest` ids."""
+    def add(self, name: str, one: Demonstration | None, longest: int) -> None:
+        """Add a conversation, or note that it is held out, or longer than `longest` ids."""
+        if one is None:
+            self.held_out += 1
+            return
         if len(one.ids) > longest:
             self.too_long.append(name)
             return
@@ -74,6 +79,8 @@ class Dataset:
         ids = sum(len(one.ids) for one in self.rows)
         learnt = sum(sum(one.learn) for one in self.rows)
         told = f"{len(self.rows):,} conversations of {ids:,} tokens, {learnt:,} of them imitated"
+        if self.held_out:
+            told = f"{told}; held out by the column 'split': {self.held_out:,}"
         if not self.too_long:
             return told
         more = ", …" if len(self.too_long) > MOST_NAMED else ""
@@ -112,8 +119,9 @@ def load_dataset(config: Config, task: Task, chat: ChatFormat, report: Report) -
             report(number)
     if not found.rows:
         raise UnusableTask(
-            f"all {len(found.too_long):,} conversations are longer than policy.max_context, which "
-            f"is {longest}: raise it"
+            f"no conversation is left to imitate: {len(found.too_long):,} are longer than "
+            f"policy.max_context, which is {longest}, and {found.held_out:,} held out by their "
+            "column 'split': raise policy.max_context, or give other rows"
         )
     if config.sft.batch_size > len(found.rows):
         raise UnusableTask(
@@ -125,7 +133,7 @@ def load_dataset(config: Config, task: Task, chat: ChatFormat, report: Report) -
 
 def _conversations(
     sft: SftConfig, config: Config, task: Task, chat: ChatFormat
-) -> Iterator[tuple[str, Demonstration]]:
+) -> Iterator[tuple[str, Demonstration | None]]:
     if sft.path is not None:
         for number, one in enumerate(encoded_rows(sft.path, chat), 1):
             yield f"row {number}", one

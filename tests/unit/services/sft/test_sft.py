@@ -132,8 +132,34 @@ def test_longer_conversations_are_left_out_and_named(
     assert [one.name for one in dataset.rows] == ["row 1", "row 3"]
     assert str(dataset).endswith("2 longer than policy.max_context are left out: row 2, row 4")
     path.write_text(json.dumps({"messages": rows[1]}) + "\n")
-    with pytest.raises(UnusableTask, match="all 1 conversations are longer than"):
+    with pytest.raises(UnusableTask, match="no conversation is left to imitate: 1 are longer than"):
         load_dataset(config, toolbox, chat, silent)
+
+
+@pytest.mark.parametrize("split", ["test", "Validation", "held-out"])
+def test_rows_that_say_they_are_held_out_are_not_imitated(
+    split: str, make_config: Any, toolbox: ToolboxTask, chat: ChatFormat, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    messages = [{"role": "user", "content": "4?"}, {"role": "assistant", "content": "Answer: 4"}]
+    rows = [{"messages": messages, "split": one} for one in (split, "train", None)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config({"path": path, "demonstrations": 0, "batch_size": 2})
+    dataset = load_dataset(config, toolbox, chat, silent)
+    assert [one.name for one in dataset.rows] == ["row 2", "row 3"]
+    assert str(dataset).endswith("; held out by the column 'split': 1")
+
+
+def test_a_folder_of_datasets_is_read_without_its_test_split(
+    make_config: Any, toolbox: ToolboxTask, chat: ChatFormat, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets", exc_type=ModuleNotFoundError)
+    messages = [{"role": "user", "content": "4?"}, {"role": "assistant", "content": "Answer: 4"}]
+    one = datasets.Dataset.from_list([{"messages": messages}] * 3)
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "rows"))
+    section = {"path": tmp_path / "rows", "demonstrations": 0, "batch_size": 2}
+    dataset = load_dataset(make_config(section), toolbox, chat, silent)
+    assert (len(dataset.rows), dataset.held_out) == (3, 3)
 
 
 def test_more_conversations_a_step_than_there_are_is_refused(
