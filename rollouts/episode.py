@@ -41,7 +41,7 @@ class Environments(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of an episode; `deadline_s` limits a turn from its admission on."""
+    """Sampling parameters of an episode; a turn ends after `deadline_s` without progress."""
 
     temperature: float
     max_new_tokens: int

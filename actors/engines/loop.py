@@ -161,6 +161,8 @@ class EngineLoop:
         self._finished: list[tuple[Answer, GenerationResult | RequestAborted]] = []
         self._staged: tuple[Weights, asyncio.Future[None]] | None = None
         self._closing = False
+        self._progress = 0
+        """Number of steps and swaps so far."""
         self.tokens = 0
         self.aborted = 0
         """Number of requests that were aborted, for whatever reason."""
@@ -240,14 +242,18 @@ class EngineLoop:
             self.abort(request_id, "its caller gave it up")
 
     def _start_deadline(self, request: GenerationRequest, answer: Answer) -> None:
-        """Start the clock of an admitted request."""
+        """Start the clock of an admitted request, or start it again."""
         if request.deadline_s is not None and not answer.done():
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(request.deadline_s, self._expire, request, answer)
+            expire = functools.partial(self._expire, request, answer, self._progress)
+            timer = loop.call_later(request.deadline_s, expire)
             answer.add_done_callback(lambda _: timer.cancel())
 
-    def _expire(self, request: GenerationRequest, answer: Answer) -> None:
-        if request.deadline_s is not None and not answer.done():
+    def _expire(self, request: GenerationRequest, answer: Answer, progress: int) -> None:
+        """Abort a request if the engine has done nothing since its clock was started."""
+        if self._progress != progress:
+            self._start_deadline(request, answer)
+        elif request.deadline_s is not None and not answer.done():
             self._abort(DecodingDeadlineExceeded(request.request_id, request.deadline_s))
 
     def _resolve(self, finished: list[tuple[Answer, GenerationResult | RequestAborted]]) -> None:
@@ -290,6 +296,7 @@ class EngineLoop:
             return
         (weights, done), self._staged = self._staged, None
         await self._thread.run(self._engine.swap, weights)
+        self._progress += 1
         made_progress("new weights to decode with")
         if not done.done():
             done.set_result(None)
@@ -303,6 +310,7 @@ class EngineLoop:
         busy = True
         while busy and self._staged is None and not self._closing:
             self.tokens += self._engine.step()
+            self._progress += 1
             made_progress("a decoding step")
             busy = self._engine.busy
             finished, self._finished = self._finished, []

@@ -31,15 +31,16 @@ class RequestAborted(Worded, RuntimeError):
 
 
 class DecodingDeadlineExceeded(RequestAborted):
-    """A request that was aborted because it decoded for too long; its wait does not count."""
+    """A request that was aborted because its engine completed no step; its wait does not count."""
 
     def __init__(self, request_id: str, seconds: float) -> None:
         RuntimeError.__init__(self, request_id, seconds)
 
     def __str__(self) -> str:
         return (
-            f"{self.args[0]} was not finished {self.args[1]:g} s after its admission to the engine "
-            "and was aborted: raise its deadline_s, or lower its max_new_tokens"
+            f"{self.args[0]} was aborted because its engine completed no step in "
+            f"{self.args[1]:g} s after its admission: raise run.deadline_s, or lower "
+            "generator.max_concurrent"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -174,9 +174,41 @@ async def test_a_deadline_runs_from_admission_and_not_while_a_request_waits() ->
         assert loop.outstanding - loop.decoding == 1
         go_on.set()
         await first
-        with pytest.raises(DecodingDeadlineExceeded, match="1e-09 s after its admission"):
+        with pytest.raises(
+            DecodingDeadlineExceeded, match="no step in 1e-09 s after its admission"
+        ):
             await waiting
     assert loop.aborted == 1
+
+
+async def test_a_request_that_is_decoded_is_waited_for_and_aborted_once_no_step_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running, go_on = asyncio.get_running_loop(), threading.Semaphore(0)
+    clocks, steps = asyncio.Queue[Callable[[], None]](), asyncio.Queue[None]()
+
+    def call_later(_s: float, expire: Callable[[], None]) -> asyncio.TimerHandle:
+        clocks.put_nowait(expire)
+        return asyncio.TimerHandle(0.0, expire, (), running)
+
+    def during() -> None:
+        running.call_soon_threadsafe(steps.put_nowait, None)
+        go_on.acquire()
+
+    async with serving(SteppedEngine(during)) as loop:
+        monkeypatch.setattr(running, "call_later", call_later)
+        answer = loop.ask(request("r", new=10**9, deadline_s=60.0))
+        expire = await clocks.get()
+        await steps.get()
+        go_on.release()
+        await steps.get()  # the first one has ended
+        expire()
+        expire = await clocks.get()
+        assert not answer.done()
+        expire()
+        with pytest.raises(DecodingDeadlineExceeded):
+            await answer
+        go_on.release(1000)  # the engine may not have noticed the abortion yet
 
 
 async def test_a_request_within_its_deadline_is_answered() -> None:
