@@ -21,6 +21,7 @@ from composer_mesh.services.directory.claim import (
 )
 from composer_mesh.services.directory.report import EVALUATIONS_FILE, read_evaluations
 from composer_mesh.services.directory.resume import as_recorded, may_be_resumed, refuse_unfit
+from composer_mesh.services.directory.sft_start import started
 
 BASELINE = "neither"
 CHANNELS_OF = {
@@ -102,7 +103,7 @@ def plan_ablation(
     """
     _check_choices(overrides, arms, seeds, eval_every, target)
     overrides = [*overrides, *(f"{key}={value}" for key, value in values)]
-    base = load_config(file, overrides)
+    base = started(load_config(file, overrides))
     _check_arms(arms, base)
     every = eval_every or base.eval.every or max(1, base.run.steps // EVALUATIONS_OF_A_RUN)
     runs = []
@@ -110,6 +111,7 @@ def plan_ablation(
         for arm in arms:
             changes = list(_changes(base, arm, seed, every, setting))
             config = load_config(file, [*overrides, *changes])
+            config = config.model_copy(update={"policy": base.policy})
             runs.append(PlannedRun(arm, seed, config, setting))
     return Ablation(
         file,

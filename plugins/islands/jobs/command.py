@@ -38,6 +38,7 @@ from composer_mesh.services.directory.resume import (
     pinned,
     refuse_unfit,
 )
+from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.launch.command import refuse_a_live
 from composer_mesh.services.launch.ports import LaunchFailed
 from composer_mesh.services.schedule.signals import CommandSignals
@@ -88,7 +89,7 @@ def configs_of(arguments: argparse.Namespace) -> list[Config]:
         by, address = _meet(arguments)
         own = (f"islands.{by}={address}", f"islands.rank={rank}")
         overrides = [*arguments.set, *own, f"islands.world_size={count}"]
-        config = load_config(files[rank % len(files)], overrides)
+        config = started(load_config(files[rank % len(files)], overrides))
         run = config.run.model_copy(update={"name": f"{config.run.name}-{rank}"})
         config = config.model_copy(update={"run": run})
         if arguments.resume:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from fake_ablations import FakeRuns, PricedRuns, success
 from repository import ROOT
+from supervised_runs import supervised
 
 from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.command import ablate_command
 from composer_mesh.plugins.ablation.outcomes import outcomes
@@ -19,6 +21,7 @@ from composer_mesh.plugins.ablation.settings import Study, Varied, plan_study
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.store.writing import RunStore
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -229,3 +232,13 @@ def test_figures_of_a_run_that_are_no_amounts_are_refused(tmp_path: Path) -> Non
     metrics.write_text('{"step": 1, "tokens/trained": "many"}\n')
     with pytest.raises(RunDirectoryError, match="tokens/trained that is no amount"):
         outcomes(list(planned.runs), tmp_path)
+
+
+def test_all_runs_start_from_the_supervised_run_of_the_config(tmp_path: Path) -> None:
+    sets = ["sft.steps=1", "sft.demonstrations=8"]
+    run = supervised(load_config(QUICKSTART, sets), tmp_path / "fine-tuned", 1)
+    planned = study(overrides=[*sets, "run.steps=4", f"policy.start=sft:{run}"])
+    folder = run / "checkpoints" / "step-1"
+    assert {one.config.policy.path for one in planned.runs} == {folder}
+    for one in planned.runs:
+        assert started(one.config) == one.config

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from supervised_runs import checkpoint, supervised
 
-from composer_mesh.actors.checkpoints.folder import Draft
-from composer_mesh.actors.checkpoints.manifest import written
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -16,7 +15,6 @@ from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.resume import refuse_unfit
 from composer_mesh.services.directory.sft_start import NoStart, started
 from composer_mesh.services.evaluation.target import target_of
-from composer_mesh.services.sft.config import sft_config
 
 SFT = {"steps": 4, "demonstrations": 10}
 
@@ -33,25 +31,6 @@ def make_config(build_config: Any) -> Any:
         return build_config(policy=policy, sft=SFT, **sections)
 
     return build
-
-
-def checkpoint(run: Path, step: int, weights: str = "weights") -> Path:
-    """Write a checkpoint as a run does."""
-    run.mkdir(parents=True, exist_ok=True)
-    draft = Draft(run.absolute(), step)
-    for name in ("config.json", "model.safetensors"):
-        (draft.folder / name).write_text(weights)
-    return draft.commit(written(draft.folder, draft.folder.iterdir())).folder
-
-
-def supervised(config: Config, run: Path, *steps: int) -> Path:
-    """Write what a supervised run leaves."""
-    run.mkdir(parents=True)
-    (run / STORE_FILE).touch()
-    (run / "config.toml").write_text(dump_toml(sft_config(config)))
-    for step in steps:
-        checkpoint(run, step)
-    return run
 
 
 def test_a_run_starts_from_the_last_checkpoint_of_its_own_supervised_run(
