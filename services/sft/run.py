@@ -6,7 +6,7 @@ Everything else is that of a run: actors, restarts, checkpoints, resume, evaluat
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilde
 from composer_mesh.services.sft.dataset import Dataset, load_dataset
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.step_manifest import manifest_from_json, manifest_to_json
+from composer_mesh.services.store.rows import StepRow
 from composer_mesh.tasks.task import Task
 
 DIGEST = "sft/dataset"
@@ -88,6 +89,16 @@ class SftParts(RunParts):
         return replace(builder, batcher=SftBatcher(*given, self.dataset))
 
 
+def refuse_other(steps: Iterable[StepRow], dataset: Dataset) -> None:
+    """Raise RunDirectoryError where steps so far have trained other conversations."""
+    for row in steps:
+        if manifest_from_json(row.step, row.manifest).figures.get(DIGEST) != dataset.digest:
+            raise RunDirectoryError(
+                f"the conversations are not those of step {row.step + 1}: restore sft.path as it "
+                "was, or start a new run"
+            )
+
+
 @dataclass
 class SftRun(Run):
     """State of one supervised run."""
@@ -100,7 +111,7 @@ class SftRun(Run):
         self.view.phase("encoding conversations")
         self.dataset = await in_thread(partial(self._load, task, chat))
         self.event("conversations", "", str(self.dataset))
-        await asyncio.to_thread(self._check_same, self.dataset)
+        await asyncio.to_thread(refuse_other, self.store.reading.steps(), self.dataset)
         await super()._train_from(mesh, folder, task, chat, heldout)
 
     def _load(self, task: Task, chat: ChatFormat) -> Dataset:
@@ -111,16 +122,6 @@ class SftRun(Run):
 
     def _report(self, done: int) -> None:
         self.view.phase(f"encoding conversations, {done:,} done")
-
-    def _check_same(self, dataset: Dataset) -> None:
-        """Refuse to continue on other conversations than those of the steps so far."""
-        for row in self.store.reading.steps():
-            before = manifest_from_json(row.step, row.manifest).figures.get(DIGEST)
-            if before != dataset.digest:
-                raise RunDirectoryError(
-                    f"the conversations are not those of step {row.step + 1}: restore sft.path as "
-                    "it was, or start a new run"
-                )
 
     def _parts(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> RunParts:
         assert self.dataset is not None

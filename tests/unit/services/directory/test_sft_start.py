@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from supervised_runs import checkpoint, supervised
 
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.schema import Config
+from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.resume import refuse_unfit
@@ -50,6 +52,15 @@ def test_a_run_starts_from_the_last_checkpoint_of_its_own_supervised_run(
 def test_without_a_supervised_run_the_command_to_run_is_named(make_config: Any) -> None:
     with pytest.raises(NoStart, match="holds no supervised run: run composer-mesh sft with this"):
         started(make_config())
+
+
+@pytest.mark.plugins
+def test_check_says_what_is_missing_and_checks_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", str(ROOT / "configs" / "quickstart.toml"), "--set", "policy.start=sft"]
+    assert main(command) == 0
+    assert "runs/quickstart-sft holds no supervised run" in capsys.readouterr().out
+    assert main(["train", *command[1:]]) == 2
+    assert "run composer-mesh sft with this config first" in capsys.readouterr().err
 
 
 def test_a_supervised_run_that_was_stopped_is_not_started_from(

@@ -17,8 +17,12 @@ from composer_mesh.configs.load import dump_toml, load_config, resolve_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.checks.task import check_task
+from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.sft.config import sft_config
 from composer_mesh.services.sft.dataset import Dataset, load_dataset
+from composer_mesh.services.sft.run import refuse_other
+from composer_mesh.services.steps.step_manifest import StepManifest, manifest_to_json
+from composer_mesh.services.store.rows import StepRow, StepState
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.playing import Demonstration
 from composer_mesh.tasks.rows import Row
@@ -205,6 +209,22 @@ def test_a_task_without_an_expert_is_demonstrated_by_its_gold_actions(
 def test_demonstrations_of_a_task_that_has_none_are_refused(make_config: Any) -> None:
     with pytest.raises(UnusableTask, match="has neither an expert nor gold actions: define expert"):
         check_task(make_config(), Task())
+
+
+def test_a_resume_on_other_conversations_is_refused(
+    make_config: Any, toolbox: ToolboxTask, chat: ChatFormat
+) -> None:
+    first, other = (
+        load_dataset(make_config({"demonstrations": count}), toolbox, chat, silent)
+        for count in (10, 11)
+    )
+    figures: dict[str, float] = {"sft/dataset": first.digest}
+    row = StepRow(
+        0, manifest_to_json(StepManifest(0, (), figures=figures)), None, StepState.PLANNED
+    )
+    refuse_other([row], first)
+    with pytest.raises(RunDirectoryError, match=r"not those of step 1: restore sft\.path"):
+        refuse_other([row], other)
 
 
 @pytest.mark.parametrize("packing", [False, True])
