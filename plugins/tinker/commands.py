@@ -14,6 +14,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.environment import add_import_paths, prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
 from composer_mesh.mesh.private_folder import own_private_folder
+from composer_mesh.planning.placement_solver import with_checkpointing
 from composer_mesh.services.checks.accepting import UsageError, check_policy_files, use_umask
 from composer_mesh.services.checks.hub import download_models, with_models
 from composer_mesh.services.checks.keys import held_keys
@@ -71,6 +72,8 @@ def serve(arguments: argparse.Namespace) -> int:
         keys = checked_keys(options, arguments.key_env)
         check_serves(config)
         config = with_models(with_noted_commit(started(config), output))
+        # A served trainer stores activations where it is not configured to recompute them.
+        config = with_checkpointing(config, False)
         check_policy_files(config)
         ProcessPlacements.of(config)
         if arguments.check:

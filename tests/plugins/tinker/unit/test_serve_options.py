@@ -128,3 +128,14 @@ def test_the_command_checks_and_starts_nothing(
     assert main([*words, "--set", "trainer.packing=true"]) == 2
     assert "trainer.packing is True" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_server_is_not_placed_as_if_it_recomputed_activations_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(Path(__file__).parents[4] / "configs" / "quickstart.toml")
+    keys = ["policy.hidden_size=512", "policy.layers=8", "trainer.microbatch_tokens=16384"]
+    keys.append("placement.trainer.memory_gb=3")
+    words = ["serve", config, "--output", str(tmp_path / "out"), "--check"]
+    assert main([*words, *(word for key in keys for word in ("--set", key))]) == 2
+    assert "placement.trainer.memory_gb is 3" in capsys.readouterr().err
