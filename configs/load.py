@@ -151,17 +151,32 @@ MOST_PARTS = 16
 LONGEST_INDEX = 6
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, model_later: bool = False) -> Config:
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    model_later: bool = False,
+    files_gone: bool = False,
+) -> Config:
     """Load the config from `path` and the overrides; raise `ConfigError`.
 
     Relative paths in it are relative to the working directory. With `model_later` the model's
-    folder may be missing if the config declares its sizes.
+    folder may be missing if the config declares its sizes; with `files_gone` whatever it names, for
+    a run that is only read.
     """
-    return resolve_config(read_table(path), overrides, str(path), model_later=model_later)
+    table = read_table(path)
+    return resolve_config(
+        table, overrides, str(path), model_later=model_later, files_gone=files_gone
+    )
 
 
 def resolve_config(
-    table: Table, overrides: Sequence[str], source: str, *, model_later: bool = False
+    table: Table,
+    overrides: Sequence[str],
+    source: str,
+    *,
+    model_later: bool = False,
+    files_gone: bool = False,
 ) -> Config:
     """Validate a table with overrides; the overrides modify the table in place.
 
@@ -181,7 +196,7 @@ def resolve_config(
         raise _error(source, describe_all(schema, error)) from None
     if schema is not Config:
         config = ExtendedConfig.model_construct(**dict(config))  # its class can be pickled
-    if problems := _missing_files(config, model_later):
+    if not files_gone and (problems := _missing_files(config, model_later)):
         raise _error(source, problems)
     return config
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_mesh.configs.hub import HubId, id_of
+from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.sdpo import TeacherModelConfig
 
 POLICY_KEY, TEACHER_KEY = "policy.path", "sdpo.teacher_model.path"
 DATA_KEY, SFT_KEY = "data.path", "sft.path"
@@ -15,11 +17,17 @@ NEWEST = ("", "main")
 """Revisions that name no other than the newest commit."""
 
 
-def ids_in(config: Config) -> Iterator[tuple[str, Any, HubId]]:
-    """Yield the key, the section and the id of each path that is one."""
-    sections: dict[str, Any] = {POLICY_KEY: config.policy, DATA_KEY: config.data}
+def models_in(config: Config) -> dict[str, PolicyConfig | TeacherModelConfig]:
+    """Return the sections that name a model, by the keys of their paths."""
+    sections: dict[str, PolicyConfig | TeacherModelConfig] = {POLICY_KEY: config.policy}
     if config.sdpo.on and config.sdpo.teacher_model is not None:
         sections[TEACHER_KEY] = config.sdpo.teacher_model
+    return sections
+
+
+def ids_in(config: Config) -> Iterator[tuple[str, Any, HubId]]:
+    """Yield the key, the section and the id of each path that is one."""
+    sections: dict[str, Any] = {**models_in(config), DATA_KEY: config.data}
     if config.sft is not None:
         sections[SFT_KEY] = config.sft
     for number, one in enumerate(config.data.mixture):

@@ -35,13 +35,27 @@ def small_files(named: HubId, key: str) -> Path:
 
 
 def whole_model(named: HubId, key: str, cache_dir: Path | None = None) -> Path:
-    """Return the folder of a model with its weights; raises ConfigError."""
-    return _snapshot(named, key, [WEIGHTS, *SMALL], cache_dir)
+    """Return the folder of a model with its weights, or its GGUF file; raises ConfigError."""
+    wanted = [named.part] if named.part else [WEIGHTS, *SMALL]
+    return _snapshot(named, key, wanted, cache_dir)
 
 
-def commit_of_dataset(named: HubId, key: str) -> str:
-    """Return the commit of a dataset's revision; raises ConfigError."""
-    return _snapshot(named, key, [README], kind="dataset").name
+def commit_of(named: HubId, key: str, kind: str) -> str:
+    """Return the commit of a revision; `kind` is "model" or "dataset". Raises ConfigError."""
+    return _snapshot(named, key, [README], kind=kind).name
+
+
+def digest_of(named: HubId, key: str) -> str | None:
+    """Return the SHA-256 of the file that an id names; None where no hub answers.
+
+    Raises ConfigError where the repository has no such file.
+    """
+    files = files_of(named)
+    if files is not None and named.part not in files:
+        others = ", ".join(sorted(name[:80] for name in files if name.endswith(GGUF))[:8])
+        why = f"it has no {named.part}: write one of its GGUF files: {others or 'it has none'}"
+        raise _refused(key, named, why)
+    return None if files is None else files[named.part][1]
 
 
 def cache_of(folder: Path) -> Path:
@@ -84,8 +98,10 @@ def files_of(named: HubId) -> Mapping[str, tuple[int, str]] | None:
         return None
 
 
-def is_weight(name: str) -> bool:
-    """Whether a file of a repository has weights that are downloaded."""
+def is_weight(name: str, part: str = "") -> bool:
+    """Whether a file of a repository has weights that are downloaded, or is the part of an id."""
+    if part:
+        return name == part
     return fnmatch(name, WEIGHTS) and not any(fnmatch(name, one) for one in LEFT_OUT)
 
 
@@ -103,6 +119,30 @@ def refuse_other_formats(named: HubId, key: str) -> None:
     why = f"only {', '.join(found[:3])}, and pickles are never loaded" if found else "nor others"
     repair = "name a model or a revision with safetensors, or convert them"
     raise _refused(key, named, f"has no weights as safetensors, {why}: {repair}")
+
+
+def upload(folder: Path, repo: str, what: str, revision: str | None, private: bool) -> str:
+    """Upload a folder as one commit of a model's repository, which is made; return its address.
+
+    Raises ConfigError.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=what)
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            one_line(
+                f"{repo} cannot be uploaded ({_reason(error)}): set HF_TOKEN to a token that may "
+                "write there, correct the id or HF_ENDPOINT, and try again"
+            )
+        ) from None
+    return str(url)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.actors.checkpoints.folder import FOLDER, newest
-from composer_mesh.configs.hub import HubId
+from composer_mesh.configs.hub import GGUF, HubId
 from composer_mesh.configs.load import Table, read_table, resolve_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
@@ -62,7 +62,7 @@ def target_of(named: str, task: str | None, overrides: Sequence[str]) -> Target:
     if (path / STORE_FILE).is_file():
         _refuse_task(task, "a run", named)
         return _of_run(path, overrides)
-    if (path / MODEL_FILE).is_file():
+    if (path / MODEL_FILE).is_file() or (path.suffix == GGUF and path.is_file()):
         return _of_folder(path, task, overrides)
     if HubId.parse(named) is not None and task is not None:
         return _with_policy(named, _table_of(task), overrides)

@@ -12,6 +12,7 @@ TABLE = {
         "play": f"{_COMMANDS}.tasks:play",
         "eval": f"{_COMMANDS}.evaluation:evaluate",
         "launch": f"{_COMMANDS}.clusters:launch",
+        "push": f"{_COMMANDS}.push:push",
         "worker": f"{_COMMANDS}.clusters:worker",
         "stop": f"{_COMMANDS}.clusters:stop",
         "join": f"{_COMMANDS}.clusters:join",

@@ -194,18 +194,22 @@ class _Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if parts[-1] == "batch":
             return self._json(self._batch(json.loads(body)))
-        repository = self._repository(parts[1], "/".join(parts[2:4]))
+        name = "/".join(parts[2:4])
+        repository = self._repository(parts[1], name)
         if parts[4] == "preupload":
             files = json.loads(body)["files"]
             return self._json({"files": [_mode(one) for one in files]})
         if parts[4] == "branch":
             repository.revisions[parts[5]] = repository.revisions["main"]
             return self._json({})
-        return self._commit_files(repository, parts[5], body)
+        commit = self._committed(repository, parts[5], body)
+        address = f"{self.hub.url}/{name}/commit/{commit}"
+        return self._json({"commitUrl": address, "commitOid": commit})
 
     def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else ""
-        repository = self.hub.repository(name or asked["name"])
+        owner = asked.get("organization")
+        name = f"{owner}/{asked['name']}" if owner else str(asked["name"])
+        repository = self.hub.repository(name)
         if not repository.commits:
             repository.commit({})
         repository.private = bool(asked.get("private")) or asked.get("visibility") == "private"
@@ -218,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
             objects.append({"oid": one["oid"], "size": one["size"], "actions": {"upload": upload}})
         return {"transfer": "basic", "objects": objects}
 
-    def _commit_files(self, repository: Repository, revision: str, body: bytes) -> None:
+    def _committed(self, repository: Repository, revision: str, body: bytes) -> str:
         files = dict(repository.commits[self._commit(repository, revision)])
         for line in body.splitlines():
             entry = json.loads(line)
@@ -229,8 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.objects[value["oid"]]
             elif entry["key"] == "deletedFile":
                 files.pop(value["path"], None)
-        commit = repository.commit(files, revision)
-        self._json({"commitUrl": f"{self.hub.url}/commit/{commit}", "commitOid": commit})
+        return repository.commit(files, revision)
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:

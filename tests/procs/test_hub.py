@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from hub_server import TOKEN, Files, Hub, served
 
+from composer_mesh.actors.checkpoints.manifest import write_manifest, written
+
 STEPS = Path(__file__).parent / "helpers" / "hub_steps.py"
 CONFIG = """\
 [run]
@@ -236,6 +238,68 @@ def test_names_of_files_cannot_leave_the_cache(
     (found,) = client.does(policy("acme/hostile", download=True))
     assert found["policy"].startswith("acme/hostile@")
     assert not list(tmp_path.rglob("*evil*"))
+
+
+@pytest.fixture
+def run(model: Files, tmp_path: Path) -> Path:
+    """The directory of a run with two checkpoints, of which the newer has no exported model."""
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-2"
+    folder.mkdir(parents=True)
+    for name, content in model.items():
+        (folder / name).write_bytes(content)
+    config = json.loads(model["config.json"]) | {"_name_or_path": str(tmp_path)}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "training.json").write_text("{}")
+    write_manifest(folder, 2, written(folder, list(folder.iterdir())))
+    (run / "checkpoints" / "step-3").mkdir()
+    write_manifest(run / "checkpoints" / "step-3", 3, [])
+    (run / "config.toml").write_text(CONFIG.replace("acme/tiny", f"acme/tiny@{'a' * 40}"))
+    (run / "evaluations.jsonl").write_text(
+        '{"step": 0, "success": 0.25, "episodes": 40}\n'
+        '{"step": 2, "success": 0.5, "episodes": 40}\n'
+    )
+    return run
+
+
+def test_a_pushed_checkpoint_is_loaded_by_its_id(hub: Hub, client: Client, run: Path) -> None:
+    dry, done, read, branch = client.does(
+        {"push": [str(run), "acme/sums-tiny", "--dry"]},
+        {"push": [str(run), "acme/sums-tiny", "--private", "--checkpoint", "2"]},
+        {"read": "acme/sums-tiny"},
+        {"push": [str(run), "acme/sums-tiny", "--revision", "step-2"]},
+        HF_TOKEN=TOKEN,
+    )
+    assert done["status"] == 0, done["err"]
+    assert branch["status"] == 0, branch["err"]
+    repository = hub.repository("acme/sums-tiny")
+    assert set(repository.revisions) == {"main", "step-2"}
+    files = repository.commits[repository.revisions["main"]]
+    assert "training.json" not in files
+    assert "manifest.json" not in files
+    assert not [name for name, content in files.items() if str(run.parent).encode() in content]
+    card = files["README.md"].decode()
+    assert dry["out"].startswith(card)
+    assert "from `acme/tiny` at commit `aaaa" in card
+    assert "| step 0 | 25.0% |" in card
+    assert "| step 2 | 50.0% |" in card
+    assert read["text"].count("hello") == 1
+    assert not list(run.glob(".push-*"))
+
+
+def test_a_push_that_is_refused_says_what_to_do(hub: Hub, client: Client, run: Path) -> None:
+    (run.parent / "empty").mkdir()
+    token, empty, step, name = client.does(
+        {"push": [str(run), "acme/up"]},
+        {"push": [str(run.parent / "empty"), "acme/up"]},
+        {"push": [str(run), "acme/up", "--checkpoint", "3"]},
+        {"push": [str(run), "acme/up@v1"]},
+    )
+    assert "set HF_TOKEN to a token that may write there" in token["err"]
+    assert "has no exported checkpoint" in empty["err"]
+    assert "--checkpoint is 3 but" in step["err"]
+    assert "has those of the steps 2" in step["err"]
+    assert "is no id of a repository" in name["err"]
+    assert ("models", "acme/up") not in hub.repositories
 
 
 def test_rows_of_a_dataset_have_its_splits(hub: Hub, client: Client) -> None:

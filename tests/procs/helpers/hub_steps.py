@@ -4,13 +4,16 @@ A process of its own, since huggingface_hub reads its settings when it is import
 
     {"set": [overrides], "download": true}   ->   {"policy", "folder", "files", "data", "remarks"}
     {"rows": path}                           ->   {"rows"}
-    {"read": id}                             ->   {"parameters", "text"}: from_pretrained
+    {"read": id}                             ->   {"total", "text"}: from_pretrained
+    {"push": [words]}                        ->   {"status", "out", "err"}
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.services.checks.accepting import check_policy_files
 from composer_mesh.services.checks.hub import download_models, hub_remarks, with_models
+from composer_mesh.services.cli import main
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.rows import read_rows
 
@@ -28,6 +32,8 @@ def done(step: dict[str, Any], config: Path) -> dict[str, Any]:
         return {"rows": [dict(row) for row in read_rows(step["rows"])]}
     if "read" in step:
         return read(step["read"])
+    if "push" in step:
+        return pushed(step["push"])
     found = with_models(load_config(config, step["set"]))
     check_policy_files(found)
     remarks = list(hub_remarks(found)) if step.get("remarks") else []
@@ -37,6 +43,13 @@ def done(step: dict[str, Any], config: Path) -> dict[str, Any]:
     files = [] if folder is None else sorted(one.name for one in folder.iterdir())
     named = {"policy": str(found.policy.path), "data": str(found.data.path)}
     return {**named, "folder": str(folder), "files": files, "remarks": remarks}
+
+
+def pushed(words: list[str]) -> dict[str, Any]:
+    """Run the command `push`; return its status and what it wrote."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        status = main(["push", *words])
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -50,7 +63,8 @@ def read(name: str) -> dict[str, Any]:
     return {"total": total, "text": text}
 
 
-def main() -> None:
+def do_all() -> None:
+    """Do each line of the standard input."""
     for line in sys.stdin:
         try:
             answer = done(json.loads(line), Path(sys.argv[1]))
@@ -61,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    do_all()
