@@ -32,8 +32,9 @@ def converted(file: Path, cache: Path, key: str) -> Path:
         folder = folder_by(hashlib.file_digest(content, "sha256").hexdigest(), cache)
     if folder.exists():
         return folder
-    if find_spec("gguf") is None:
-        raise _refused(key, file, "reading it needs gguf: pip install 'composer-mesh[gguf]'")
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        why = f"reading it needs {missing[0]}: pip install 'composer-mesh[gguf]'"
+        raise _refused(key, file, why)
     sys.stderr.write(f"composer-mesh: {key}: {file.name} is converted into {folder}\n")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
