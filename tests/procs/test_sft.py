@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS = 12
+STEPS = 20
 SFT = {
     "sft.steps": STEPS,
     "sft.batch_size": 48,
@@ -25,7 +25,7 @@ SFT = {
     "trainer.checkpoint_every": 4,
     "eval.episodes": 4,
 }
-"""Steps of some tenths of a second, in six epochs, with a checkpoint after each third."""
+"""Steps of some tenths of a second, in ten epochs."""
 
 
 @pytest.fixture(scope="module")
