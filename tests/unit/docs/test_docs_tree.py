@@ -48,6 +48,7 @@ def test_every_command_of_the_page_is_one() -> None:
         "reward",
         "traces",
         "sft",
+        "push",
     }
     launching = {"islands", "island-job", "launch", "worker", "stop", "join"}
     assert named == set(plugins.names("commands")) - others - launching
