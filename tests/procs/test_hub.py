@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,37 @@ def test_check_reads_no_weights_and_a_run_gets_the_same_commit(hub: Hub, client:
     asked = [one for one in hub.asked_for("acme/tiny/resolve") if not one.startswith("HEAD")]
     assert sorted({Path(one).suffix for one in asked}) == [".jinja", ".json", ".safetensors"]
     assert not [one for one in asked if "onnx" in one]
+
+
+def test_a_run_is_resumed_with_its_commit_where_main_has_moved_and_the_cache_is_empty(
+    hub: Hub, client: Client, model: Files, tmp_path: Path
+) -> None:
+    train = [sys.executable, "-m", "composer_mesh", "train", str(client.config), "--output", "run"]
+
+    def trained(*words: str, **environment: str) -> str:
+        done = subprocess.run(
+            [*train, *words],
+            env={**client.environment, **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stderr
+
+    commit = hub.repository("acme/tiny").revisions["main"]
+    assert f"composer-mesh: policy.path is acme/tiny@{commit}" in trained()
+    moved = hub.repository("acme/tiny").commit({**model, "generation_config.json": b"{}"})
+    rows = hub.repository("acme/sums", "datasets")
+    rows.commit({**rows.commits[rows.revisions["main"]], "main/test.jsonl": lines(50, 60)})
+    hub.requests.clear()
+    trained("--resume", "--set", "run.steps=2", HF_HOME=str(tmp_path / "elsewhere"))
+    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert config["policy"]["path"] == f"acme/tiny@{commit}"
+    assert hub.asked_for(f"resolve/{commit}/{WEIGHTS}")
+    assert not hub.asked_for(moved) + hub.asked_for(rows.revisions["main"])
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, client: Client, model: Files) -> None:
