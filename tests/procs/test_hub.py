@@ -150,6 +150,7 @@ def test_check_reads_no_weights_and_a_run_gets_the_same_commit(hub: Hub, client:
     assert not [one for one in asked if "onnx" in one]
 
 
+@pytest.mark.timeout(1800)  # two whole runs
 def test_a_run_is_resumed_with_its_commit_where_main_has_moved_and_the_cache_is_empty(
     hub: Hub, client: Client, model: Files, tmp_path: Path
 ) -> None:
