@@ -40,7 +40,11 @@ def test_two_arms_are_trained_in_one_process_and_kept(tmp_path: Path, policy_cac
         summary = json.loads((tmp_path / run["directory"] / "summary.json").read_text())
         active = {name: about["active_steps"] for name, about in summary["channels"].items()}
         on = STEPS if run["arm"] == "both" else 0
-        assert active == {"policy": STEPS, "sdpo": on, "replay": on}
+        lines = (tmp_path / run["directory"] / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        mixed = sum(step["rollouts/flat_groups"] < step["rollouts/groups"] for step in steps)
+        assert len(steps) == STEPS
+        assert active == {"policy": mixed, "sdpo": on, "replay": on}
     before = [run["evaluations"][0]["success"] for run in report["runs"]]
     assert before[0] == before[1]  # the same policy on the same episodes
     assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")
