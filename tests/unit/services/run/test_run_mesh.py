@@ -1,0 +1,34 @@
+"""The actors of a run are started with the config that its placement has decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from composer_mesh.services.pool.process_placement import ProcessPlacements
+from composer_mesh.services.run import mesh
+
+
+class Started(Exception):
+    """What the trainer's ranks are started with."""
+
+
+@pytest.mark.parametrize("stated", ["auto", True, False])
+@pytest.mark.parametrize("recomputes", [False, True])
+async def test_checkpointing_is_that_of_the_placement_unless_the_config_states_it(
+    build_config: Any, monkeypatch: pytest.MonkeyPatch, stated: Any, recomputes: bool
+) -> None:
+    def ranks(config: Any, *_: Any) -> None:
+        raise Started(config.trainer.activation_checkpointing)
+
+    monkeypatch.setattr(mesh, "TrainerRanks", ranks)
+    config = build_config(trainer={"activation_checkpointing": stated})
+    placements = replace(ProcessPlacements.of(config), recomputes=recomputes)
+    host: Any = SimpleNamespace(heartbeat=None, deadlines=SimpleNamespace(most=0))
+    keys: Any = SimpleNamespace()
+    with pytest.raises(Started) as started:
+        await mesh.RunMesh.start(config, host, lambda *_: None, keys, placements=placements)
+    assert started.value.args == (recomputes if stated == "auto" else stated,)
