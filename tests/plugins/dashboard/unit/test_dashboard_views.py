@@ -22,7 +22,7 @@ from composer_mesh.plugins.dashboard.live import Changes
 from composer_mesh.plugins.dashboard.live_parts import PartsOfRun
 from composer_mesh.plugins.dashboard.open_runs import PacedLook
 from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
-from composer_mesh.plugins.dashboard.series import Columns, curve, reduced
+from composer_mesh.plugins.dashboard.series import Columns, Curve, curve, reduced
 from composer_mesh.plugins.dashboard.timeline import timeline_of
 from composer_mesh.plugins.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.rollouts.traces import TurnDivergences
@@ -393,3 +393,10 @@ async def test_the_index_of_rollouts_has_totals_pages_and_errors_of_steps(run: P
         pairs = [row.pair_id for row in reader.pairs()]
         assert [row.pair_id for row in reader.newest_pairs(2, 1)] == pairs[::-1][1:3]
         assert sum(reader.pair_states().values()) == len(pairs)
+
+
+def test_labels_of_a_chart_are_text_and_never_markup() -> None:
+    label = '"><script>alert(1)</script>'
+    chart = Chart(label, [Curve(label, [0.0, 1.0], [1.0, 2.0])], x_title=label)
+    assert "<script" not in chart.svg()
+    assert "&lt;script" in chart.svg()
