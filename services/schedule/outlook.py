@@ -26,6 +26,7 @@ class Outlook:
 
     def __init__(self, config: Config) -> None:
         self._steps, self._every = config.run.steps, config.eval.every
+        self._has_rewards = config.sft is None  # a supervised run has no groups
         self._evaluation_s: float | None = None
         self._known, self._flat = False, 0
 
@@ -39,6 +40,8 @@ class Outlook:
         if not self._known and step < self._steps:
             yield "run_outlook", self._remaining(step, metrics["time/step_s"])
         self._known = True
+        if not self._has_rewards:
+            return
         self._flat = 0 if has_policy_gradient(metrics) else self._flat + 1
         rounds, rest = divmod(self._flat, FLAT_STEPS)
         if self._flat and not rest and not rounds & (rounds - 1):  # 5, 10, 20, 40

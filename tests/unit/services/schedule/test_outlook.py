@@ -86,3 +86,10 @@ def test_a_step_with_a_mixed_group_begins_the_count_again(outlook: Any) -> None:
 def test_a_step_without_groups_has_no_gradient(outlook: Any) -> None:
     steps = [{**metrics(one), "rollouts/groups": 0} for one in range(1, 6)]
     assert len(warnings(outlook(), *steps)) == 1
+
+
+def test_a_supervised_run_is_not_warned_of_rewards(build_config: Any) -> None:
+    sft = {"steps": 20, "demonstrations": 4}
+    found = Outlook(build_config(run={"name": "o", "steps": 20}, sft=sft))
+    steps = [{**metrics(one), "rollouts/groups": 0} for one in range(1, 12)]
+    assert [kind for step in steps for kind, _ in found.after(step)] == ["run_outlook"]
