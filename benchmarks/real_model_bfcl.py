@@ -9,8 +9,9 @@
 
 Each stage is a sitting. It ends with an evaluation of all held-out rows, greedily and with four
 samples of each, and writes docs/real-model/STAGE.json; one that was interrupted goes on where it
-was. `report` compares the rows of the stages: the gain is a mean of differences by row, and its
-interval is a bootstrap over rows. It draws the curves of the runs too.
+was. Minutes are those of the steps, and the peak of memory is that of the last sitting. `report`
+compares the rows of the stages: the gain is a mean of differences by row, and its interval is a
+bootstrap over rows.
 """
 
 import json
@@ -19,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,10 +93,10 @@ def main() -> None:
         return report(given.json)
     RESULTS.mkdir(exist_ok=True)
     name = f"{given.stage}-{given.seed}" if given.stage == "rl" else given.stage
-    began, peak = time.time(), Peak()
+    peak = Peak()
     with peak.watching():
         figures, folder = TRAINED[given.stage](given.set, given.seed)
-        figures |= {"minutes": (time.time() - began) / 60, "peak_gb": peak.gb}
+    figures |= {"minutes": sum(figures.get("time/step_s", ())) / 60, "peak_gb": peak.gb}
     result = Report("real_model_bfcl")
     result.figures = {**figures, **evaluated(name, folder, given.set, given.episodes)}
     result.finish(RESULTS / f"{name}.json")
@@ -124,7 +124,13 @@ def rl(sets: Sequence[str], seed: int) -> tuple[dict[str, Any], Path]:
 def trl(sets: Sequence[str], seed: int) -> tuple[dict[str, Any], Path]:
     """Train by TRL's GRPOTrainer from the same checkpoint, on the same rows, at the same rates."""
     start, output = _newest(SFT), Path("runs/smollm2-bfcl-trl")
-    alone = [f"policy.path={start}", "sdpo.alpha=0.0", "replay.beta=0.0", f"run.seed={seed}"]
+    alone = [
+        f"policy.path={start}",
+        "policy.start=base",
+        "sdpo.alpha=0.0",
+        "replay.beta=0.0",
+        f"run.seed={seed}",
+    ]
     config = load_config(CONFIG, [*sets, *alone])
     output.mkdir(parents=True)
     file = output / "config.toml"
@@ -168,7 +174,7 @@ def evaluated(stage: str, folder: Path, sets: Sequence[str], episodes: int) -> d
     found = dict[str, Any]()
     for name, temperature, samples in (("greedy", 0.0, 1), ("sampled", 1.0, SAMPLES)):
         output = Path(f"runs/smollm2-bfcl-eval-{stage}-{name}")
-        own = [f"policy.path={folder}", f"eval.episodes={episodes}"]
+        own = [f"policy.path={folder}", "policy.start=base", f"eval.episodes={episodes}"]
         own += [f"eval.temperature={temperature}"]
         command = [*MESH, "eval", CONFIG, "--samples", samples, "--output", output]
         resumed = ["--resume"] if output.exists() else []
