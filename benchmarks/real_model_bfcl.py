@@ -96,7 +96,7 @@ def main() -> None:
     peak = Peak()
     with peak.watching():
         figures, folder = TRAINED[given.stage](given.set, given.seed)
-    figures |= {"minutes": sum(figures.get("time/step_s", ())) / 60, "peak_gb": peak.gb}
+    figures |= {"minutes": sum(figures.get("time/step_s", ())) / 60, "peak_gb": peak.gb or None}
     result = Report("real_model_bfcl")
     result.figures = {**figures, **evaluated(name, folder, given.set, given.episodes)}
     result.finish(RESULTS / f"{name}.json")
@@ -220,7 +220,8 @@ def report(file: Path | None) -> None:
             mean, low, high = gain(one[f"{kind}_rows"], found["sft"][f"{kind}_rows"])
             cells.append(f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
             result.figures[f"{name}/{kind}_gain"] = mean
-        table.append([*cells, f"{one['minutes']:.0f}", f"{one['peak_gb']:.1f}"])
+        peak = "not measured" if one["peak_gb"] is None else f"{one['peak_gb']:.1f}"
+        table.append([*cells, f"{one['minutes']:.0f}", peak])
     columns = ("stage", "greedy %", "sampled %", "greedy over SFT", "sampled over SFT")
     result.print_table("held-out rows", (*columns, "minutes", "peak GB"), table)
     runs = [one for name, one in found.items() if name.startswith("rl-")]
