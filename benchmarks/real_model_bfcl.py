@@ -1,4 +1,4 @@
-"""A real pretrained model learns to call functions: before, after SFT, after RL, and TRL beside it.
+"""A real pretrained model learns to call functions: before, after SFT, after RL, and by TRL's GRPO.
 
     make real-model
     python benchmarks/real_model_bfcl.py before
@@ -8,10 +8,10 @@
     python benchmarks/real_model_bfcl.py report --json FILE
 
 Each stage is a sitting. It ends with an evaluation of all held-out rows, greedily and with four
-samples of each, and writes docs/real-model/STAGE.json; one that was interrupted goes on where it
-was. Minutes are those of the steps, and the peak of memory is that of the last sitting. `report`
-compares the rows of the stages: the gain is a mean of differences by row, and its interval is a
-bootstrap over rows.
+samples of each, and writes docs/real-model/STAGE.json. One that was interrupted continues, except
+for TRL's training, which cannot be resumed. Minutes are those of the steps, and the peak of memory
+is that of the last sitting. `report` compares the rows of the stages: the gain is a mean of
+differences by row, and its interval is a bootstrap over rows.
 """
 
 import json
@@ -132,6 +132,10 @@ def trl(sets: Sequence[str], seed: int) -> tuple[dict[str, Any], Path]:
         f"run.seed={seed}",
     ]
     config = load_config(CONFIG, [*sets, *alone])
+    if (output / "checkpoints" / f"step-{config.run.steps}").is_dir():
+        return _curve(output), _newest(output)
+    if output.exists():
+        raise SystemExit(f"{output} has a training of TRL that did not end: remove it")
     output.mkdir(parents=True)
     file = output / "config.toml"
     file.write_text(dump_toml(config.model_copy(update={"sft": None})))

@@ -93,6 +93,14 @@ def test_a_model_whose_attention_is_its_own_is_refused_with_the_repair(family: s
         Engine(build(family), 3, 64)
 
 
+SOUND_PROBE = PackedForward._probe
+
+
+def wrong_at_the_end(forward: PackedForward, tokens: torch.Tensor) -> torch.Tensor:
+    logits = SOUND_PROBE(forward, tokens)
+    return torch.cat([logits[:-1], logits[:1]])
+
+
 def test_rounding_that_a_large_vocabulary_makes_far_is_served_and_a_wrong_position_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,13 +111,9 @@ def test_rounding_that_a_large_vocabulary_makes_far_is_served_and_a_wrong_positi
         logits = probe(forward, tokens)
         return logits + 0.03 * logits.std() * torch.randn(logits.shape)
 
-    def wrong(forward: PackedForward, tokens: torch.Tensor) -> torch.Tensor:
-        logits = probe(forward, tokens)
-        return torch.cat([logits[:-1], logits[:1]])
-
     monkeypatch.setattr(PackedForward, "_probe", rounded)
     Engine(model, 3, 64)
-    monkeypatch.setattr(PackedForward, "_probe", wrong)
+    monkeypatch.setattr(PackedForward, "_probe", wrong_at_the_end)
     with pytest.raises(ModelNotServed, match=r"a root mean square, and 0\.1 are allowed"):
         Engine(model, 3, 64)
 
@@ -118,14 +122,8 @@ def test_rounding_of_many_layers_is_served_as_far_as_that_of_the_models_own_cach
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("Llama", num_hidden_layers=40).bfloat16()
-    probe = PackedForward._probe
-
-    def wrong(forward: PackedForward, tokens: torch.Tensor) -> torch.Tensor:
-        logits = probe(forward, tokens)
-        return torch.cat([logits[:-1], logits[:1]])
-
     Engine(model, 3, 64)
-    monkeypatch.setattr(PackedForward, "_probe", wrong)
+    monkeypatch.setattr(PackedForward, "_probe", wrong_at_the_end)
     with pytest.raises(ModelNotServed, match=r"a root mean square, and 0\.3 are allowed"):
         Engine(model, 3, 64)
 
