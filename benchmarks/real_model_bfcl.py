@@ -3,15 +3,17 @@
     make real-model
     python benchmarks/real_model_bfcl.py before
     python benchmarks/real_model_bfcl.py sft
+    python benchmarks/real_model_bfcl.py teachers
     python benchmarks/real_model_bfcl.py rl --seed 0
     python benchmarks/real_model_bfcl.py trl
     python benchmarks/real_model_bfcl.py report --json FILE
 
 Each stage is a sitting. It ends with an evaluation of all held-out rows, greedily and with four
-samples of each, and writes docs/real-model/STAGE.json. One that was interrupted continues, except
-for TRL's training, which cannot be resumed. Minutes are those of the steps, and the peak of memory
+samples of each, and writes docs/real-model/STAGE.json; `teachers` ends without, and `rl` serves
+them while it trains. A stage that was interrupted continues, except for TRL's training, which
+cannot be resumed. Minutes are those of the steps, and the peak of memory
 is that of the last sitting. `report` compares the rows of the stages: the gain is a mean of
-differences by row, and its interval is a bootstrap over rows.
+differences by row, and its interval is a bootstrap over rows. It draws docs/real-model/curves.png.
 """
 
 import json
@@ -20,12 +22,16 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from report import Report, arguments
 
 from composer_mesh.configs.load import dump_toml, load_config
@@ -35,17 +41,24 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CONFIG = ROOT / "configs" / "smollm2-bfcl.toml"
 RESULTS = ROOT / "docs" / "real-model"
+TEACHER = ROOT / "configs" / "smollm2-bfcl-teacher.toml"
 SFT = Path("runs/smollm2-bfcl-sft")
 MESH = (sys.executable, "-m", "composer_mesh")
-STAGES = ("before", "sft", "rl", "trl", "report")
+STAGES = ("before", "sft", "teachers", "rl", "trl", "report")
+TEACHERS = {8101: 1, 8102: 2}
+"""Seed of the teacher at each port of the config."""
+SERVED_S = 120.0
+"""Seconds until a teacher has to answer."""
 SAMPLES = 4
 DRAWS = 10_000
 """Bootstrap samples of rows."""
 TRL_ROWS = 8
 """Sequences that share a forward and backward of TRL."""
+KINDS = ("greedy", "sampled")
 SHOWN = (
     *("reward/mean", "loss/sft", "loss/policy", "loss/sdpo", "loss/replay", "replay/pairs"),
     *("rollouts/count", "rollouts/flat_groups", "tokens/trained", "time/step_s"),
+    *("sdpo/advantage_over_student", "policy/grad_norm", "rollouts/entropy"),
 )
 """Metrics of the curves."""
 
@@ -91,6 +104,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.stage == "report":
         return report(given.json)
+    if given.stage == "teachers":
+        return teachers(given.set)
     RESULTS.mkdir(exist_ok=True)
     name = f"{given.stage}-{given.seed}" if given.stage == "rl" else given.stage
     peak = Peak()
@@ -116,9 +131,52 @@ def sft(sets: Sequence[str], _seed: int) -> tuple[dict[str, Any], Path]:
     return _trained("sft", sets, SFT)
 
 
+def teachers(sets: Sequence[str]) -> None:
+    """Fine-tune the teachers of the replay channel, one after another."""
+    for seed in TEACHERS.values():
+        given = _overrides([*sets, f"run.seed={seed}"])
+        _call([*MESH, "sft", TEACHER, "--output", _teacher(seed), "--auto-resume", *given])
+
+
 def rl(sets: Sequence[str], seed: int) -> tuple[dict[str, Any], Path]:
-    """Train with all channels from the supervised checkpoint."""
-    return _trained("train", [*sets, f"run.seed={seed}"], Path(f"runs/smollm2-bfcl-{seed}"))
+    """Train with all channels from the supervised checkpoint, with the teachers served."""
+    with ExitStack() as served:
+        for port, teacher in TEACHERS.items():
+            served.enter_context(_served(port, teacher))
+        return _trained("train", [*sets, f"run.seed={seed}"], Path(f"runs/smollm2-bfcl-{seed}"))
+
+
+def _teacher(seed: int) -> Path:
+    return Path(f"runs/smollm2-bfcl-teacher-{seed}")
+
+
+@contextmanager
+def _served(port: int, seed: int) -> Iterator[None]:
+    """Serve a teacher by OpenAI's API; ends the server afterwards."""
+    sets = [f"policy.start=sft:{_teacher(seed)}", "trainer.compute_dtype=float32"]
+    command = [*MESH, "serve", TEACHER, "--port", port, *_overrides(sets)]
+    output = Path(f"{_teacher(seed)}-serve")
+    command += ["--output", output]
+    server = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
+    try:
+        _await(f"http://127.0.0.1:{port}/v1/models", server)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _await(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Wait until a teacher answers; raises SystemExit where it ended, or took too long."""
+    last = time.monotonic() + SERVED_S
+    while server.poll() is None and time.monotonic() < last:
+        try:
+            httpx.get(url).raise_for_status()
+        except httpx.TransportError:
+            time.sleep(1.0)
+        else:
+            return
+    raise SystemExit(f"{url} does not answer: run `real_model_bfcl.py teachers` first")
 
 
 def trl(sets: Sequence[str], seed: int) -> tuple[dict[str, Any], Path]:
@@ -215,9 +273,9 @@ def report(file: Path | None) -> None:
     table = []
     for name in sorted(found, key=_order):
         one = found[name]
-        shown = [f"{100 * one[f'{kind}_success']:.1f}" for kind in ("greedy", "sampled")]
+        shown = [f"{100 * one[f'{kind}_success']:.1f}" for kind in KINDS]
         cells = [name, *shown]
-        for kind in ("greedy", "sampled"):
+        for kind in KINDS:
             if "sft" not in found or name in ("before", "sft"):
                 cells.append("")
                 continue
@@ -228,6 +286,7 @@ def report(file: Path | None) -> None:
         table.append([*cells, f"{one['minutes']:.0f}", peak])
     columns = ("stage", "greedy %", "sampled %", "greedy over SFT", "sampled over SFT")
     result.print_table("held-out rows", (*columns, "minutes", "peak GB"), table)
+    draw({name: found[name] for name in sorted(found, key=_order)}, RESULTS / "curves.png")
     runs = [one for name, one in found.items() if name.startswith("rl-")]
     if runs and "trl" in found:
         minutes = statistics.mean(one["minutes"] for one in runs)
@@ -235,6 +294,42 @@ def report(file: Path | None) -> None:
     else:
         result.missing["minutes_over_trl"] = f"{RESULTS} has no results of both rl and trl"
     result.finish(file)
+
+
+def draw(found: dict[str, dict[str, Any]], file: Path) -> None:
+    """Draw the rewards of the steps, and the held-out success of the stages with its interval."""
+    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
+    rewards, success = figure.subplots(1, 2)
+    _draw_rewards(rewards, found)
+    _draw_success(success, found)
+    figure.savefig(file)
+
+
+def _draw_rewards(axes: Axes, found: dict[str, dict[str, Any]]) -> None:
+    for name, one in found.items():
+        values = one.get("reward/mean", ())
+        if any(value is not None for value in values):
+            shown = [statistics.mean(values[max(0, at - 2) : at + 3]) for at in range(len(values))]
+            axes.plot(range(1, len(values) + 1), shown, label=name)
+    axes.set(xlabel="optimizer step", ylabel="reward of training rows, mean of 5 steps")
+    if axes.lines:
+        axes.legend(frameon=False)
+
+
+def _draw_success(axes: Axes, found: dict[str, dict[str, Any]]) -> None:
+    for shift, kind in zip((-0.1, 0.1), KINDS, strict=True):
+        means, below, above = [], [], []
+        for one in found.values():
+            rows: Rows = one[f"{kind}_rows"]
+            mean, low, high = gain(rows, dict.fromkeys(rows, [False]))
+            means.append(100 * mean)
+            below.append(100 * (mean - low))
+            above.append(100 * (high - mean))
+        places = [at + shift for at in range(len(found))]
+        axes.errorbar(places, means, yerr=(below, above), fmt="o", capsize=3, label=kind)
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set(ylabel="held-out rows, % right", ylim=(-2, 100))
+    axes.legend(frameon=False)
 
 
 def _order(name: str) -> tuple[int, str]:

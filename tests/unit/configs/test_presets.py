@@ -24,7 +24,10 @@ REAL = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-coder": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
-    "smollm2-bfcl": 134_515_008,
+    **dict.fromkeys(
+        ["smollm2-bfcl", "smollm2-bfcl-teacher", "smollm2-gsm8k", "smollm2-tool-chains"],
+        134_515_008,
+    ),
 }
 
 
@@ -49,13 +52,14 @@ def own(name: str, problems: Path) -> list[str]:
     """What a preset is given: data of its task, and boxes that run nothing."""
     text = preset(name).read_text()
     boxes = "environment.sandbox.kind=code_tasks:open_scripted"
+    untuned = ["policy.start=base"] if "[sft]" in text else []
     if 'task = "gsm8k"' in text:
-        return [f"data.path={problems}"]
+        return [f"data.path={problems}", *untuned]
     if 'task = "bfcl_single_call"' in text:  # its rows are those of a package
-        return ["data.task=toolbox", "policy.start=base"]
+        return ["data.task=toolbox", *untuned]
     if 'task = "code"' in text:
         return [f"data.path={problems.with_name('tasks.jsonl')}", boxes]
-    return [boxes] if 'task = "one_liners"' in text else []
+    return [boxes] if 'task = "one_liners"' in text else untuned
 
 
 def preset(name: str) -> Path:
