@@ -321,7 +321,7 @@ def _draw_success(axes: Axes, found: dict[str, dict[str, Any]]) -> None:
         means, below, above = [], [], []
         for one in found.values():
             rows: Rows = one[f"{kind}_rows"]
-            mean, low, high = gain(rows, dict.fromkeys(rows, [False]))
+            mean, low, high = gain(rows, {row: [False] for row in rows})
             means.append(100 * mean)
             below.append(100 * (mean - low))
             above.append(100 * (high - mean))
