@@ -7,6 +7,7 @@ torch nor Monarch.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,18 @@ ADDRESS = "COMPOSER_MESH_ADDRESS"
 """Address at which other hosts reach this one; unset if the run has no other host."""
 FOLDER = "COMPOSER_MESH_FOLDER"
 """The user's working directory, which relative paths refer to; unset if it is inherited."""
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the host where the C library is glibc, which keeps it otherwise.
+
+    Tensors of ever other lengths leave gaps between those that live longer.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 class ShareMissing(Worded, Exception):

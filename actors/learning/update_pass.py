@@ -17,6 +17,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput
 from composer_mesh.channels.step import Figures, StepLoss, StepSums, Term, step_loss
+from composer_mesh.mesh.process_resources import return_freed_memory
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
@@ -78,7 +79,8 @@ class UpdatePass:
         return found
 
     def end_part(self, part: Part) -> None:
-        """Note what a part has computed, and report it as progress."""
+        """Note what a part has computed, free its memory, and report it as progress."""
+        return_freed_memory()
         self.checks.note(part, self.sums.losses)
         made_progress(f"{part.name} of step {self.batch.step + 1}")
 

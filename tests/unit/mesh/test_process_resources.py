@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from composer_mesh.mesh.process_resources import (
     bind,
     own_gpu_share,
     own_gpus,
+    return_freed_memory,
     share_env,
     take_share,
 )
@@ -153,3 +155,13 @@ raise SystemExit("more than the share was given")
 """
     environ = {name: os.environ[name] for name in os.environ if name not in ALLOCATOR}
     subprocess.run([sys.executable, "-c", source], env=environ, check=True, timeout=120)
+
+
+def test_freed_memory_between_what_lives_goes_back_to_the_host() -> None:
+    piece = 100_000  # bytes: below what the C library maps by itself
+    live = [bytearray(piece) for _ in range(4000)]
+    live = live[::40]
+    before = psutil.Process().memory_info().rss
+    return_freed_memory()
+    assert before - psutil.Process().memory_info().rss > 3000 * piece
+    assert len(live) == 100
