@@ -173,6 +173,7 @@ DEFAULT_FILTERS: tuple[FilterConfig, ...] = (
 
 MOST_TEACHERS = 100
 PairWeight = Literal["none", "margin"]
+StateOrder = Literal["first", "value"]
 
 
 class ReplayConfig(WeightedPreferenceConfig, ChannelSection):
@@ -196,8 +197,13 @@ class ReplayConfig(WeightedPreferenceConfig, ChannelSection):
     agreement_threshold: Annotated[int, Field(ge=2, le=MOST_TEACHERS)] = 2
     """Number of teachers that must give the same action for it to be the chosen one."""
 
+    states: StateOrder = "first"
+    """Which states teachers are asked about. "first": each distinct context in order of turn, until
+    the teachers first differ from a rollout; "value": those that the gate values most."""
+
     states_per_step: Concurrent = 16
-    """Number of frozen states sent to the teachers per optimizer step."""
+    """Maximum number of frozen states (contexts, with "first") that teachers are asked about per
+    optimizer step."""
 
     timeout_s: Seconds = 30.0
     """Seconds until a teacher's answer no longer counts, including all retries."""

@@ -1,6 +1,8 @@
 """Selection of the student's turns to show to teachers, when each answer costs money.
 
-The states with the highest value come first; those below the gate's minimum are skipped.
+By value, the states with the highest value are asked. By first divergence, the contexts of a group
+are asked in order of turn, those of one turn by value, and no rollout is asked about beyond the
+turn at which its teachers first differ from it. States below the gate's minimum are skipped.
 
 Estimated value of a teacher's answer to a state: the weighted mean of four signals in [0, 1].
 
@@ -19,12 +21,12 @@ import hashlib
 import math
 import random
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean, pvariance
 
-from composer_mesh.configs.replay import GateConfig
+from composer_mesh.configs.replay import GateConfig, StateOrder
 from composer_mesh.rollouts.consensus import ActionKey, canonical_action
 from composer_mesh.rollouts.pairs import FrozenState, StudentState
 from composer_mesh.rollouts.tool_calls import ToolCall, message_text, parse_action
@@ -127,12 +129,18 @@ class Novelty:
         return 1 / (1 + self._counts[name])
 
 
+Mark = tuple[bytes, ActionKey]
+"""What was done in which context: equal for siblings until they part."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selected states, best first, and the `values` of each.
+    """Selected states in the order in which they are asked, and the `values` of each.
 
     Of `distinct` states in total, `skipped` were below the gate's `min_value`; the others that are
     missing exceeded the limit. `saved` is how many more would be selected without `min_value`.
+    By first divergence at most `limit` contexts are asked. `paths` has what the rollout of each
+    state did until then, the state's own action last.
     """
 
     states: list[StudentState]
@@ -140,6 +148,68 @@ class Selection:
     skipped: int
     distinct: int
     saved: int
+    limit: int | None = None
+    paths: list[list[Mark]] = field(default_factory=list)
+
+    @property
+    def questions(self) -> list[list[StudentState]]:
+        """The states by the question that decides them: by first divergence those of a context."""
+        if self.limit is None:
+            return [[state] for state in self.states]
+        found: defaultdict[bytes, list[StudentState]] = defaultdict(list)
+        for state, path in zip(self.states, self.paths, strict=True):
+            found[path[-1][0]].append(state)
+        return list(found.values())
+
+    @property
+    def most(self) -> int:
+        """Number of questions that are asked at most."""
+        asked = len(self.questions)
+        return asked if self.limit is None else min(asked, self.limit)
+
+    @property
+    def planned(self) -> list[StudentState]:
+        """A state of each question that is asked where no teacher differs from a rollout."""
+        return [states[0] for states in self.questions[: self.most]]
+
+    def cut(self, limit: int) -> "Selection":
+        """Return the selection with at most so many questions."""
+        if self.limit is not None:
+            return replace(self, limit=min(self.limit, limit))
+        return replace(self, states=self.states[:limit], values=self.values[:limit])
+
+
+class Rounds:
+    """The rounds of a selection's questions: all at once, or turn by turn until rollouts differ."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._waiting = deque(selection.questions)
+        self._in_turns = selection.limit is not None
+        self._left = selection.most
+        marks = zip(selection.states, selection.paths, strict=True) if self._in_turns else ()
+        self._paths = {state.state.state_id: path for state, path in marks}
+        self._differing: set[Mark] = set()
+
+    def next(self) -> list[list[StudentState]]:
+        """Return the next questions, each with the states that it decides; none at the end."""
+        asked: list[list[StudentState]] = []
+        while self._waiting and self._left and not (asked and self._turn_ends(asked[0][0])):
+            states = self._waiting.popleft()
+            if self._differing.isdisjoint(self._paths.get(states[0].state.state_id, ())):
+                asked.append(states)
+                self._left -= 1
+        return asked
+
+    def differs(self, state: StudentState) -> None:
+        """Leave out what rollouts did after this action: their teachers differ from it."""
+        if path := self._paths.get(state.state.state_id):
+            self._differing.add(path[-1])
+
+    def _turn_ends(self, first: StudentState) -> bool:
+        return self._in_turns and self._waiting[0][0].turn != first.turn
+
+
+NOTHING = Selection([], [], skipped=0, distinct=0, saved=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +229,11 @@ def select_states(
     rng: random.Random,
     gate: GateConfig | None = None,
     novelty: Novelty | None = None,
+    order: StateOrder = "value",
 ) -> Selection:
-    """Select at most `limit` states by descending value, deterministically for equal arguments.
+    """Select states, deterministically for equal arguments: at most `limit` by descending value.
 
+    By first divergence all states are selected, of which at most `limit` contexts are asked.
     Samples of a group share a prompt: of states with the same context and action only the best is
     kept. States with the same context but different actions are all kept and have the same seed, so
     that one query answers all of them. `novelty` is not updated: the caller does that for the
@@ -175,13 +247,16 @@ def select_states(
     ranked.sort(key=lambda item: -item[1])
     distinct = list(_distinct(ranked))
     worthy = [item for item in distinct if item[1] >= gate.min_value]
-    chosen = worthy[:limit]
+    in_turns = order == "first"
+    chosen = sorted(worthy, key=lambda item: item[0].turn) if in_turns else worthy[:limit]
     return Selection(
         [student_state(candidate.trace, candidate.turn, salt) for candidate, _ in chosen],
         [value for _, value in chosen],
         skipped=len(distinct) - len(worthy),
         distinct=len(distinct),
-        saved=len(distinct[:limit]) - len(chosen),
+        saved=min(limit, len(distinct)) - min(limit, len(worthy)),
+        limit=limit if in_turns else None,
+        paths=_paths([candidate for candidate, _ in chosen], candidates) if in_turns else [],
     )
 
 
@@ -240,6 +315,14 @@ def _contexts(trace: Trace) -> Iterator[bytes]:
         read.update(_bytes(turn.context_ids))
         yield read.digest()
         read.update(_bytes(turn.action_ids))
+
+
+def _paths(chosen: Sequence[_Candidate], all_turns: Sequence[_Candidate]) -> list[list[Mark]]:
+    """Return what the rollout of each chosen candidate did until then."""
+    done: defaultdict[str, list[tuple[int, Mark]]] = defaultdict(list)
+    for one in all_turns:
+        done[one.trace.trace_id].append((one.turn, (one.context, one.action)))
+    return [[mark for turn, mark in done[one.trace.trace_id] if turn <= one.turn] for one in chosen]
 
 
 def _bytes(ids: Sequence[int]) -> bytes:

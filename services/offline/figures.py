@@ -7,7 +7,7 @@ queries are not priced; the ledger's limit covers them too. No query is sent.
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,14 +112,22 @@ def plan_replay(
     tools_bytes = len(json.dumps(list(tools)).encode())
     for selection in selections:
         plan.groups += 1
-        plan.states += len(selection.states)
+        plan.states += selection.most
         plan.skipped += selection.skipped
         plan.saved += selection.saved
-        for state in selection.states:
+        prices: defaultdict[str, list[tuple[int | None, int | None]]] = defaultdict(list)
+        for state, *_ in selection.questions:
             size = tools_bytes + len(json.dumps(state.state.messages).encode()) + FRAME_BYTES
             for teacher in chosen_teachers(teachers, state.state.seed, replay.ask):
-                plan.teachers[teacher.name].add(*_price(teacher, state, size, assumed))
+                prices[teacher.name].append(_price(teacher, state, size, assumed))
+        for name, of_teacher in prices.items():
+            for price in sorted(of_teacher, key=_dearest_first)[: selection.most]:
+                plan.teachers[name].add(*price)
     return plan
+
+
+def _dearest_first(price: tuple[int | None, int | None]) -> int:
+    return -(price[0] or 0)
 
 
 def _price(
@@ -227,14 +235,17 @@ class ReplayFigures:
     def usd(self) -> float:
         return sum(teacher.usd for teacher in self.teachers.values())
 
-    def add(self, state: StudentState, replies: Sequence[TeacherReply]) -> None:
-        """Count one state's replies.
+    def add(self, states: Sequence[StudentState], replies: Sequence[TeacherReply]) -> None:
+        """Count the replies to one question, and the outcome of each state that it decides.
 
         `short_of_budget` lists the states with a query that the budget prevented.
         """
+        state, *others = states
         decision = decide(state, replies, self._threshold)
         self.states += 1
         self.outcomes[decision.outcome.value] += 1
+        for other in others:
+            self.outcomes[decide(other, replies, self._threshold).outcome.value] += 1
         self.answered += any(isinstance(reply, TeacherAnswer) for reply in replies)
         if is_short(replies):
             self.short_of_budget.append(state.state.state_id)

@@ -8,7 +8,7 @@ same pairs.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
@@ -40,8 +40,9 @@ class _Remembering:
         self._replies[state.state_id] = replies
         return replies
 
-    def take(self, state_id: str) -> list[TeacherReply]:
-        return self._replies.pop(state_id)
+    def take(self, state_id: str) -> list[TeacherReply] | None:
+        """Return the replies about a state; None if it was not asked."""
+        return self._replies.pop(state_id, None)
 
 
 def _nothing(_: ReplayFigures) -> None:
@@ -75,7 +76,7 @@ class OfflineJob:
         try:
             for selection in selections(self._replay, groups, limit):
                 window.append((selection, asyncio.create_task(self._replay.ask_about(selection))))
-                while sum(len(chosen.states) for chosen, _ in window) > AHEAD * self.concurrency:
+                while sum(chosen.most for chosen, _ in window) > AHEAD * self.concurrency:
                     await self._finish(*window.popleft())
             while window:
                 await self._finish(*window.popleft())
@@ -89,8 +90,9 @@ class OfflineJob:
     async def _finish(self, selection: Selection, asking: "asyncio.Task[ReplayOutcome]") -> None:
         replayed = await asking
         filtered = await asyncio.to_thread(self._filters.keep, replayed.pairs)
-        for state in selection.states:
-            self.figures.add(state, self._answers.take(state.state.state_id))
+        for states in selection.questions:
+            if (replies := self._answers.take(states[0].state.state_id)) is not None:
+                self.figures.add(states, replies)
         self.figures.add_group(selection.skipped, filtered.dropped, len(filtered.kept))
         self.pairs += filtered.kept
         self.tell(self.figures)
@@ -136,8 +138,8 @@ def selections(
                 "remove them"
             ) from error
         if left is not None:
-            chosen = replace(chosen, states=chosen.states[:left], values=chosen.values[:left])
-            left -= len(chosen.states)
+            chosen = chosen.cut(left)
+            left -= chosen.most
         yield chosen
 
 

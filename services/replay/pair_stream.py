@@ -22,7 +22,7 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.state_choice import Selection
+from composer_mesh.rollouts.state_choice import NOTHING
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.teacher_queries import (
     Replay,
@@ -81,8 +81,6 @@ class Refining:
 
 HEAP = 2
 """A step trains at most this many times the number of pairs that it could have produced itself."""
-
-NOTHING = Selection([], [], skipped=0, distinct=0, saved=0)
 
 
 class PairStore(Protocol):
@@ -181,7 +179,7 @@ class PairStream:
         while self._next in self._finished:
             following = self._finished.pop(self._next)
             selection = self._replay.choose(following) if following else NOTHING
-            situations = [state.situation for state in selection.states]
+            situations = [state.situation for state in selection.planned]
             answers = asyncio.create_task(self._replay.ask_about(selection))
             self._asking.append(_Asking(self._next, situations, answers))
             self._next += 1

@@ -14,7 +14,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_mesh.configs.replay import ReplayConfig
@@ -28,7 +28,7 @@ from composer_mesh.rollouts.pairs import (
     pair_from_json,
     pair_to_json,
 )
-from composer_mesh.rollouts.state_choice import Novelty, Selection, select_states
+from composer_mesh.rollouts.state_choice import Novelty, Rounds, Selection, select_states
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.ports import Teachers
 from composer_mesh.services.steps.step_manifest import ReplayOutcome, figures_of, replay_outcome_of
@@ -96,8 +96,9 @@ class Replay:
         group_id = group[0].group_id
         rng = random.Random(f"{self._seed}:replay:{group_id}")
         share = self._share(group_id)
-        selection = select_states(group, share, rng, self._config.gate, self._novelty)
-        self._novelty.count_queries(selection.states)
+        config = self._config
+        selection = select_states(group, share, rng, config.gate, self._novelty, config.states)
+        self._novelty.count_queries(selection.planned)
         return selection
 
     def restore(self, situations: Iterable[str]) -> None:
@@ -105,11 +106,18 @@ class Replay:
         self._novelty.restore(situations)
 
     async def ask_about(self, selection: Selection) -> ReplayOutcome:
-        """Return the decisions about some states. Waits for the teachers, at most their timeout."""
+        """Return the decisions about some states, asked in the rounds of their selection.
+
+        Waits for the teachers, at most their timeout in each round.
+        """
         replay_outcome = ReplayOutcome(skipped=selection.skipped, saved=selection.saved)
-        if selection.states:
-            for one in await together(*(self._decide(state) for state in selection.states)):
-                replay_outcome += one
+        rounds = Rounds(selection)
+        while questions := rounds.next():
+            for outcomes in await together(*(self._decide(states) for states in questions)):
+                for state, one in outcomes:
+                    if one.pairs:
+                        rounds.differs(state)
+                    replay_outcome += one
         return replay_outcome
 
     def _share(self, group_id: int) -> int:
@@ -117,22 +125,37 @@ class Replay:
         place, total = group_id % self._prompts, self._config.states_per_step
         return total * (place + 1) // self._prompts - total * place // self._prompts
 
-    async def _decide(self, state: StudentState) -> ReplayOutcome:
-        replies = await self._teachers.query(state.state, self._config.ask)
-        return decided(state, replies, self._config.agreement_threshold)
+    async def _decide(
+        self, states: Sequence[StudentState]
+    ) -> list[tuple[StudentState, ReplayOutcome]]:
+        """Ask one question, and return the outcome of each state that it decides."""
+        replies = await self._teachers.query(states[0].state, self._config.ask)
+        threshold = self._config.agreement_threshold
+        first, *others = states
+        return [
+            (first, decided(first, replies, threshold)),
+            *((state, _decided_too(state, replies, threshold)) for state in others),
+        ]
+
+
+def _decided_too(
+    state: StudentState, replies: Sequence[TeacherReply], threshold: int
+) -> ReplayOutcome:
+    """Return the outcome of replies that were asked for about another state of the context."""
+    decision = decide(state, replies, threshold)
+    pairs = [decision.pair] if decision.pair else []
+    return ReplayOutcome(pairs, outcomes=Counter([decision.outcome.value]))
 
 
 def decided(state: StudentState, replies: Sequence[TeacherReply], threshold: int) -> ReplayOutcome:
     """Return the outcome of the replies about one state."""
-    decision = decide(state, replies, threshold)
     answers = [reply for reply in replies if isinstance(reply, TeacherAnswer)]
     failures = [reply for reply in replies if not isinstance(reply, TeacherAnswer)]
-    return ReplayOutcome(
-        [decision.pair] if decision.pair else [],
+    return replace(
+        _decided_too(state, replies, threshold),
         states=1,
         answers=len(answers),
         cached=sum(answer.cached for answer in answers),
         usd=sum(reply.usd for reply in replies),
-        outcomes=Counter([decision.outcome.value]),
         failures=Counter(failure.kind.value for failure in failures),
     )

@@ -65,9 +65,9 @@ def knowing(task: ToolboxTask, cost: float = COST) -> ScriptedProvider:
 def replay_section(
     teachers: list[dict[str, Any]], usd: float = 0.0, **settings: Any
 ) -> dict[str, Any]:
-    """Two states of each group go to all teachers."""
+    """The two states of each group that the gate values most go to all teachers."""
     section = {"beta": 0.1, "ask": len(teachers), "states_per_step": 4, "teachers": teachers}
-    return {**section, "budget": {"usd": usd}, **settings}
+    return {**section, "states": "value", "budget": {"usd": usd}, **settings}
 
 
 def play(task: ToolboxTask, index: int, sample: int, error_rate: float = 0.6) -> Trace:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from composer_mesh.configs.replay import GateConfig
 from composer_mesh.rollouts.pairs import StudentState
-from composer_mesh.rollouts.state_choice import Novelty, select_states, student_state
+from composer_mesh.rollouts.state_choice import Novelty, Rounds, select_states, student_state
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 
@@ -212,3 +212,54 @@ def test_a_trace_without_its_conversation_is_refused() -> None:
     bare = replace(several()[0], messages=[])
     with pytest.raises(ValueError, match="2 turns and 0 assistant messages"):
         student_state(bare, 0)
+
+
+def siblings() -> list[Trace]:
+    """Four rollouts of one prompt: two that part at the first turn, two at the second."""
+    first, other = call_text("lookup", {"key": "x"}), call_text("lookup", {"key": "y"})
+    ends = [(first, "Answer: 1"), (first, "Answer: 2"), (other, "Answer: 3"), (other, "Answer: 4")]
+    found = [trace("same", [*actions], success=False) for actions in ends]
+    return [replace(one, trace_id=f"{place}") for place, one in enumerate(found)]
+
+
+def asked(limit: int, *differ: str) -> list[list[list[str]]]:
+    """The rounds in which the siblings are asked, as actions, where teachers differ from some."""
+    chosen = select_states(siblings(), limit, random.Random(0), order="first")
+    rounds, found = Rounds(chosen), []
+    while questions := rounds.next():
+        found.append([sorted(state.action_text for state in states) for states in questions])
+        for state in (state for states in questions for state in states):
+            if state.action_text in differ:
+                rounds.differs(state)
+    return found
+
+
+FIRST, OTHER = (call_text("lookup", {"key": key}) for key in "xy")
+
+
+def test_by_first_divergence_contexts_are_asked_once_in_order_of_turn() -> None:
+    opening, second = asked(9)
+    assert opening == [[FIRST, OTHER]]
+    assert sorted(second) == [["Answer: 1", "Answer: 2"], ["Answer: 3", "Answer: 4"]]
+
+
+def test_what_a_rollout_did_after_its_first_divergence_is_not_asked() -> None:
+    assert asked(9, FIRST) == [[[FIRST, OTHER]], [["Answer: 3", "Answer: 4"]]]
+    assert asked(9, FIRST, OTHER) == [[[FIRST, OTHER]]]
+
+
+def test_the_limit_is_of_contexts_that_are_asked() -> None:
+    assert len(asked(2)[1]) == 1
+    assert asked(2, FIRST) == [[[FIRST, OTHER]], [["Answer: 3", "Answer: 4"]]]
+    assert asked(0) == []
+    chosen = select_states(siblings(), 2, random.Random(0), order="first")
+    assert (chosen.most, [state.turn for state in chosen.planned]) == (2, [0, 1])
+    assert chosen.cut(1).most == 1
+
+
+def test_by_value_all_states_are_asked_at_once() -> None:
+    chosen = select_states(several(), 4, random.Random(0))
+    rounds = Rounds(chosen)
+    assert rounds.next() == [[state] for state in chosen.states]
+    rounds.differs(chosen.states[0])
+    assert rounds.next() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,10 +78,12 @@ async def in_a_run(config: Any, groups: Sequence[Sequence[Trace]], experts: Expe
     ]
 
 
+@pytest.mark.parametrize("states", ["value", "first"])
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_pairs_are_those_of_the_run(
-    config: Any, groups: list[list[Trace]], toolbox: ToolboxTask, seed: int
+    build_config: Any, groups: list[list[Trace]], toolbox: ToolboxTask, seed: int, states: str
 ) -> None:
+    config = build_config(replay=replay_section(BUILTIN, states=states))
     expected = await in_a_run(config, groups, Experts(toolbox, seed=99))
     job = job_with(config, Experts(toolbox, seed))
     assert await job.run(groups)
@@ -154,6 +157,20 @@ async def test_figures_count_every_state_once_and_every_pair(
     assert hasty.asked == hasty.answered + sum(hasty.failures.values()) == 16
     assert figures.teachers["careful"].majority.share > 0.9
     assert hasty.failures["rate"] > 0
+
+
+async def test_a_question_by_first_divergence_decides_all_siblings_and_is_counted_once(
+    build_config: Any, groups: list[list[Trace]], toolbox: ToolboxTask
+) -> None:
+    config = build_config(replay=replay_section(BUILTIN, states="first"))
+    experts = Experts(toolbox)
+    job = job_with(config, experts)
+    await job.run(groups)
+    assert job.figures.states == len(experts.asked) == len(set(experts.asked))
+    assert 8 <= job.figures.states <= 16
+    assert job.figures.outcomes["pair"] == job.figures.kept + sum(job.figures.dropped.values())
+    turns = Counter(pair.trace_id for pair in job.pairs)
+    assert set(turns.values()) == {1}  # a rollout differs once
 
 
 def test_traces_that_contradict_themselves_are_refused_with_their_group(

@@ -55,7 +55,7 @@ def money(spent: float = 0.0, requests: int = 0, ceiling: float = 1.0) -> Money:
 def counted(*states: Any) -> ReplayFigures:
     figures = ReplayFigures(2)
     for replies in states:
-        figures.add(student(ANSWER), replies)
+        figures.add([student(ANSWER)], replies)
     return figures
 
 
@@ -163,7 +163,7 @@ def test_without_a_terminal_progress_is_a_few_plain_lines() -> None:
     figures = ReplayFigures(2)
     with ReplayView(plan(), 1.0, Console(file=out, width=60)) as view:
         for _ in range(4):
-            figures.add(student(ANSWER), answers(ADD, ADD))
+            figures.add([student(ANSWER)], answers(ADD, ADD))
             view.tell(figures)
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("4 states of 1 groups")
