@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -47,10 +46,7 @@ class Channel(ABC):
     """A part of the loss of each step.
 
     `name` is that of the section, and its `kwargs` are further arguments of the constructor.
-    With the update "own" it would have an optimizer state of its own.
     """
-
-    update: ClassVar[Literal["shared", "own"]] = "shared"
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,13 +79,6 @@ def make_channel(name: str, section: ChannelConfig) -> Channel:
             "",
             f"it made a {type(channel).__name__}, which is no channel: derive it from "
             "composer_mesh.Channel",
-        )
-    if channel.update != "shared":
-        raise CustomFunctionError(
-            path,
-            "",
-            f"its update is {channel.update!r}, but no channel has an optimizer of its own yet: "
-            "set update to 'shared'",
         )
     return channel
 

@@ -3,7 +3,7 @@
 A weight over the run, and bounds of its share.
 """
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -53,6 +53,11 @@ class ChannelSection(UpdateShare):
 
     weight_key: ClassVar[str]
 
+    update: Literal["shared", "own"] = "shared"
+    """Which update of the weights the channel is part of. "shared": that of all channels, with one
+    clip; "own": one after it, by an optimizer of its own with the same settings, whose rate follows
+    the schedule of the channel's weight."""
+
     @property
     def peak(self) -> float:
         """Weight of the loss in the total, at its peak."""
@@ -69,6 +74,15 @@ class ChannelSection(UpdateShare):
     def on(self) -> bool:
         """Whether the channel is active in the run."""
         return self.peak > 0
+
+    @model_validator(mode="after")
+    def _an_own_update_has_no_shares(self) -> Self:
+        if self.update == "own" and self.is_bounded:
+            raise ValueError(
+                "update is 'own' but min_update_share or max_update_share is set, and the "
+                "channel's gradient is all of that update: remove it, or set update to 'shared'"
+            )
+        return self
 
 
 class ChannelConfig(CustomFunction, ChannelSection):

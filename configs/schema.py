@@ -235,6 +235,11 @@ class Config(Section):
         return {"sdpo": self.sdpo, "replay": self.replay, **self.channels}
 
     @property
+    def own_updates(self) -> list[str]:
+        """The channels with an update and an optimizer of their own."""
+        return [n for n, one in self.weighted_channels.items() if one.on and one.update == "own"]
+
+    @property
     def pairs_wait(self) -> bool:
         """Whether a step waits for the preference pairs of its own rollouts."""
         if self.replay.delivery is None:

@@ -8,7 +8,7 @@ Symbols: P parameters, R trainer ranks, T tokens of one pass, H hidden size, V v
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.trainer import OptimizerName
@@ -99,7 +99,8 @@ class Training:
     at once; `offloaded`: whether the inputs of checkpointed layers wait in host memory;
     `optimizer_offload`: whether its state does; `context`: ranks that divide the positions;
     `experts_over`: ranks that divide a layer's experts; `gradients`: sets
-    of them, one for each channel where shares of an update are measured.
+    of them, one for each channel where shares of an update are measured; `optimizers`: those that
+    have all trained weights.
     """
 
     ranks: int
@@ -118,16 +119,19 @@ class Training:
     context: int = 1
     experts_over: int = 1
     gradients: int = 1
+    optimizers: int = 1
 
 
 def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
-    """Return the memory of one rank's optimizer."""
+    """Return the memory of one rank's optimizers, which update one after another."""
     shards = how.ranks if how.sharded else 1
     if how.trainable != parameter_count(sizes):
-        return adapter_memory(how.trainable // shards)
-    return optimizer_memory(
-        sizes, how.optimizer, shards, how.optimizer_offload, how.on_gpu, how.sharded
-    )
+        one = adapter_memory(how.trainable // shards)
+    else:
+        one = optimizer_memory(
+            sizes, how.optimizer, shards, how.optimizer_offload, how.on_gpu, how.sharded
+        )
+    return replace(one, state=how.optimizers * one.state, offloaded=how.optimizers * one.offloaded)
 
 
 def training_parts(sizes: ModelSizes, how: Training) -> Parts:

@@ -144,6 +144,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
         tokens=-(-trainer.microbatch_tokens // trainer.context_parallel),
         trainable=_adapters(sizes, lora) if lora else whole,
         gradients=_gradient_sets(config),
+        optimizers=1 + len(config.own_updates),
         number=number_of(trainer.compute_dtype),
         sharded=trainer.sharded,
         checkpointing=trainer.checkpoints_layers,
@@ -305,4 +306,5 @@ def _gradient_sets(config: Config) -> int:
     sections = config.weighted_channels.values()
     bounded = any(one.on and one.is_bounded for one in sections)
     measured = bounded or config.trainer.update_share_every > 0
-    return 1 + sum(one.on for one in sections) if measured else 1
+    shared = sum(one.on for one in sections) - len(config.own_updates)
+    return 1 + shared if measured else 1

@@ -39,7 +39,8 @@ class ChannelGradients:
         self._bounds = update_bounds(config)
         self._peaks = {name: one.peak for name, one in config.weighted_channels.items()}
         self._current_bounds: dict[str, tuple[float, float]] = {}
-        self._channels = [POLICY, *(n for n, one in config.weighted_channels.items() if one.on)]
+        sections, own = config.weighted_channels.items(), config.own_updates
+        self._channels = [POLICY, *(n for n, one in sections if one.on and n not in own)]
         self._apart: dict[str, Gradients] | None = None
         self.norms: dict[str, float] = {}
         """Norms of the channels' gradients in the last update that was measured."""
@@ -51,8 +52,10 @@ class ChannelGradients:
         """Whether the updates of a step (0-based) are measured: all of them if there are bounds."""
         return bool(self._bounds) or (self._every > 0 and step % self._every == 0)
 
-    def begin(self, step: int, channel_weights: Mapping[str, float]) -> None:
+    def begin(self, step: int, channel_weights: Mapping[str, float], measured: bool = True) -> None:
         """Forget what an aborted update left; its gradients are cleared by the caller.
+
+        A channel's own update is not `measured`.
 
         `channel_weights` are those of the step. Where a schedule has lowered one, the channel's
         bounds are lowered by the same factor.
@@ -64,7 +67,7 @@ class ChannelGradients:
             for name, (low, high) in self._bounds.items()
             if factors[name] > 0
         }
-        if self.measures(step):
+        if measured and self.measures(step):
             self._apart = {name: [None] * len(self._weights) for name in self._channels}
 
     def backward(self, losses: StepLoss, states: Tensor | None = None) -> None:

@@ -1,10 +1,12 @@
 """The three-channel optimizer step on tensors: a batch in one update or several.
 
-The gradients of an update are in `update_gradients`. Knows a model, its frozen reference and an
-optimizer, but not where batches and teacher outputs come from.
+Channels may have an update of their own after each of them. The gradients of an update are in
+`update_gradients`. Knows a model, its frozen reference and an optimizer, but not where batches and
+teacher outputs come from.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from composer_mesh.channels.step import StepSums
 from composer_mesh.channels.weights import ChannelWeights
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.progress import made_progress
-from composer_mesh.rollouts.batches import PolicySample, StepBatch
+from composer_mesh.rollouts.batches import PolicySample, Skipped, StepBatch
 from composer_mesh.rollouts.step_plan import (
     RankPlan,
     Rounds,
@@ -96,8 +98,13 @@ class ThreeChannelStep:
         self._weights = ChannelWeights(config)
         self._experts = MixtureLosses(config.trainer.moe)
         self._update = WeightUpdate(model, config, self._ranks, optimizers)
+        self._own_updates = {
+            name: WeightUpdate(model, config, self._ranks, optimizers)
+            for name in config.own_updates
+        }
+        self._shared = [one for one in self._channels if one.name not in self._own_updates]
         self._gradients = ChannelGradients(model, self._update.weights, config, self._ranks)
-        self._microbatches = UpdateGradients(self._channels, self._experts, self._sharing)
+        self._microbatches = UpdateGradients(self._experts, self._sharing)
         self.divergences: list[TurnDivergences] = []
         """Those of the hinted turns that the last step trained on this rank, at their first use."""
 
@@ -115,12 +122,18 @@ class ThreeChannelStep:
         }
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return this rank's part of the optimizer state; shares its memory."""
-        return self._update.optimizer_state()
+        """Return this rank's part of the optimizers' state; shares its memory."""
+        found = self._update.optimizer_state()
+        for channel, update in self._own_updates.items():
+            own = update.optimizer_state()
+            found |= {f"{OWN}{channel}/{name}": state for name, state in own.items()}
+        return found
 
     def restore(self, figures: dict[str, Any], optimizer_state: StoredOptimizerState) -> None:
         """Restore a checkpoint's state, written by any number of ranks."""
-        self._update.restore(figures["trained"], optimizer_state)
+        self._update.restore(figures["trained"], _StateOf(optimizer_state, ""))
+        for channel, update in self._own_updates.items():
+            update.restore(figures["trained"], _StateOf(optimizer_state, f"{OWN}{channel}/"))
         self._sdpo.taid.load_state_dict(figures["taid"])
         # Checkpoints of versions without it are of runs whose weights follow nothing.
         self._weights.load_state_dict(figures.get("channel_weights", {}))
@@ -140,6 +153,10 @@ class ThreeChannelStep:
         return found
 
     def _parts(self, batch: StepBatch) -> list[StepBatch]:
+        """Return the batches of the shared updates."""
+        return [_shared_part(part, self._own_updates) for part in self._whole_parts(batch)]
+
+    def _whole_parts(self, batch: StepBatch) -> list[StepBatch]:
         trainer = self._config.trainer
         return minibatches(batch, trainer.updates_per_batch, trainer.epochs)
 
@@ -180,7 +197,7 @@ class ThreeChannelStep:
             self._policy.remembered(self._ranks)
         if self._experts.compares(batch.step):
             self._before_updates(once, self._policy.note_without_replay, replayed=False)
-        for part in parts:
+        for part, whole in zip(parts, self._whole_parts(batch), strict=True):
             plans, measured = self._plans(part), self._policy.measured()
             done = self._accumulate(part, plans, None if lost else source, first, weights)
             if self._ranks.any(done.lost):
@@ -198,6 +215,7 @@ class ThreeChannelStep:
             except NormNotFinite as error:
                 raise self._not_finite(batch.step, done, error) from None
             norms.append(norm)
+            self._update_own(whole, weights, sums[-1])
             made_progress(f"update {len(norms)} of {len(parts)} of step {batch.step + 1}")
             self._policy.updated()
             first += _most_microbatches(plans)
@@ -214,6 +232,29 @@ class ThreeChannelStep:
             "tokens/trained": batch.action_tokens,
             "tokens/skipped": batch.skipped.tokens,
         }
+
+    def _update_own(self, part: StepBatch, weights: Mapping[str, float], sums: StepSums) -> None:
+        """Run the channels' own updates of a part; add their losses and figures to the sums.
+
+        A loss keeps its weight's peak: AdamW's steps do not shrink with the loss, so that the rate
+        follows the schedule.
+        """
+        for channel in self._channels:
+            name, batch = channel.name, _own_part(part, channel.name)
+            update = self._own_updates.get(name)
+            if update is None or not (batch.samples or batch.pairs) or not weights[name]:
+                continue
+            peak, plans = self._config.weighted_channels[name].peak, self._plans(batch)
+            done = self._accumulate(batch, plans, None, 0, {**weights, name: peak}, channel)
+            found = StepSums.of_ranks(self._ranks.of_shares(done.sums))
+            try:
+                norm, rate = update.apply(batch.step, nothing, share=weights[name] / peak)
+            except NormNotFinite as error:
+                raise self._not_finite(batch.step, done, error) from None
+            sums.losses |= found.losses
+            for figure, value in found.figures.items():
+                sums.figures[figure] += value
+            sums.figures |= {f"{name}/grad_norm": norm, f"{name}/lr": rate}
 
     def _not_finite(self, step: int, done: UpdatePass, why: NormNotFinite) -> GradientNotFinite:
         """Return the error of an update with the evidence of all ranks, which all have it."""
@@ -251,8 +292,12 @@ class ThreeChannelStep:
         source: TeacherOutputSource | None,
         first: int,
         weights: Mapping[str, float],
+        own: TrainedChannel | None = None,
     ) -> UpdatePass:
-        """Accumulate the gradients of this rank's share of an update, starting from zero."""
+        """Accumulate the gradients of this rank's share of an update, starting from zero.
+
+        It is the shared one, or that of a channel's `own`.
+        """
         plan, rounds = plans[self._ranks.share], self._rounds(batch, plans)
         one = UpdatePass(
             batch,
@@ -261,6 +306,7 @@ class ThreeChannelStep:
             rounds,
             batch.counts(),
             first,
+            self._shared if own is None else [own],
             weights,
             self._model,
             self._gradients,
@@ -270,7 +316,7 @@ class ThreeChannelStep:
         if self._sharded and self._policy.has_reference:
             one.reference = reference_rounds(batch, plans, self._sharing)
         self._update.begin()
-        self._gradients.begin(batch.step, weights)
+        self._gradients.begin(batch.step, weights, measured=own is None)
         self._microbatches.accumulate(one)
         return one
 
@@ -289,6 +335,45 @@ class ThreeChannelStep:
             if one.on
         }
         return {**sums.metrics(weights), **of_channels}
+
+
+OWN = "own/"
+"""What the names of the state of channels' own optimizers begin with."""
+
+
+def _shared_part(part: StepBatch, own: Container[str]) -> StepBatch:
+    """Return a batch without what channels train in updates of their own."""
+    channels = {name: found for name, found in part.channels.items() if name not in own}
+    return replace(part, channels=channels, pairs=[] if "replay" in own else part.pairs)
+
+
+def _own_part(part: StepBatch, channel: str) -> StepBatch:
+    """Return what a channel trains in its own update."""
+    nothing_else = replace(part, views=[], channels={}, skipped=Skipped())
+    if channel == "replay":
+        return replace(nothing_else, samples=[])
+    found = part.channels.get(channel, [])
+    names = {one.trace_id for one in found}
+    samples = [one for one in part.samples if one.trace_id in names]
+    return replace(nothing_else, samples=samples, pairs=[], channels={channel: found})
+
+
+@dataclass(frozen=True)
+class _StateOf:
+    """The part of stored state whose names begin with a prefix; without it, the shared update's."""
+
+    stored: StoredOptimizerState
+    prefix: str
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name.removeprefix(self.prefix): shape
+            for name, shape in self.stored.shapes().items()
+            if name.startswith(self.prefix or OWN) == bool(self.prefix)
+        }
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        self.stored.read({self.prefix + name: one for name, one in tensors.items()})
 
 
 def nothing() -> None:

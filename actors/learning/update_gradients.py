@@ -12,7 +12,6 @@ from composer_mesh.actors.learning.not_finite import Part
 from composer_mesh.actors.learning.replay_channel import answer_sequences
 from composer_mesh.actors.learning.update_pass import (
     MicrobatchStates,
-    TrainedChannel,
     UpdatePass,
     content_of,
 )
@@ -65,10 +64,8 @@ class MixtureLosses:
 class UpdateGradients:
     """Accumulates the gradients of this rank's share of an update."""
 
-    def __init__(
-        self, channels: Sequence[TrainedChannel], experts: MixtureLosses, sharing: Sharing
-    ) -> None:
-        self._channels, self._experts, self._sharing = channels, experts, sharing
+    def __init__(self, experts: MixtureLosses, sharing: Sharing) -> None:
+        self._experts, self._sharing = experts, sharing
 
     def accumulate(self, one: UpdatePass) -> None:
         """Add the gradients of a pass; return early where its teacher output is lost."""
@@ -83,7 +80,7 @@ class UpdateGradients:
                 made_progress(f"{_microbatch(index, rounds)} of step {batch.step + 1}")
             if one.lost and not one.sharded:
                 return  # other ranks of a sharded model would wait for the rest
-        for channel in self._channels:
+        for channel in one.channels:
             channel.train_rest(one)
         if batch.skipped.sequences:
             self._count_skipped(one)
@@ -103,7 +100,9 @@ class UpdateGradients:
         samples, pairs = content_of(one.batch, microbatch)
         own, others = [sample.ids for sample in samples], answer_sequences(pairs)
         hidden = one.model.hidden([*own, *others], [one.experts for one in samples])
-        balance = self._experts.loss(one.model, samples, one.batch, one.sums.figures)
+        balance = None
+        if any(channel.name == POLICY for channel in one.channels):
+            balance = self._experts.loss(one.model, samples, one.batch, one.sums.figures)
         missing = one.rounds.trained[index] - microbatch.forwards if one.sharded else 0
         alone = [one.model.dummy_forward() for _ in range(missing)]
         if balance is not None:
@@ -120,9 +119,7 @@ class UpdateGradients:
             hidden.part(slice(len(own)), max(map(len, own))) if own else None,
             hidden.part(slice(len(own), None), max(map(len, others))) if others else None,
         )
-        losses = one.losses(
-            {each.name: partial(each.term, states) for each in self._channels}, alone
-        )
+        losses = one.losses({each.name: partial(each.term, states) for each in one.channels}, alone)
         part = Part.of(_microbatch(index, one.rounds), samples, pairs)
         one.checks.watch(part, hidden.computed)
         one.gradients.backward(losses, hidden.computed)
@@ -132,7 +129,7 @@ class UpdateGradients:
         """Run the models as often as ranks that have a microbatch of this index."""
         alone = [one.model.dummy_forward() for _ in range(one.rounds.trained[index])]
         states = MicrobatchStates(one, index, Microbatch([], []))
-        for channel in self._channels:
+        for channel in one.channels:
             channel.term(states)
         one.gradients.backward(StepLoss(others=alone))
 

@@ -51,7 +51,7 @@ class UpdatePass:
     """One pass over an update's batch; without a source it trains no SDPO channel.
 
     The source counts microbatches through the step; `first` is the number of the first one here.
-    `weights` are those of the channels in this step, by name.
+    `channels` take part, and `weights` are those of the channels in this step, by name.
     """
 
     batch: StepBatch
@@ -60,6 +60,7 @@ class UpdatePass:
     rounds: Rounds
     counts: BatchCounts
     first: int
+    channels: "Sequence[TrainedChannel]"
     weights: Mapping[str, float]
     model: LanguageModel
     gradients: ChannelGradients

@@ -69,11 +69,15 @@ class WeightUpdate:
             optimizer.zero_grad(set_to_none=True)
 
     def apply(
-        self, step: int, before_update: Callable[[], object], summed: bool = False
+        self,
+        step: int,
+        before_update: Callable[[], object],
+        summed: bool = False,
+        share: float = 1.0,
     ) -> tuple[float, float]:
         """Update the weights after `before_update` returns; return gradient norm and learning rate.
 
-        `summed` gradients are already those of all ranks.
+        `summed` gradients are already those of all ranks. The rate is a `share` of the schedule's.
         Raises `NormNotFinite` before any weight is changed, and `UnsupportedState` for an optimizer
         whose state is not of tensors.
         """
@@ -82,11 +86,11 @@ class WeightUpdate:
             self._ranks.sum_gradients(one for one in weights if not is_dtensor(one))
         total: Any = torch.nn.utils.clip_grad_norm_(weights, self._config.grad_clip)
         norm = float(total.full_tensor() if is_dtensor(total) else total)
-        rate = learning_rate(self._config, step, self._steps)
+        rate = share * learning_rate(self._config, step, self._steps)
         if not math.isfinite(norm):
             raise NormNotFinite(norm, rate)
-        for group, share in self._rates:
-            _set_rate(group, share * rate)
+        for group, of_group in self._rates:
+            _set_rate(group, of_group * rate)
         before_update()
         self._step()
         if not self._updated:

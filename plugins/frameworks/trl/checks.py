@@ -11,6 +11,7 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.advantages import GroupAdvantage
 from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.preference import WeightedPreferenceConfig
+from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.plugins.frameworks.trl.channels import base_model, evaluating
@@ -55,6 +56,11 @@ def check_channels(sdpo: SdpoConfig, replay: PairLoss, pairs: PairSource | None)
                 f"sdpo.{name} is {value!r}, which only a run of composer-mesh keeps: leave it "
                 "out, or train with composer-mesh"
             )
+    if isinstance(replay, ReplayConfig) and replay.update == "own":
+        raise ValueError(
+            "replay.update is 'own', but TRL has one optimizer: set it to 'shared', or train with "
+            "composer-mesh"
+        )
     if replay.on and pairs is None:
         raise ValueError(
             f"replay.beta is {replay.beta} but there are no pairs: pass pairs=StoredPairs(...) or "

@@ -33,10 +33,6 @@ from composer_mesh.tasks.toolbox import ToolboxTask
 
 MISTAKES = """
 
-class Own(Observations):
-    update = "own"
-
-
 class Short(Observations):
     def samples(self, traces):
         return [ChannelSample(traces[0].trace_id, [1.0])]
@@ -187,6 +183,23 @@ def test_its_weight_follows_its_schedule_and_its_share_keeps_its_bound(
         assert found["update/scale_observations"] < 1
 
 
+def test_its_own_update_is_that_of_an_optimizer_with_its_loss_alone(
+    make: Make, rng: random.Random, build_config: Callable[..., Config]
+) -> None:
+    sections = {**NARROW, **section(weight=0.5, update="own")}
+    (model, step), (_, shared) = make(2, **sections), make(2, **NARROW)
+    _, together = make(2, **NARROW, **section(weight=0.5))
+    batch = replace(with_samples(model, rng, build_config(**sections)), views=[], pairs=[])
+    found = step.run(batch, None)
+    policy = shared.run(replace(batch, channels={}), None)
+    assert found["policy/grad_norm"] == policy["policy/grad_norm"]
+    assert found["loss/policy"] == policy["loss/policy"]
+    before = together.run(batch, None)["loss/observations"]
+    assert found["loss/observations"] != before  # computed after the policy's update
+    assert found["observations/lr"] == found["policy/lr"]
+    assert found["observations/grad_norm"] > 0
+
+
 def test_a_channel_of_weight_zero_changes_no_number(make: Make, rng: random.Random) -> None:
     batch_model = make(2)[0]
     batch, teacher = batch_of(batch_model, rng, pairs=2), make(3)[0]
@@ -281,7 +294,6 @@ def test_a_loss_that_cannot_be_trained_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Own", "its update is 'own', but no channel has an optimizer of its own yet"),
         ("no_channel", "it made a str, which is no channel: derive it from composer_mesh.Channel"),
         ("Missing", "has no 'Missing'"),
     ],
