@@ -3,7 +3,7 @@
 Performs no I/O; `load` reads files. Imports neither torch nor Monarch.
 """
 
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -224,6 +224,15 @@ class Config(Section):
     ] = ()
     """Experiment trackers that get the run's figures: tables [[tracking]]."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _not_compared_by_default_in_parts(cls, given: Any) -> Any:
+        """Let a divided context have no compared actions, unless the config asks for them."""
+        match given:
+            case {"trainer": {"context_parallel": int(ranks)}, "sdpo": dict(sdpo)} if ranks > 1:
+                return {**given, "sdpo": {"advantage_sites": 0, **sdpo}}
+        return given
+
     def section(self, kind: type[S]) -> S:
         """Return a section that a plugin registers; its defaults where the file has none."""
         given = (self.model_extra or {}).values()
@@ -328,7 +337,9 @@ class Config(Section):
                 f"{name}.min_update_share or max_update_share": one.is_bounded
                 for name, one in self.weighted_channels.items()
             },
-            "sdpo.advantage_sites": "context_parallel" in divided and sdpo.advantage_sites > 0,
+            "sdpo.advantage_sites": "context_parallel" in divided
+            and sdpo.on
+            and sdpo.advantage_sites > 0,
         }
         for what in (name for name, on in measured.items() if on and divided):
             name, size = next(iter(divided.items()))

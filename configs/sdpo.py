@@ -9,7 +9,7 @@ Contains no credentials: `api_key_env` names an environment variable.
 
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -202,6 +202,10 @@ class SdpoConfig(SitesConfig, ChannelSection):
 
     weight_key: ClassVar[str] = "alpha"
 
+    advantage_sites: CountOrZero = 4
+    """As above; 4 unless set, and 0 where actions cannot be compared: with teacher_output "topk" or
+    trainer.context_parallel."""
+
     alpha: NotNegative = 0.0
     """Weight of the SDPO loss in the total; 0 turns the channel off."""
 
@@ -271,6 +275,13 @@ class SdpoConfig(SitesConfig, ChannelSection):
 
     hints: HintsConfig = Field(default_factory=HintsConfig)
     """Hints that are shown to the teacher."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_compared_by_default_with_topk(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("teacher_output") == "topk":
+            return {"advantage_sites": 0, **given}
+        return given
 
     @model_validator(mode="after")
     def _teacher_output_fits_the_loss(self) -> Self:

@@ -21,6 +21,17 @@ REPAIR = (
 )
 
 
+COMPARED = 16
+"""Compared actions after which a run is warned of a hinted teacher that is no better.
+
+Where it is as good as the student, it is behind at half of them or more.
+"""
+REPAIR_HINTS = (
+    "teach the policy to read hints ([sft] hinted_share), take hints from elsewhere "
+    "(sdpo.hints.sources), or let the channel rest while it does not help (sdpo.min_advantage)"
+)
+
+
 class Outlook:
     """Follows one start of a run, step by step."""
 
@@ -29,6 +40,7 @@ class Outlook:
         self._has_rewards = config.sft is None  # a supervised run has no groups
         self._evaluation_s: float | None = None
         self._known, self._flat = False, 0
+        self._compared, self._better, self._next = 0, 0.0, COMPARED
 
     def evaluated(self, seconds: float) -> None:
         """Note how long an evaluation took."""
@@ -42,10 +54,27 @@ class Outlook:
         self._known = True
         if not self._has_rewards:
             return
+        yield from self._of_hints(metrics)
         self._flat = 0 if has_policy_gradient(metrics) else self._flat + 1
         rounds, rest = divmod(self._flat, FLAT_STEPS)
         if self._flat and not rest and not rounds & (rounds - 1):  # 5, 10, 20, 40
             yield "nothing_learned", self._warning(metrics)
+
+    def _of_hints(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Warn after 16, 32, 64 ... compared actions if the teacher is not ahead at most of them."""
+        compared = metrics.get("sdpo/advantage_sites") or 0
+        self._compared += compared
+        self._better += compared * (metrics.get("sdpo/advantage_wins") or 0.0)
+        if self._compared < self._next:
+            return
+        while self._next <= self._compared:
+            self._next *= 2
+        if 2 * self._better <= self._compared:
+            yield (
+                "hints_do_not_help",
+                f"the hinted teacher is no better than the student: a right action was likelier "
+                f"with the hint at {round(self._better)} of {self._compared} sites: {REPAIR_HINTS}",
+            )
 
     def _remaining(self, step: int, seconds: float) -> str:
         left = self._steps - step

@@ -29,7 +29,10 @@ FALLING = {"decay": "linear", "by": "agreement"}
         ),
         ({"sdpo": {"alpha": 1.0, "max_update_share": 0.0}}, "greater than 0"),
         ({"sdpo": {"alpha": 1.0, "min_update_share": 1.0}}, "less than 1"),
-        ({"sdpo": {"alpha": 1.0, "min_advantage": 0.0}}, "advantage_sites is 0"),
+        (
+            {"sdpo": {"alpha": 1.0, "min_advantage": 0.0, "advantage_sites": 0}},
+            "advantage_sites is 0",
+        ),
         (
             {"sdpo": {"alpha": 1.0, "advantage_sites": 4, "teacher_output": "topk"}},
             "lacks the log-probs of right actions",
@@ -92,5 +95,19 @@ def test_how_often_shares_are_measured_may_change_on_resume(build_config: Any) -
 
 def test_everything_is_off_by_default() -> None:
     config = SdpoConfig()
-    assert (config.sites, config.advantage_sites, config.min_advantage) == ("all", 0, None)
+    assert (config.sites, config.advantage_sites, config.min_advantage) == ("all", 4, None)
     assert not config.is_bounded
+
+
+def test_actions_are_compared_by_default_where_they_can_be(build_config: Any) -> None:
+    divided = {"ranks": 2, "context_parallel": 2, "packing": True}
+    assert build_config(sdpo={"alpha": 0.5}).sdpo.advantage_sites == 4
+    assert build_config(sdpo={"alpha": 0.5, "teacher_output": "topk"}).sdpo.advantage_sites == 0
+    config = build_config(sdpo={"alpha": 0.5}, trainer=divided)
+    assert config.sdpo.advantage_sites == 0
+    assert type(config).model_validate(config.model_dump()) == config
+
+
+def test_the_channel_of_hints_has_no_update_of_its_own(build_config: Any) -> None:
+    with pytest.raises(ValidationError, match="set update to 'shared'"):
+        build_config(sdpo={"alpha": 0.5, "update": "own"})

@@ -246,7 +246,7 @@ BROKEN = {
     "compared actions of divided positions": (
         [
             *("trainer.ranks=2", "trainer.context_parallel=2", "trainer.packing=true"),
-            "sdpo.advantage_sites=4",
+            *("sdpo.alpha=0.5", "sdpo.advantage_sites=4"),
         ],
         ["sdpo.advantage_sites is set but trainer.context_parallel is 2", "remove it"],
     ),

@@ -93,3 +93,25 @@ def test_a_supervised_run_is_not_warned_of_rewards(build_config: Any) -> None:
     found = Outlook(build_config(run={"name": "o", "steps": 20}, sft=sft))
     steps = [{**metrics(one), "rollouts/groups": 0} for one in range(1, 12)]
     assert [kind for step in steps for kind, _ in found.after(step)] == ["run_outlook"]
+
+
+def compared(step: int, sites: int, wins: float | None) -> dict[str, Any]:
+    """A step that compared the hinted teacher with the student at some right actions."""
+    return {**metrics(step), "sdpo/advantage_sites": sites, "sdpo/advantage_wins": wins}
+
+
+def hints_warned(found: Outlook, *steps: dict[str, Any]) -> list[tuple[int, str]]:
+    events = [(step["step"], *event) for step in steps for event in found.after(step)]
+    return [(step, text) for step, kind, text in events if kind == "hints_do_not_help"]
+
+
+def test_hints_that_help_at_half_of_the_sites_or_fewer_are_warned_of(outlook: Any) -> None:
+    steps = [compared(one, 4, 0.25) for one in range(1, 20)]
+    told = hints_warned(outlook(100), *steps)
+    assert [step for step, _ in told] == [4, 8, 16]
+    assert "at 4 of 16 sites" in told[0][1]
+
+
+def test_hints_that_help_are_not_warned_of(outlook: Any) -> None:
+    assert hints_warned(outlook(), *[compared(one, 4, 0.75) for one in range(1, 10)]) == []
+    assert hints_warned(outlook(), *[compared(one, 0, None) for one in range(1, 10)]) == []
