@@ -26,6 +26,7 @@ from composer_mesh.losses.custom_function import (
 )
 from composer_mesh.losses.reductions import Number
 from composer_mesh.rollouts.batches import ChannelSample
+from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import Trace
 
 
@@ -47,6 +48,9 @@ class Channel(ABC):
 
     `name` is that of the section, and its `kwargs` are further arguments of the constructor.
     """
+
+    chat: ChatFormat | None = None
+    """How the run's conversations are tokenized, where `samples` is called."""
 
     def __init__(self, name: str) -> None:
         self.name = name

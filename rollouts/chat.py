@@ -34,6 +34,8 @@ from composer_mesh.rollouts.traces import Message
 NO_THOUGHT = f"\n{THINKING_ENDS}\n\n"
 """Closes a thought that a generation prompt has opened."""
 
+CONTENTS = ("0", "z")
+"""Contents that have no token in common, to find what a template writes around them."""
 LONG_TEXT = 1 << 16
 """Characters of messages from which on they are encoded in a thread: about 15 ms of a core."""
 
@@ -134,6 +136,26 @@ class ChatFormat:
         if self.stop_of(action) is None:
             return ids
         return ids[1:] if action[-1] == ids[0] or self.template.ends_turns else ids
+
+    def contents(
+        self, messages: list[Message], action: Sequence[int], ids: Sequence[int]
+    ) -> list[range]:
+        """Return where the content of each message is among the ids of a continuation.
+
+        It is what lies between the ids that do not depend on it. Of ids that this format would not
+        have made, such as an agent's own, the template's part is not known and counts as content.
+        """
+        found = []
+        for place, message in enumerate(messages):
+            before, after = messages[:place], messages[place + 1 :]
+            others = [
+                self.continuation([*before, {**message, "content": text}, *after], action)
+                for text in CONTENTS
+            ]
+            head = _common([ids, *others])
+            tail = _common([row[::-1] for row in (ids[head:], *(one[head:] for one in others))])
+            found.append(range(head, len(ids) - tail))
+        return found
 
     def action(self, text: str) -> list[int]:
         """Return the ids of an assistant action given as text, with the stop token.
@@ -305,6 +327,14 @@ class ChatFormat:
     def _schemas(self) -> Schemas:
         functions = [tool["function"] for tool in self.tools]
         return {one["name"]: one.get("parameters") or {} for one in functions}
+
+
+def _common(rows: Sequence[Sequence[int]]) -> int:
+    """Return how many ids all rows begin with."""
+    return next(
+        (at for at, ids in enumerate(zip(*rows, strict=False)) if len(set(ids)) > 1),
+        min(map(len, rows)),
+    )
 
 
 async def encoded(messages: Sequence[Message], encode: Callable[[], list[int]]) -> list[int]:

@@ -264,7 +264,7 @@ def student_state(trace: Trace, turn: int, salt: int = 0) -> StudentState:
     """Return the state of one turn; its seed depends on `salt` and on the context ids."""
     context_ids = trace.prompt_ids(turn)
     digest = hashlib.sha256(f"{salt}/".encode() + _bytes(context_ids)).digest()
-    at = _actions_at(trace)[turn]
+    at = trace.action_places()[turn]
     text = message_text(trace.messages[at])
     seed = int.from_bytes(digest[:4]) >> 1
     return StudentState(
@@ -279,17 +279,6 @@ def student_state(trace: Trace, turn: int, salt: int = 0) -> StudentState:
     )
 
 
-def _actions_at(trace: Trace) -> list[int]:
-    """Return the message indices of the turns' actions; a prompt may hold assistant messages."""
-    spoken = [i for i, message in enumerate(trace.messages) if message["role"] == "assistant"]
-    if len(spoken) < len(trace.turns):
-        raise ValueError(
-            f"trace {trace.trace_id} has {len(trace.turns)} turns and {len(spoken)} assistant "
-            "messages: store the conversation with each action in it"
-        )
-    return spoken[len(spoken) - len(trace.turns) :]
-
-
 def _in_order(traces: Iterable[Trace]) -> list[Trace]:
     every = [one for trace in traces for one in trace.trajectories()]
     return sorted((one for one in every if not one.screened), key=lambda one: one.trace_id)
@@ -300,7 +289,7 @@ def _candidates(trace: Trace) -> Iterator[_Candidate]:
 
     Teachers answer with one call, which is no better or worse than several.
     """
-    for turn, (at, context) in enumerate(zip(_actions_at(trace), _contexts(trace), strict=True)):
+    for turn, (at, context) in enumerate(zip(trace.action_places(), _contexts(trace), strict=True)):
         several = len(trace.messages[at].get("tool_calls") or []) > 1
         if trace.turns[turn].action_ids and not several:
             text = message_text(trace.messages[at])

@@ -201,6 +201,19 @@ class Trace:
         """Return all ids of the episode in order: context, action, context, action, …"""
         return [token for turn in self.turns for token in (*turn.context_ids, *turn.action_ids)]
 
+    def action_places(self) -> list[int]:
+        """Return the message indices of the turns' actions; a prompt may hold assistant messages.
+
+        Raises ValueError where there are fewer of them than turns.
+        """
+        spoken = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if len(spoken) < len(self.turns):
+            raise ValueError(
+                f"trace {self.trace_id} has {len(self.turns)} turns and {len(spoken)} assistant "
+                "messages: store the conversation with each action in it"
+            )
+        return spoken[len(spoken) - len(self.turns) :]
+
     def action_mask(self) -> list[bool]:
         """Return a mask that is True at trained ids; same length as `token_ids()`."""
         mask: list[bool] = []

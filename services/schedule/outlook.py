@@ -61,7 +61,7 @@ class Outlook:
             yield "nothing_learned", self._warning(metrics)
 
     def _of_hints(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Warn after 16, 32, 64 ... compared actions if the teacher is not ahead at most of them."""
+        """Warn after 16, 32, 64 ... compared actions of a teacher that is not ahead at most."""
         compared = metrics.get("sdpo/advantage_sites") or 0
         self._compared += compared
         self._better += compared * (metrics.get("sdpo/advantage_wins") or 0.0)

@@ -68,7 +68,7 @@ class Batcher:
 
     @cached_property
     def _channels(self) -> ChannelSamples:
-        return ChannelSamples(self.config)
+        return ChannelSamples(self.config, self.chat)
 
     def _needed(
         self, samples: list[PolicySample], others: Sequence[HintedView | ChannelSample]

@@ -13,13 +13,14 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.mesh.waiting import in_background
 from composer_mesh.rollouts.batches import ChannelSample
+from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import Trace
 
 
 class ChannelSamples:
     """The channels that the config names and that are on."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, chat: ChatFormat) -> None:
         """Import them; raises `CustomFunctionError`."""
         self._limit_s = config.supervision.custom_function_s
         self._channels = {
@@ -27,6 +28,8 @@ class ChannelSamples:
             for name, section in config.channels.items()
             if section.on
         }
+        for channel, _ in self._channels.values():
+            channel.chat = chat
 
     def of(self, traces: Sequence[Trace]) -> Mapping[str, Sequence[ChannelSample]]:
         """Return the samples of some trajectories by channel. Waits for each channel.

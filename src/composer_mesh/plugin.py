@@ -30,6 +30,9 @@ TABLE = {
         "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
         "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
     },
+    "channels": {
+        "echo": "composer_mesh.channels.echo:Echo",
+    },
     "engines": {
         "embedded": "composer_mesh.actors.engines.choice:embedded_engine",
         "vllm": "composer_mesh.actors.engines.vllm_start:start",

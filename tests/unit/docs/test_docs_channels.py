@@ -7,6 +7,7 @@ import re
 import pytest
 from guides import ROOT, Guide, as_a_run, names_in_code
 
+from composer_mesh.channels.port import make_channel
 from composer_mesh.configs.channels import UpdateShare
 from composer_mesh.configs.sdpo import SitesConfig
 from composer_mesh.services.commands.parser import make_parser
@@ -25,8 +26,9 @@ CHANNELS, ABLATION = PAGES["channels.md"], PAGES["ablation.md"]
 
 
 def test_the_example_is_a_run_with_every_setting_of_the_page() -> None:
-    (block,) = CHANNELS.blocks("toml")
-    config = as_a_run(block)
+    block, echo = CHANNELS.blocks("toml")
+    config = as_a_run(f"{block}\n{echo}")
+    assert make_channel("echo", config.channels["echo"]).name == "echo"
     assert config.sdpo.max_update_share == 0.4
     assert config.sdpo.alpha_schedule.by == "success"
     for name in (*SitesConfig.model_fields, *UpdateShare.model_fields):

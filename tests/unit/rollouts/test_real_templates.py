@@ -320,3 +320,17 @@ def test_the_stop_tokens_of_a_folder_are_read(tmp_path: Path) -> None:
 def test_formats_that_the_config_names_are_those_that_are_known() -> None:
     names = list(dict.fromkeys(one.name for one in KNOWN))
     assert list(get_args(ToolCallFormat)) == ["auto", *names]
+
+
+@pytest.mark.parametrize("content", ["12 apples", '{"result": 3.5}', "0", "a\nb <tool_response>"])
+def test_the_content_of_each_result_is_found_among_the_ids_of_a_continuation(
+    chat: ChatFormat, content: str
+) -> None:
+    action = chat.action(FIRST)
+    results: list[Message] = [{"role": "tool", "content": content, "name": "lookup"}]
+    ids = chat.continuation(results, action)
+    (span,) = chat.contents(results, action, ids)
+    found = chat.tokenizer.decode([ids[place] for place in span])
+    escaped = json.dumps(content, ensure_ascii=False)[1:-1]  # by Llama 3's template and gpt-oss's
+    assert content in found or escaped in found
+    assert len(found) <= len(escaped) + 8  # what shares a token with the content
