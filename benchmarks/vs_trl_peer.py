@@ -132,11 +132,13 @@ def settings(config: Config, output: Path, rows: int) -> GRPOConfig:
     )
 
 
-def train(config: Config, policy: Path, output: Path, save_every: int, rows: int) -> None:
-    """Train as many steps as the run would."""
+def train(
+    config: Config, policy: Path, output: Path, save_every: int, rows: int, rollouts: Any = None
+) -> None:
+    """Train as many steps as the run would, on TRL's own rollouts unless others are given."""
     (output / "checkpoints").mkdir(parents=True)
     tokenizer, model = load_tokenizer(policy), load_model(policy)
-    rollouts, trainer = Rollouts(config, tokenizer), config.trainer
+    rollouts, trainer = rollouts or Rollouts(config, tokenizer), config.trainer
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=trainer.lr,
