@@ -45,10 +45,14 @@ MOST_SERVERS = 32
 MOST_TRACKERS = 20
 
 
+LONGEST_NAME = 100
+"""Characters of a run's name."""
+
+
 class RunConfig(Section):
     """Settings of the complete run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
     """Name of the run and of its directory under runs/."""
 
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0

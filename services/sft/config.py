@@ -9,7 +9,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import ReinforceLoss
 from composer_mesh.configs.schedule import ScheduleConfig
-from composer_mesh.configs.schema import Config, LateRewardsConfig
+from composer_mesh.configs.schema import LONGEST_NAME, Config, LateRewardsConfig
 from composer_mesh.services.directory.sft_start import SUFFIX
 
 
@@ -20,11 +20,17 @@ def sft_config(config: Config) -> Config:
         raise ConfigError(
             "the config has no section [sft]: add it with steps, and with path or demonstrations"
         )
+    name = f"{config.run.name}{SUFFIX}"
+    if (over := len(name) - LONGEST_NAME) > 0:
+        raise ConfigError(
+            f"run.name has {len(config.run.name)} characters, and the supervised run adds "
+            f"{SUFFIX!r} to it, which makes more than {LONGEST_NAME}: shorten it by {over}"
+        )
     rate = {"lr": sft.lr, "lr_schedule": sft.lr_schedule, "warmup_steps": sft.warmup_steps}
     alone = {"min_lr_ratio": 0.0, "updates_per_batch": 1, "epochs": 1, "update_share_every": 0}
     moe = config.trainer.moe.model_copy(update={"router_replay": False, "compare_every": 0})
     sections = {
-        "run": {"name": f"{config.run.name}{SUFFIX}", "steps": sft.steps},
+        "run": {"name": name, "steps": sft.steps},
         "data": {"curriculum": None, "options": {**config.data.options, **sft.options}},
         "policy": {"start": "base"},
         "generator": {"temperature": 1.0},

@@ -49,6 +49,14 @@ def silent(_done: int) -> None:
     pass
 
 
+def test_a_name_that_leaves_no_room_for_that_of_the_supervised_run_is_refused(
+    make_config: Any,
+) -> None:
+    assert make_config(run={"name": "a" * 96}).run.name.endswith("a-sft")
+    with pytest.raises(ConfigError, match=r"has 98 characters.*: shorten it by 2"):
+        make_config(run={"name": "a" * 98})
+
+
 @pytest.mark.plugins
 @pytest.mark.parametrize(
     "name", ["quickstart", "tool-chains", "home-devices", "one-liners", "qwen3-8b"]
