@@ -121,7 +121,7 @@ def settings(config: Config, output: Path, rows: int) -> GRPOConfig:
         shuffle_dataset=False,
         seed=config.run.seed,
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+        bf16=config.trainer.compute_dtype == "bfloat16",
         gradient_checkpointing=False,
         dataloader_num_workers=0,
         dataloader_pin_memory=False,
