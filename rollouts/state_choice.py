@@ -1,8 +1,9 @@
 """Selection of the student's turns to show to teachers, when each answer costs money.
 
 By value, the states with the highest value are asked. By first divergence, the contexts of a group
-are asked in order of turn, those of one turn by value, and no rollout is asked about beyond the
-turn at which its teachers first differ from it. States below the gate's minimum are skipped.
+are asked in order of turn, and no rollout is asked about beyond the turn at which its teachers
+first differ from it; where fewer may be asked than a rollout has turns, the value says which.
+States below the gate's minimum are skipped.
 
 Estimated value of a teacher's answer to a state: the weighted mean of four signals in [0, 1].
 
@@ -21,7 +22,7 @@ import hashlib
 import math
 import random
 from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pvariance
@@ -129,6 +130,8 @@ class Novelty:
         return 1 / (1 + self._counts[name])
 
 
+REACH = 4
+"""Contexts that are selected by first divergence, as a multiple of those that may be asked."""
 Mark = tuple[bytes, ActionKey]
 """What was done in which context: equal for siblings until they part."""
 
@@ -139,8 +142,8 @@ class Selection:
 
     Of `distinct` states in total, `skipped` were below the gate's `min_value`; the others that are
     missing exceeded the limit. `saved` is how many more would be selected without `min_value`.
-    By first divergence at most `limit` contexts are asked. `paths` has what the rollout of each
-    state did until then, the state's own action last.
+    By first divergence they are in order of turn, more than the `limit` of contexts that are asked.
+    `paths` has what the rollout of each state did until then, the state's own action last.
     """
 
     states: list[StudentState]
@@ -170,7 +173,8 @@ class Selection:
     @property
     def planned(self) -> list[StudentState]:
         """A state of each question that is asked where no teacher differs from a rollout."""
-        return [states[0] for states in self.questions[: self.most]]
+        rounds = Rounds(self)
+        return [states[0] for questions in iter(rounds.next, []) for states in questions]
 
     def cut(self, limit: int) -> "Selection":
         """Return the selection with at most so many questions."""
@@ -183,21 +187,31 @@ class Rounds:
     """The rounds of a selection's questions: all at once, or turn by turn until rollouts differ."""
 
     def __init__(self, selection: Selection) -> None:
-        self._waiting = deque(selection.questions)
+        self._waiting, self._left = selection.questions, selection.most
         self._in_turns = selection.limit is not None
-        self._left = selection.most
-        marks = zip(selection.states, selection.paths, strict=True) if self._in_turns else ()
-        self._paths = {state.state.state_id: path for state, path in marks}
+        self._few = self._left < len({states[0].turn for states in self._waiting})
+        names = [state.state.state_id for state in selection.states]
+        self._values = dict(zip(names, selection.values, strict=True))
+        paths = zip(names, selection.paths, strict=True) if self._in_turns else ()
+        self._paths: dict[str, Sequence[Mark]] = dict(paths)
         self._differing: set[Mark] = set()
 
     def next(self) -> list[list[StudentState]]:
-        """Return the next questions, each with the states that it decides; none at the end."""
-        asked: list[list[StudentState]] = []
-        while self._waiting and self._left and not (asked and self._turn_ends(asked[0][0])):
-            states = self._waiting.popleft()
-            if self._differing.isdisjoint(self._paths.get(states[0].state.state_id, ())):
-                asked.append(states)
-                self._left -= 1
+        """Return the next questions, each with the states that it decides; none at the end.
+
+        They are those of the first turn that are open. Where fewer may be asked than there are
+        turns, only as many of the highest value are considered.
+        """
+        open_ones = [states for states in self._waiting if self._is_open(states)]
+        best = sorted(open_ones, key=self._value, reverse=True)
+        considered = best[: self._left] if self._few else best
+        first = min((states[0].turn for states in considered), default=0)
+        if self._in_turns:
+            considered = [states for states in considered if states[0].turn == first]
+        asked = considered[: self._left]
+        taken = set(map(id, asked))
+        self._waiting = [states for states in open_ones if id(states) not in taken]
+        self._left -= len(asked)
         return asked
 
     def differs(self, state: StudentState) -> None:
@@ -205,8 +219,11 @@ class Rounds:
         if path := self._paths.get(state.state.state_id):
             self._differing.add(path[-1])
 
-    def _turn_ends(self, first: StudentState) -> bool:
-        return self._in_turns and self._waiting[0][0].turn != first.turn
+    def _is_open(self, states: Sequence[StudentState]) -> bool:
+        return self._differing.isdisjoint(self._paths.get(states[0].state.state_id, ()))
+
+    def _value(self, states: Sequence[StudentState]) -> float:
+        return max(self._values[state.state.state_id] for state in states)
 
 
 NOTHING = Selection([], [], skipped=0, distinct=0, saved=0)
@@ -233,7 +250,9 @@ def select_states(
 ) -> Selection:
     """Select states, deterministically for equal arguments: at most `limit` by descending value.
 
-    By first divergence all states are selected, of which at most `limit` contexts are asked.
+    By first divergence the states of up to `REACH` times as many contexts are selected, of which
+    at most `limit` are asked.
+
     Samples of a group share a prompt: of states with the same context and action only the best is
     kept. States with the same context but different actions are all kept and have the same seed, so
     that one query answers all of them. `novelty` is not updated: the caller does that for the
@@ -248,7 +267,7 @@ def select_states(
     distinct = list(_distinct(ranked))
     worthy = [item for item in distinct if item[1] >= gate.min_value]
     in_turns = order == "first"
-    chosen = sorted(worthy, key=lambda item: item[0].turn) if in_turns else worthy[:limit]
+    chosen = _in_reach(worthy, limit) if in_turns else worthy[:limit]
     return Selection(
         [student_state(candidate.trace, candidate.turn, salt) for candidate, _ in chosen],
         [value for _, value in chosen],
@@ -304,6 +323,17 @@ def _contexts(trace: Trace) -> Iterator[bytes]:
         read.update(_bytes(turn.context_ids))
         yield read.digest()
         read.update(_bytes(turn.action_ids))
+
+
+def _in_reach(
+    worthy: Sequence[tuple[_Candidate, float]], limit: int
+) -> list[tuple[_Candidate, float]]:
+    """Return the candidates, in order of turn, of the contexts of which `limit` are asked."""
+    in_turns = sorted(worthy, key=lambda item: item[0].turn)
+    turns = len({candidate.turn for candidate, _ in worthy})
+    first = worthy if limit < turns else in_turns
+    kept = set(list(dict.fromkeys(one.context for one, _ in first))[: REACH * limit])
+    return [item for item in in_turns if item[0].context in kept]
 
 
 def _paths(chosen: Sequence[_Candidate], all_turns: Sequence[_Candidate]) -> list[list[Mark]]:

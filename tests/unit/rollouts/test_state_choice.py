@@ -257,6 +257,21 @@ def test_the_limit_is_of_contexts_that_are_asked() -> None:
     assert chosen.cut(1).most == 1
 
 
+def test_where_fewer_may_be_asked_than_there_are_turns_the_value_says_which() -> None:
+    """A long rollout whose last action failed."""
+    long = trace("long", [call_text("lookup", {"key": f"{n}"}) for n in range(9)], success=False)
+    late = replace(long, error_sites=[ErrorSite(8, "unknown_tool", "unknown_tool", {})])
+
+    def turns(limit: int) -> list[int]:
+        rounds = Rounds(select_states([late], limit, random.Random(0), order="first"))
+        return [states[0].turn for asked in iter(rounds.next, []) for states in asked]
+
+    assert turns(1) == [8]
+    assert turns(3)[-1] == 8
+    assert turns(3) == sorted(turns(3))
+    assert turns(9) == list(range(9))
+
+
 def test_by_value_all_states_are_asked_at_once() -> None:
     chosen = select_states(several(), 4, random.Random(0))
     rounds = Rounds(chosen)
