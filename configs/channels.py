@@ -53,11 +53,6 @@ class ChannelSection(UpdateShare):
 
     weight_key: ClassVar[str]
 
-    update: Literal["shared", "own"] = "shared"
-    """Which update of the weights the channel is part of. "shared": that of all channels, with one
-    clip; "own": one after it, by an optimizer of its own with the same settings, whose rate follows
-    the schedule of the channel's weight."""
-
     @property
     def peak(self) -> float:
         """Weight of the loss in the total, at its peak."""
@@ -75,6 +70,15 @@ class ChannelSection(UpdateShare):
         """Whether the channel is active in the run."""
         return self.peak > 0
 
+
+class SeparableChannel(ChannelSection):
+    """The section of a channel that may have an update of its own."""
+
+    update: Literal["shared", "own"] = "shared"
+    """Which update of the weights the channel is part of. "shared": that of all channels, with one
+    clip; "own": one after it, by an optimizer of its own with the same settings, whose rate follows
+    the schedule of the channel's weight."""
+
     @model_validator(mode="after")
     def _an_own_update_has_no_shares(self) -> Self:
         if self.update == "own" and self.is_bounded:
@@ -85,7 +89,7 @@ class ChannelSection(UpdateShare):
         return self
 
 
-class ChannelConfig(CustomFunction, ChannelSection):
+class ChannelConfig(CustomFunction, SeparableChannel):
     """A channel that is not ours: its class by import path, its weight and its share."""
 
     weight_key: ClassVar[str] = "weight"

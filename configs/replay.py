@@ -27,7 +27,7 @@ from composer_mesh.configs.base import (
     by_type,
 )
 from composer_mesh.configs.channel_schedule import ChannelSchedule
-from composer_mesh.configs.channels import ChannelSection
+from composer_mesh.configs.channels import SeparableChannel
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.teachers import (
     BreakerConfig,
@@ -176,7 +176,7 @@ PairWeight = Literal["none", "margin"]
 StateOrder = Literal["first", "value"]
 
 
-class ReplayConfig(WeightedPreferenceConfig, ChannelSection):
+class ReplayConfig(WeightedPreferenceConfig, SeparableChannel):
     """Preference pairs from teachers that agree with each other and disagree with the student."""
 
     weight_key: ClassVar[str] = "beta"

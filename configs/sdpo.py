@@ -305,15 +305,6 @@ class SdpoConfig(SitesConfig, ChannelSection):
         return self
 
     @model_validator(mode="after")
-    def _the_update_is_shared(self) -> Self:
-        if self.update == "own":
-            raise ValueError(
-                "update is 'own', but teachers answer for the microbatches of the policy's update: "
-                "set update to 'shared'"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _the_advantage_can_be_measured(self) -> Self:
         for name in ("min_advantage", "min_advantage_wins"):
             least = getattr(self, name)

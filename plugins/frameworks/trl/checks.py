@@ -51,7 +51,8 @@ def check_channels(sdpo: SdpoConfig, replay: PairLoss, pairs: PairSource | None)
         )
     for name in OF_RUNS:
         value = getattr(sdpo, name)
-        if value != type(sdpo).model_fields[name].default:
+        is_off = name == "advantage_sites" and not value
+        if not is_off and value != type(sdpo).model_fields[name].default:
             raise ValueError(
                 f"sdpo.{name} is {value!r}, which only a run of composer-mesh keeps: leave it "
                 "out, or train with composer-mesh"

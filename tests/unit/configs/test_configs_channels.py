@@ -106,8 +106,3 @@ def test_actions_are_compared_by_default_where_they_can_be(build_config: Any) ->
     config = build_config(sdpo={"alpha": 0.5}, trainer=divided)
     assert config.sdpo.advantage_sites == 0
     assert type(config).model_validate(config.model_dump()) == config
-
-
-def test_the_channel_of_hints_has_no_update_of_its_own(build_config: Any) -> None:
-    with pytest.raises(ValidationError, match="set update to 'shared'"):
-        build_config(sdpo={"alpha": 0.5, "update": "own"})

@@ -241,7 +241,7 @@ def test_settings_that_trls_trainer_cannot_keep_are_refused_before_it_starts(mak
         make(pairs=None)
     with pytest.raises(ValueError, match="alpha_schedule changes alpha by the step of a run"):
         make(sdpo=SdpoConfig(alpha=0.5, alpha_schedule=ChannelSchedule(warmup_steps=2)))
-    for unkept in ({"sites": "first"}, {"advantage_sites": 4}, {"max_update_share": 0.4}):
+    for unkept in ({"sites": "first"}, {"advantage_sites": 8}, {"max_update_share": 0.4}):
         with pytest.raises(ValueError, match="which only a run of composer-mesh keeps"):
             make(sdpo=SdpoConfig.model_validate({"alpha": 0.5, **unkept}))
     with pytest.raises(ValueError, match="asks a model to write hints"):
