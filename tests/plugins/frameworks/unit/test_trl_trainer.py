@@ -21,7 +21,9 @@ from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.configs.channel_schedule import ChannelSchedule
 from composer_mesh.configs.preference import WeightedPreferenceConfig as PairLoss
+from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.sdpo import HintsConfig, HintWriterConfig, SdpoConfig
+from composer_mesh.plugins.frameworks.trl.checks import check_channels
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.tasks.toolbox import ToolboxTask
 
@@ -246,3 +248,5 @@ def test_settings_that_trls_trainer_cannot_keep_are_refused_before_it_starts(mak
             make(sdpo=SdpoConfig.model_validate({"alpha": 0.5, **unkept}))
     with pytest.raises(ValueError, match="asks a model to write hints"):
         make(sdpo=SdpoConfig(alpha=0.5, hints=HintsConfig(writer="llm", llm=WRITER)))
+    with pytest.raises(ValueError, match="TRL has one optimizer"):
+        check_channels(SdpoConfig(), ReplayConfig(update="own"), None)
