@@ -43,4 +43,4 @@ def test_a_lost_replica_costs_no_state_and_the_run_goes_on(replay_lost: Finished
     assert [event["actor"] for event in run.events("actor_died")] == ["teacher_replay-0"]
     replay = run.summary()["replay"]
     assert replay["failed"] == {}
-    assert sum(replay["outcomes"].values()) == replay["states"] > 0
+    assert sum(replay["outcomes"].values()) >= replay["states"] > 0

@@ -42,7 +42,7 @@ def test_each_pair_is_scored_once_and_the_filters_and_the_gate_are_counted(
     assert all(pair.reference is not None for pair in pairs.values())
     assert sum(step["replay/pairs"] for step in steps) == summary["pairs"] <= len(pairs)
     assert summary["outcomes"]["pair"] == len(pairs) + sum(summary["dropped"].values())
-    assert sum(summary["outcomes"].values()) == summary["states"]
+    assert sum(summary["outcomes"].values()) >= summary["states"] > 0  # of siblings, too
     assert summary["skipped"] > 0
     assert all(step["replay/age"] <= 8 for step in steps)
 
