@@ -70,6 +70,11 @@ class ChannelSection(UpdateShare):
         """Whether the channel is active in the run."""
         return self.peak > 0
 
+    @property
+    def has_own_update(self) -> bool:
+        """Whether the channel has an update and an optimizer of its own."""
+        return False
+
 
 class SeparableChannel(ChannelSection):
     """The section of a channel that may have an update of its own."""
@@ -78,6 +83,11 @@ class SeparableChannel(ChannelSection):
     """Which update of the weights the channel is part of. "shared": that of all channels, with one
     clip; "own": one after it, by an optimizer of its own with the same settings, whose rate follows
     the schedule of the channel's weight."""
+
+    @property
+    def has_own_update(self) -> bool:
+        """Whether the channel has an update and an optimizer of its own."""
+        return self.on and self.update == "own"
 
     @model_validator(mode="after")
     def _an_own_update_has_no_shares(self) -> Self:

@@ -18,7 +18,7 @@ from composer_mesh.configs.base import (
     Share,
     Temperature,
 )
-from composer_mesh.configs.channels import ChannelSection, ForeignChannels, SeparableChannel
+from composer_mesh.configs.channels import ChannelSection, ForeignChannels
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
 from composer_mesh.configs.generator import GeneratorConfig
@@ -250,11 +250,7 @@ class Config(Section):
     @property
     def own_updates(self) -> list[str]:
         """The channels with an update and an optimizer of their own."""
-        return [
-            name
-            for name, one in self.weighted_channels.items()
-            if isinstance(one, SeparableChannel) and one.on and one.update == "own"
-        ]
+        return [name for name, one in self.weighted_channels.items() if one.has_own_update]
 
     @property
     def pairs_wait(self) -> bool:
