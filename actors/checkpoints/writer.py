@@ -24,6 +24,7 @@ from composer_mesh.actors.checkpoints.state import (
     cause_of,
     without_ranks,
 )
+from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
 from composer_mesh.mesh.progress import made_progress
@@ -99,14 +100,18 @@ class CheckpointWriter:
         return found
 
     def _own(self, folder: Path) -> list[Path]:
-        """Return this rank's files: its shards, and on the first rank all non-shard files."""
+        """Return this rank's files: its shards, and on the first rank all others of the trainer.
+
+        A teacher's own process writes its average into the same draft at the same time.
+        """
         from composer_mesh.actors.checkpoints.shards import shard_files
 
         own = shard_files(folder / SHARDS, self._ranks.rank)
         if self._ranks.rank:
             return own
         paths = [path for path in folder.rglob("*") if path.is_file()]
-        return own + [path for path in paths if path.parent.name != SHARDS]
+        of_others = (folder / SHARDS, (folder / AVERAGE_FILE).parent)
+        return own + [path for path in paths if path.parent not in of_others]
 
 
 def _of_kind(state: TrainingState, kind: str) -> dict[str, Tensor]:

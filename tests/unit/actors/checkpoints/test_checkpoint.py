@@ -267,6 +267,21 @@ def test_an_average_outside_the_trainer_is_a_file_of_the_checkpoint(
         read_average(tmp_path / AVERAGE_FILE)
 
 
+def test_what_a_teacher_is_writing_is_no_file_of_the_trainer(
+    build_config: Any, folder: Path, tmp_path: Path
+) -> None:
+    """It may be gone at any moment: safetensors renames what it has written."""
+    learner = Learner(build_config(), folder, Ranks())
+    draft = Draft(tmp_path, 0)
+    learner.copy()
+    writing = (draft.folder / AVERAGE_FILE).with_name(".tmpabc")
+    writing.parent.mkdir()
+    writing.write_bytes(b"half")
+    files = [one.path for one in learner.write(draft.folder)]
+    assert TRAINING_FILE in files
+    assert not [path for path in files if path.startswith("teacher")]
+
+
 def test_an_average_takes_a_version_in_once_however_often_it_is_pulled(build_model: Any) -> None:
     config = SdpoConfig(alpha=0.5, teacher="ema", ema_rate=0.3)
     teacher = TeacherModel(build_model(1), config, 4096)
