@@ -300,6 +300,16 @@ async def test_a_run_that_is_asked_to_stop_has_a_checkpoint_of_its_last_step_and
 class Hanging(World):
     """Whose generation hangs when the first step is trained."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hanging, self.stuck = 0, asyncio.Event()
+
+    async def pause(self, port: str, session: str = "") -> None:
+        self.hanging += port == self.hang
+        if self.hanging == 2 * PROMPTS:  # all rollouts of a step
+            self.stuck.set()
+        await super().pause(port, session)
+
     async def train(self, batch: StepBatch) -> dict[str, Any]:
         metrics = await super().train(batch)
         self.hang = "generation"
@@ -322,8 +332,7 @@ async def test_rollouts_that_are_sampled_together_stay_together_until_the_checkp
     world = Hanging(toolbox, ChatFormat(tokenizer, toolbox.tools), seed=1)
     controller = controller_of(world, config)
     running = asyncio.create_task(controller.run())
-    for _ in range(5000):  # until nothing can go on
-        await asyncio.sleep(0)
+    await asyncio.wait_for(world.stuck.wait(), 60)
     assert controller.stopping.ask()
     await running
     kinds = [kind for kind, _ in world.done]
