@@ -239,10 +239,10 @@ class ThreeChannelStep:
         A loss keeps its weight's peak: AdamW's steps do not shrink with the loss, so that the rate
         follows the schedule.
         """
-        for channel in self._channels:
-            name, batch = channel.name, _own_part(part, channel.name)
-            update = self._own_updates.get(name)
-            if update is None or not (batch.samples or batch.pairs) or not weights[name]:
+        for name, update in self._own_updates.items():
+            channel = next(one for one in self._channels if one.name == name)
+            batch = _own_part(part, name)
+            if not (batch.samples or batch.pairs) or not weights[name]:
                 continue
             peak, plans = self._config.weighted_channels[name].peak, self._plans(batch)
             done = self._accumulate(batch, plans, None, 0, {**weights, name: peak}, channel)

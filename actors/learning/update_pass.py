@@ -80,8 +80,9 @@ class UpdatePass:
         return found
 
     def end_part(self, part: Part) -> None:
-        """Note what a part has computed, free its memory, and report it as progress."""
-        return_freed_memory()
+        """Note what a part has computed, and report it as progress; on a CPU free its memory."""
+        if self.model.device.type == "cpu":
+            return_freed_memory()
         self.checks.note(part, self.sums.losses)
         made_progress(f"{part.name} of step {self.batch.step + 1}")
 

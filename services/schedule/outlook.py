@@ -32,6 +32,10 @@ REPAIR_HINTS = (
 )
 
 
+FAILED = "replay/failed/"
+"""What the metrics of failed queries begin with, before their kind."""
+
+
 class Outlook:
     """Follows one start of a run, step by step."""
 
@@ -39,7 +43,7 @@ class Outlook:
         self._steps, self._every = config.run.steps, config.eval.every
         self._has_rewards = config.sft is None  # a supervised run has no groups
         self._evaluation_s: float | None = None
-        self._known, self._flat = False, 0
+        self._known, self._flat, self._unanswered = False, 0, 0
         self._compared, self._better, self._next = 0, 0.0, COMPARED
 
     def evaluated(self, seconds: float) -> None:
@@ -55,10 +59,27 @@ class Outlook:
         if not self._has_rewards:
             return
         yield from self._of_hints(metrics)
+        yield from self._of_teachers(metrics)
         self._flat = 0 if has_policy_gradient(metrics) else self._flat + 1
         rounds, rest = divmod(self._flat, FLAT_STEPS)
         if self._flat and not rest and not rounds & (rounds - 1):  # 5, 10, 20, 40
             yield "nothing_learned", self._warning(metrics)
+
+    def _of_teachers(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Warn after 1, 2, 4, 8 ... steps in which queries to teachers failed and none answered."""
+        if metrics.get("replay/answers"):
+            self._unanswered = 0
+        if metrics.get("replay/answers") or not metrics.get("replay/failures"):
+            return
+        self._unanswered += 1
+        if not self._unanswered & (self._unanswered - 1):
+            kinds = [one.removeprefix(FAILED) for one in metrics if one.startswith(FAILED)]
+            yield (
+                "teachers_do_not_answer",
+                f"no teacher has answered in {self._unanswered} steps ({', '.join(sorted(kinds))} "
+                f"in step {metrics['step']}), so there are no pairs: serve them at the base_url "
+                "of [[replay.teachers]], or set replay.beta to 0",
+            )
 
     def _of_hints(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Warn after 16, 32, 64 ... compared actions of a teacher that is not ahead at most."""

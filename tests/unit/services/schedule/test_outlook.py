@@ -115,3 +115,20 @@ def test_hints_that_help_at_half_of_the_sites_or_fewer_are_warned_of(outlook: An
 def test_hints_that_help_are_not_warned_of(outlook: Any) -> None:
     assert hints_warned(outlook(), *[compared(one, 4, 0.75) for one in range(1, 10)]) == []
     assert hints_warned(outlook(), *[compared(one, 0, None) for one in range(1, 10)]) == []
+
+
+def asked(step: int, answers: int, failures: int) -> dict[str, Any]:
+    """A step whose teachers gave so many answers."""
+    failed = {"replay/failed/connect": failures} if failures else {}
+    return {**metrics(step), "replay/answers": answers, "replay/failures": failures, **failed}
+
+
+def test_teachers_that_never_answer_are_warned_of(outlook: Any) -> None:
+    found = outlook(100)
+    steps = [asked(1, 0, 6), asked(2, 0, 0), asked(3, 0, 6), asked(4, 0, 6), asked(5, 0, 6)]
+    steps += [asked(6, 1, 5), asked(7, 0, 6)]
+    events = [(step["step"], *event) for step in steps for event in found.after(step)]
+    told = [(step, text) for step, kind, text in events if kind == "teachers_do_not_answer"]
+    assert [step for step, _ in told] == [1, 3, 5, 7]
+    assert "no teacher has answered in 2 steps (connect in step 3)" in told[1][1]
+    assert "serve them at the base_url" in told[0][1]
