@@ -192,13 +192,11 @@ def trl(sets: Sequence[str], seed: int) -> tuple[dict[str, Any], Path]:
     config = load_config(CONFIG, [*sets, *alone])
     if (output / "checkpoints" / f"step-{config.run.steps}").is_dir():
         return _curve(output), _newest(output)
-    if output.exists():
-        raise SystemExit(f"{output} has a training of TRL that did not end: remove it")
-    output.mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
     file = output / "config.toml"
     file.write_text(dump_toml(config.model_copy(update={"sft": None})))
     peer = [sys.executable, HERE / "vs_trl_peer.py", file, start, output]
-    _call([*peer, "--save-every", config.run.steps, "--rows", TRL_ROWS])
+    _call([*peer, "--save-every", config.trainer.checkpoint_every, "--rows", TRL_ROWS])
     return _curve(output), _newest(output)
 
 

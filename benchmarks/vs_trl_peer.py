@@ -5,12 +5,14 @@
 It reads the config of a run and trains what that run would: the same model, episodes in the same
 order, rewards, loss, optimizer and rates. Episodes have several turns, so they use TRL's
 `rollout_func`; tokens are sampled by TRL's own generation. The output has the files of a run:
-`metrics.jsonl` and `checkpoints/step-N`.
+`metrics.jsonl` and `checkpoints/step-N`. An interrupted training continues from the last of them,
+with `transformers`' own state of it, which is in `trl`.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 from vs_trl_episodes import Played, Player
 
@@ -76,6 +79,13 @@ class Recorder(TrainerCallback):
         self._output, self._rollouts, self._save_every = output, rollouts, save_every
         self._began = 0.0
 
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Forget the steps after the checkpoint that training continues from."""
+        metrics = self._output / "metrics.jsonl"
+        if metrics.exists():
+            lines = metrics.read_text().splitlines(keepends=True)
+            metrics.write_text("".join(lines[: state.global_step]))
+
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._began = time.perf_counter()
 
@@ -95,10 +105,11 @@ class Recorder(TrainerCallback):
             draft = folder.with_name(f".{folder.name}")
             given["model"].save_pretrained(draft)
             given["processing_class"].save_pretrained(draft)
+            shutil.rmtree(folder, ignore_errors=True)
             draft.rename(folder)
 
 
-def settings(config: Config, output: Path, rows: int) -> GRPOConfig:
+def settings(config: Config, output: Path, rows: int, save_every: int = 0) -> GRPOConfig:
     """Convert the run's settings to TRL's; `rows` sequences share a forward and backward."""
     loss, advantage, schedule = config.loss, config.advantage, config.schedule
     if not isinstance(loss, GrpoLoss) or not isinstance(advantage, GroupAdvantage):
@@ -126,7 +137,9 @@ def settings(config: Config, output: Path, rows: int) -> GRPOConfig:
         dataloader_num_workers=0,
         dataloader_pin_memory=False,
         logging_strategy="no",
-        save_strategy="no",
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or 1,
+        save_total_limit=1,
         report_to=[],
         disable_tqdm=True,
     )
@@ -136,7 +149,7 @@ def train(
     config: Config, policy: Path, output: Path, save_every: int, rows: int, rollouts: Any = None
 ) -> None:
     """Train as many steps as the run would, on TRL's own rollouts unless others are given."""
-    (output / "checkpoints").mkdir(parents=True)
+    (output / "checkpoints").mkdir(parents=True, exist_ok=True)
     tokenizer, model = load_tokenizer(policy), load_model(policy)
     rollouts, trainer = rollouts or Rollouts(config, tokenizer), config.trainer
     optimizer = torch.optim.AdamW(
@@ -151,16 +164,17 @@ def train(
         optimizer, lambda step: learning_rate(trainer, step, steps) / trainer.lr
     )
     episodes = steps * config.schedule.prompts_per_step
-    GRPOTrainer(
+    peer = GRPOTrainer(
         model=model,
         reward_funcs=given,
-        args=settings(config, output, rows),
+        args=settings(config, output, rows, save_every),
         train_dataset=Dataset.from_dict({"prompt": [str(index) for index in range(episodes)]}),
         processing_class=tokenizer,
         rollout_func=rollouts,
         optimizers=(optimizer, rates),
         callbacks=[Recorder(output, rollouts, save_every)],
-    ).train()
+    )
+    peer.train(resume_from_checkpoint=get_last_checkpoint(peer.args.output_dir))
 
 
 def main() -> None:
