@@ -1,14 +1,15 @@
 """A real pretrained model on one thread: the engine and the trainer against plain transformers.
 
-    python benchmarks/real_model.py FOLDER [--quick] [--part NAME ...] [--json FILE]
+    python benchmarks/real_model.py FOLDER [--gguf FILE] [--quick] [--part NAME ...] [--json FILE]
 
 FOLDER holds a model in Hugging Face format, such as SmolLM2-135M-Instruct. Generation: 16 different
 prompts side by side, sampled at temperature 1 with their log-probs, against `generate` with its
-dynamic cache. Training: a step on 16 sequences against a plain loop with the same microbatches, the
-head on the sampled tokens alone, clipping and AdamW. Seconds are CPU time: with one thread they
-equal the time on an idle machine. Memory: the peak of a process that trains such a step, compared
-with what `composer-mesh check` counts for it. A ratio above 1 is faster, or less, than what it is
-compared with.
+dynamic cache. With the model's GGUF file llama.cpp samples the same prompts, from the file and from
+weights of the engine's type that were dequantized from it. Training: a step on 16 sequences against
+a plain loop with the same microbatches, the head on the sampled tokens alone, clipping and AdamW.
+Seconds are CPU time: with one thread they equal the time on an idle machine. Memory: the peak of a
+process that trains such a step, compared with what `composer-mesh check` counts for it. A ratio
+above 1 is faster, or less, than what it is compared with.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from report import Report, arguments
 
@@ -68,6 +72,7 @@ def main() -> int:
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="measure this part alone (default: all)"
     )
+    parser.add_argument("--gguf", type=Path, help="the model's file, for llama.cpp")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     given = parser.parse_args()
     effort = QUICK if given.quick else FULL
@@ -81,8 +86,15 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     parts = given.part or PARTS
+    peer = find_spec("llama_cpp") is not None and given.gguf is not None
+    if not peer:
+        report.missing["llama.cpp"] = "pip install llama-cpp-python, and name a file by --gguf"
     for dtype in ("float32", "bfloat16") if "generation" in parts else ():
-        compare(report, f"generation, {dtype}", generation(given.folder, dtype), effort)
+        with tempfile.TemporaryDirectory() as made:
+            ways = generation(given.folder, dtype)
+            if peer:
+                ways |= llama_cpp(given.gguf, dtype, Path(made))
+            compare(report, f"generation, {dtype}", ways, effort)
     if "training" in parts:
         compare(report, "training, float32", training(given.folder, effort), effort)
     for name, trainer in MEMORY.items() if "memory" in parts else ():
@@ -101,7 +113,7 @@ Way = Callable[[list[list[int]], Effort], int]
 
 
 def compare(report: Report, name: str, ways: dict[str, Way], effort: Effort) -> None:
-    """Alternate two ways, ours first; add their tokens/s, and the ratio of the medians."""
+    """Alternate ways; add their tokens/s, and the ratio of the medians of the first two."""
     took: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(effort.rounds + 1):
         prompts = prompts_of(effort, number)
@@ -109,9 +121,10 @@ def compare(report: Report, name: str, ways: dict[str, Way], effort: Effort) -> 
             began = time.process_time()
             tokens = work(prompts, effort)
             took[way].append(tokens / (time.process_time() - began))
-    ours, theirs = (statistics.median(took[way][1:]) for way in ways)
-    for way, speed in zip(ways, (ours, theirs), strict=True):
+    speeds = {way: statistics.median(found[1:]) for way, found in took.items()}
+    for way, speed in speeds.items():
         report.figures[f"{name}: {way}, tokens/s"] = speed
+    ours, theirs, *_ = speeds.values()
     report.ratios[name] = ours / theirs
 
 
@@ -156,6 +169,66 @@ def generation(folder: Path, dtype: str) -> dict[str, Way]:
         return int(scores.gather(-1, tokens[..., None]).numel())
 
     return {"embedded engine": embedded, "transformers generate": generate}
+
+
+def llama_cpp(file: Path, dtype: str, folder: Path) -> dict[str, Way]:
+    """Return llama.cpp's ways: on weights of a dtype, made in a folder, and the file's own."""
+    import llama_cpp as api
+
+    same = folder / f"{dtype}.gguf"
+    settings = api.llama_model_quantize_default_params()
+    settings.ftype = {"float32": api.LLAMA_FTYPE_ALL_F32, "bfloat16": BF16}[dtype]
+    settings.allow_requantize = True
+    if api.llama_model_quantize(str(file).encode(), str(same).encode(), settings):
+        raise SystemExit(f"llama.cpp cannot convert {file} to {dtype}: name a whole GGUF file")
+    return {"llama.cpp": _llama_cpp(same), "llama.cpp, quantized": _llama_cpp(file)}
+
+
+BF16 = 32
+"""llama.cpp's LLAMA_FTYPE_MOSTLY_BF16."""
+
+
+def _llama_cpp(file: Path) -> Way:
+    import llama_cpp as api
+
+    settings = api.llama_context_default_params()
+    settings.n_ctx = SIDE_BY_SIDE * (FULL.prompt + FULL.new)
+    settings.n_batch, settings.n_seq_max = SIDE_BY_SIDE * FULL.prompt, SIDE_BY_SIDE
+    settings.n_threads = settings.n_threads_batch = 1
+    model = api.llama_model_load_from_file(str(file).encode(), api.llama_model_default_params())
+    context = api.llama_init_from_model(model, settings)
+    vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+    batch = api.llama_batch_init(settings.n_batch, 0, 1)
+
+    def decode(rows: list[list[int]], position: int) -> torch.Tensor:
+        """Read tokens of each row from a position on; return the scores after the last ones."""
+        last = []
+        for row, ids in enumerate(rows):
+            for at, token in enumerate(ids):
+                place = row * len(ids) + at
+                batch.token[place], batch.pos[place] = token, position + at
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
+                batch.logits[place] = at == len(ids) - 1
+            last.append((row + 1) * len(ids) - 1)
+        batch.n_tokens = sum(map(len, rows))
+        if api.llama_decode(context, batch):
+            raise SystemExit(f"llama.cpp cannot decode {batch.n_tokens} tokens with {file}")
+        found = [api.llama_get_logits_ith(context, place) for place in last]
+        return torch.stack(
+            [torch.from_numpy(np.ctypeslib.as_array(one, (vocabulary,))).clone() for one in found]
+        )
+
+    def sampled(prompts: list[list[int]], effort: Effort) -> int:
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+        rows, logprobs = prompts, []
+        for number in range(effort.new):
+            scores = decode(rows, number and effort.prompt + number - 1).log_softmax(-1)
+            chosen = scores.exp().multinomial(1)
+            logprobs.append(scores.gather(-1, chosen))
+            rows = chosen.tolist()
+        return sum(one.numel() for one in logprobs)
+
+    return sampled
 
 
 def _model(folder: Path, dtype: str) -> Any:
