@@ -11,8 +11,6 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from composer_mesh import moved
-
 if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
     from composer_mesh.channels.port import Channel, ChannelRows
@@ -104,8 +102,6 @@ _MODULES = {
 }
 """Module of each public name."""
 
-moved.install()
-
 __all__ = [
     "AdvantageInputs",
     "AdvantageOutputs",
@@ -164,7 +160,7 @@ os.environ.setdefault("MONARCH_LOG_SUFFIX", os.urandom(16).hex())
 
 
 def __getattr__(name: str) -> Any:
-    if (module := _MODULES.get(name) or moved.module_of(name)) is None:
+    if (module := _MODULES.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = found

@@ -1,11 +1,11 @@
 """Environments of verifiers 0.4 as a workflow, and the task that names their rows.
 
     [data]
-    task = "composer_mesh:VerifiersTask"
+    task = "composer_mesh.plugins.frameworks.verifiers.workflow:VerifiersTask"
     options = { tasks = 1000 }
 
     [rollouts]
-    workflow = "composer_mesh:VerifiersEnvironment"
+    workflow = "composer_mesh.plugins.frameworks.verifiers.workflow:VerifiersEnvironment"
     options = { env = { taskset = { id = "…" }, agent = { … } } }
 
 verifiers plays the episode and scores it; what its agents sample is captured by the endpoint of the
