@@ -2,16 +2,17 @@
 
 A file is parsed once per process as long as it does not change.
 
-Parser that turns written arithmetic into a chain of binary calculator calls.
+Written arithmetic as a chain of binary calculator calls.
 
-`(3+4)*2` becomes two steps, the second of which refers to the result of the first. The parser does
-not evaluate expressions; the calculator tool does.
+`(3+4)*2` becomes two steps, the second of which refers to the result of the first. Expressions are
+only parsed; the calculator tool evaluates them.
 """
 
+import ast
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,8 +26,14 @@ from composer_mesh.tasks.planned import Reference, Step
 from composer_mesh.tasks.rows import read_rows
 
 LONGEST = 200
-_TOKEN = re.compile(r"\s*(\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|[-+*/()%])", re.ASCII)
-_OPERATIONS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
+_ARITHMETIC = re.compile(r"[\d.,+*/()%\s-]*", re.ASCII)
+_NUMBER = re.compile(r"(\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(\s*%)?", re.ASCII)
+_OPERATIONS: Mapping[type[ast.operator], str] = {
+    ast.Add: "add",
+    ast.Sub: "subtract",
+    ast.Mult: "multiply",
+    ast.Div: "divide",
+}
 
 Operand = Number | Reference
 
@@ -40,11 +47,13 @@ def append_steps(text: str, steps: list[Step]) -> Operand:
 
     Raises NotArithmetic, possibly after some steps were appended.
     """
-    parser = _Parser(_tokens(text), steps)
-    value = parser.sum()
-    if parser.rest:
-        raise NotArithmetic(f"{text!r} goes on after its end, at {parser.rest[-1]!r}")
-    return value
+    if len(text) > LONGEST or not _ARITHMETIC.fullmatch(text):
+        raise NotArithmetic(f"{text[:LONGEST]!r} is not arithmetic, or too long")
+    try:
+        tree = ast.parse(" ".join(_NUMBER.sub(_literal, text).split()), mode="eval")
+    except SyntaxError as error:
+        raise NotArithmetic(f"{text!r} is not arithmetic: {error.msg}") from None
+    return _operand(tree.body, steps)
 
 
 def read_number(text: str) -> Number:
@@ -53,74 +62,33 @@ def read_number(text: str) -> Number:
     return int(value) if value.is_integer() else value
 
 
-def _tokens(text: str) -> list[str]:
-    """Return the tokens of the text in reverse order."""
-    if len(text) > LONGEST:
-        raise NotArithmetic(f"{len(text)} characters are too many: at most {LONGEST} are read")
-    tokens, position, end = [], 0, len(text.rstrip())
-    while position < end:
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise NotArithmetic(f"{text!r} holds {text[position]!r}, which is not arithmetic")
-        tokens.append(match[1])
-        position = match.end()
-    return tokens[::-1]
+def _literal(found: re.Match[str]) -> str:
+    """Return a number, or a percentage as its share, as Python writes it."""
+    value = read_number(found[1])
+    return f" {read_number(str(value / 100)) if found[2] else value} "
 
 
-@dataclass
-class _Parser:
-    """Recursive-descent parser: a sum of products of factors, left-associative."""
-
-    rest: list[str]
-    steps: list[Step] = field(default_factory=list)
-
-    def sum(self) -> Operand:
-        value = self._product()
-        while self._next() in ("+", "-"):
-            value = self._call(self.rest.pop(), value, self._product())
-        return value
-
-    def _product(self) -> Operand:
-        value = self._factor()
-        while self._next() in ("*", "/"):
-            value = self._call(self.rest.pop(), value, self._factor())
-        return value
-
-    def _factor(self) -> Operand:
-        token = self._take()
-        if token == "-":
-            return self._negative(self._factor())
-        if token == "+":
-            return self._factor()
-        if token == "(":
-            value = self.sum()
-            if self._take() != ")":
-                raise NotArithmetic("a parenthesis is not closed")
+def _operand(node: ast.expr, steps: list[Step]) -> Operand:
+    """Append the calls of a part of an expression, which is never evaluated; return its operand."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
             return value
-        if token in "*/)%":
-            raise NotArithmetic(f"{token!r} stands where a number should")
-        return self._percent(read_number(token))
+        case ast.UnaryOp(op=ast.UAdd(), operand=inner):
+            return _operand(inner, steps)
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            operand = _operand(inner, steps)
+            return (
+                _call("subtract", 0, operand, steps) if isinstance(operand, Reference) else -operand
+            )
+        case ast.BinOp(op=sign, left=left, right=right) if type(sign) in _OPERATIONS:
+            first = _operand(left, steps)
+            return _call(_OPERATIONS[type(sign)], first, _operand(right, steps), steps)
+    raise NotArithmetic("an expression has numbers, + - * / and parentheses alone")
 
-    def _percent(self, value: Number) -> Number:
-        if self._next() != "%":
-            return value
-        self.rest.pop()
-        return read_number(str(value / 100))
 
-    def _negative(self, value: Operand) -> Operand:
-        return self._call("-", 0, value) if isinstance(value, Reference) else -value
-
-    def _call(self, sign: str, a: Operand, b: Operand) -> Reference:
-        self.steps.append(Step("calculator", {"op": _OPERATIONS[sign], "a": a, "b": b}))
-        return Reference(len(self.steps) - 1)
-
-    def _next(self) -> str:
-        return self.rest[-1] if self.rest else ""
-
-    def _take(self) -> str:
-        if not self.rest:
-            raise NotArithmetic("a number is missing at the end")
-        return self.rest.pop()
+def _call(operation: str, a: Operand, b: Operand, steps: list[Step]) -> Reference:
+    steps.append(Step("calculator", {"op": operation, "a": a, "b": b}))
+    return Reference(len(steps) - 1)
 
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
