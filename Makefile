@@ -130,7 +130,6 @@ test-slurm: $(STAMPS)/dev
 	COMPOSER_MESH_TEST_SLURM=1 $(BIN)/python -m pytest tests/plugins/slurm/cluster -rs $(PYTEST_ARGS)
 
 # OpenEnv's own package, which asks for another MCP and 110 packages: in an environment of its own.
-# wsproto is for benchmarks/environments.py alone, which serves with it too.
 openenv: $(OPENENV)/.installed
 
 test-openenv: $(STAMPS)/dev $(OPENENV)/.installed
@@ -376,7 +375,7 @@ $(STAMPS)/dev: $(STAMPS)/package requirements/dev.txt
 $(OPENENV)/.installed:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/python -m pip --disable-pip-version-check install --no-compile openenv==0.10.0 'wsproto>=1.2,<2'
+	$(OPENENV)/bin/python -m pip --disable-pip-version-check install --no-compile openenv==0.10.0
 	@touch $@
 
 $(TRACKERS)/.installed:
