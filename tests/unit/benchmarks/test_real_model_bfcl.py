@@ -21,6 +21,7 @@ def stage(right: int, minutes: float = 1.0) -> dict[str, Any]:
         **success,
         "reward/mean": [0.1, 0.2],
         "minutes": minutes,
+        "time/step_s": [60.0 * minutes] * 6,
         "peak_gb": None,
     }
 
@@ -51,7 +52,7 @@ def test_the_report_has_each_stage_s_gain_over_sft_and_the_curves(
     report = json.loads(found.read_text(encoding="utf-8"))
     assert report["figures"]["rl-0/sampled_gain"] == pytest.approx(0.2)
     assert report["figures"]["trl/greedy_gain"] == pytest.approx(0.1)
-    assert report["ratios"] == {"minutes_over_trl": 0.5}
+    assert report["ratios"] == {"first_steps_over_trl": 0.5}
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
