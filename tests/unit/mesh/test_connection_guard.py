@@ -31,8 +31,10 @@ def test_the_library_of_monarch_accepts_through_the_guard() -> None:
     guard_connections()
     guard_connections()  # once is enough, and twice is no more
     (guarded,) = _installed
-    (slot,) = function_slots(Path(_rust_bindings.__file__), "accept4")
+    library = Path(_rust_bindings.__file__)
+    (slot,) = function_slots(library, _address(guarded))
     assert ctypes.c_uint64.from_address(slot).value == _address(guarded)
+    assert function_slots(library, _address(_libc().accept4)) == []
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.connection_guard import UnknownLibrary, function_slots, write_slot
+from composer_mesh.mesh.connection_guard import function_slots, write_slot
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux loads ELF libraries"
@@ -23,26 +23,31 @@ def loaded_math() -> Path:
     return Path(str(math.__file__))
 
 
+def own_pow() -> int:
+    """The address of libm's `pow`, which a library that calls it holds."""
+    return ctypes.cast(ctypes.CDLL("libm.so.6").pow, ctypes.c_void_p).value or 0
+
+
 def test_a_slot_holds_the_imported_function_until_another_is_written() -> None:
-    (slot, *_) = function_slots(loaded_math(), "pow")
     assert math.pow(2.0, 3.0) == 8.0  # the linker may fill a slot at the first call
-    before = ctypes.c_uint64.from_address(slot).value
+    (slot, *_) = function_slots(loaded_math(), own_pow())
     double = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_double, ctypes.c_double)
     other = double(lambda a, b: a + b)
     try:
         write_slot(slot, ctypes.cast(other, ctypes.c_void_p).value or 0)
         assert math.pow(2.0, 3.0) == 5.0
     finally:
-        write_slot(slot, before)
+        write_slot(slot, own_pow())
     assert math.pow(2.0, 3.0) == 8.0
 
 
 def test_a_function_that_is_not_imported_has_no_slot() -> None:
-    assert list(function_slots(loaded_math(), "accept4")) == []
+    double = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_double)
+    unknown = double(lambda a: a)
+    assert function_slots(loaded_math(), ctypes.cast(unknown, ctypes.c_void_p).value or 0) == []
 
 
-def test_a_library_that_is_not_loaded_is_refused(tmp_path: Path) -> None:
+def test_a_library_that_is_not_loaded_has_no_slot(tmp_path: Path) -> None:
     library = tmp_path / "lib.so"
     library.write_bytes(loaded_math().read_bytes())
-    with pytest.raises(UnknownLibrary, match="is not loaded"):
-        list(function_slots(library, "pow"))
+    assert function_slots(library, own_pow()) == []
