@@ -10,14 +10,6 @@ Calls and answers are batched into few messages, which wait a small share of the
 
 A process spends about 0.3 ms of CPU on a message that wakes it, whatever it carries, and a third of
 that on one that arrives together with others. Ticks are the same for all processes of a host.
-
-Batches calls and answers into few messages, which wait a small share of the time of a call.
-
-    calls are few, or short     the first goes at once, those within `PAUSE_S` of it together
-    many calls that take long   all go together at the next tick of the clock
-
-A process spends about 0.3 ms of CPU on a message that wakes it, whatever it carries, and a third of
-that on one that arrives together with others. Ticks are the same for all processes of a host.
 """
 
 from __future__ import annotations
@@ -28,7 +20,8 @@ import math
 import pickle
 import socket
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,12 +234,12 @@ LENGTH = Struct("!Q")
 OTHER = "other"
 
 
+@dataclass(eq=False, repr=False)
 class PipeCallFailed(RuntimeError):
     """An endpoint of the other process raised something that cannot be sent, or text of it."""
 
-    def __init__(self, endpoint: str, text: str) -> None:
-        super().__init__(endpoint, text)
-        self.endpoint, self.text = endpoint, text
+    endpoint: str
+    text: str
 
     def __str__(self) -> str:
         return f"{self.endpoint} failed:\n{self.text.rstrip()}"
@@ -261,11 +254,79 @@ class OpenCall:
     answer: asyncio.Future[Any] = field(repr=False)
 
 
-class PipeCalls:
+class Caller(ABC):
+    """Calls endpoints of another process by messages, on one event loop; subclasses send them."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._open: dict[int, OpenCall] = {}
+        self._lost: Callable[[int, OpenCall], Exception] | None = None
+
+    @abstractmethod
+    def post(self, item: Item) -> None:
+        """Send a call, or its cancellation."""
+
+    @abstractmethod
+    def failure(self, endpoint: str, text: str) -> Exception:
+        """Return the error for what an endpoint raised, by the text of its traceback."""
+
+    @property
+    def unanswered(self) -> Mapping[int, OpenCall]:
+        """The calls of this end that are not answered yet, by their numbers."""
+        return self._open
+
+    async def call(self, endpoint: str, /, *args: Any) -> Any:
+        """Call an endpoint of the other process. Waits for its answer; raises its error.
+
+        That error has one with its remote traceback as its cause.
+        """
+        number = next(self._numbers)
+        one = OpenCall(endpoint, args, asyncio.get_running_loop().create_future())
+        if self._lost is not None:
+            raise self._lost(number, one)
+        self._open[number] = one
+        self.post((number, CALL, pickle.dumps((endpoint, args))))
+        try:
+            return await one.answer
+        except asyncio.CancelledError:
+            if not one.answer.done() or one.answer.cancelled():
+                self.post((number, CANCEL, b""))
+            raise
+        finally:
+            self._open.pop(number, None)
+
+    def settle(self, item: Item) -> None:
+        """Answer the call that an item of the other process belongs to, if it still waits."""
+        number, kind, contents = item
+        one = self._open.get(number)
+        if one is None or one.answer.done():
+            return
+        try:
+            found = pickle.loads(contents)
+        except Exception as error:  # noqa: BLE001  an answer that cannot be rebuilt here
+            kind, found = ERROR, (None, f"{type(error).__name__}: {error}")
+        if kind == RESULT:
+            one.answer.set_result(found)
+            return
+        raised, text = found
+        remote = self.failure(one.endpoint, text)
+        if raised is not None:
+            raised.__cause__ = remote
+        one.answer.set_exception(raised or remote)
+
+    def end_calls(self, error_of: Callable[[int, OpenCall], Exception]) -> None:
+        """End every call, and each later one, with the error for its number."""
+        self._lost = error_of
+        for number, one in self._open.items():
+            if not one.answer.done():
+                one.answer.set_exception(error_of(number, one))
+
+
+class PipeCalls(Caller):
     """One end of the connection, from `open` to `close`, on one event loop.
 
     `endpoint` serves the other end's calls. `ended` is called once the other end is closed; calls
-    that are open then wait until `lose` ends them.
+    that are open then wait until `end_calls` ends them.
     """
 
     def __init__(
@@ -275,10 +336,9 @@ class PipeCalls:
         ended: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:
+        super().__init__()
         self._connection, self._ended = connection, ended
-        self._server, self._numbers = CallServer(endpoint, failed), count()
-        self._open: dict[int, OpenCall] = {}
-        self._lost: Callable[[int, OpenCall], Exception] | None = None
+        self._server = CallServer(endpoint, failed)
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -288,34 +348,11 @@ class PipeCalls:
         self._server.answer_to(OTHER, self._send, 0.0)
         self._reading = asyncio.create_task(self._read(reader))
 
-    @property
-    def unanswered(self) -> Mapping[int, OpenCall]:
-        """The calls of this end that are not answered yet, by their numbers."""
-        return self._open
+    def post(self, item: Item) -> None:
+        self._send([item])
 
-    async def call(self, endpoint: str, /, *args: Any) -> Any:
-        """Call an endpoint of the other process. Waits for its answer; raises its error."""
-        number = next(self._numbers)
-        one = OpenCall(endpoint, args, asyncio.get_running_loop().create_future())
-        if self._lost is not None:
-            raise self._lost(number, one)
-        self._open[number] = one
-        self._send([(number, CALL, pickle.dumps((endpoint, args)))])
-        try:
-            return await one.answer
-        except asyncio.CancelledError:
-            if not one.answer.done() or one.answer.cancelled():
-                self._send([(number, CANCEL, b"")])
-            raise
-        finally:
-            self._open.pop(number, None)
-
-    def lose(self, error_of: Callable[[int, OpenCall], Exception]) -> None:
-        """End every call, and each later one, with the error for its number."""
-        self._lost = error_of
-        for number, one in self._open.items():
-            if not one.answer.done():
-                one.answer.set_exception(error_of(number, one))
+    def failure(self, endpoint: str, text: str) -> PipeCallFailed:
+        return PipeCallFailed(endpoint, text)
 
     async def close(self) -> None:
         """Stop reading and close the connection; calls under way here are cancelled."""
@@ -342,28 +379,6 @@ class PipeCalls:
 
     def _take(self, items: list[Item]) -> None:
         self._server.take(OTHER, [one for one in items if one[1] in (CALL, CANCEL)])
-        for number, kind, contents in _answers(items):
-            one = self._open.get(number)
-            if one is not None and not one.answer.done():
-                _settle(one, kind, contents)
-
-
-def _answers(items: list[Item]) -> Iterator[Item]:
-    return (one for one in items if one[1] not in (CALL, CANCEL, LOAD))
-
-
-def _settle(one: OpenCall, kind: str, contents: bytes) -> None:
-    try:
-        found = pickle.loads(contents)
-    except Exception as error:  # noqa: BLE001  an answer that cannot be rebuilt here
-        text = f"{type(error).__name__}: {error}"
-        one.answer.set_exception(PipeCallFailed(one.endpoint, text))
-        return
-    if kind == RESULT:
-        one.answer.set_result(found)
-        return
-    raised, text = found
-    remote = PipeCallFailed(one.endpoint, text)
-    if raised is not None:
-        raised.__cause__ = remote
-    one.answer.set_exception(raised or remote)
+        for item in items:
+            if item[1] in (RESULT, ERROR):
+                self.settle(item)

@@ -12,19 +12,15 @@ end. Calls have no deadline of their own.
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable
-from itertools import count
 from typing import Any, Protocol
 
 from monarch.actor import Channel, Port, PortReceiver
 
 from composer_mesh.mesh.call_server import (
-    CALL,
-    CANCEL,
     LOAD,
     LONGEST_WAIT_S,
-    RESULT,
+    Caller,
     CallServer,
     Endpoint,
     Item,
@@ -53,7 +49,7 @@ class Calls(Protocol):
     async def close(self) -> None: ...
 
 
-class CallStream:
+class CallStream(Caller):
     """Calls to one actor, on one event loop of an actor or of the controller."""
 
     def __init__(
@@ -70,6 +66,7 @@ class CallStream:
         `longest_wait_s`. `failed` is called where the actor takes no calls, though it is not known
         to be dead, and where answers can no longer be read: only a new process connects again.
         """
+        super().__init__()
         self._failed = failed
         self.caller, self.actor = caller, actor
         self._others = 0
@@ -77,9 +74,6 @@ class CallStream:
         self._early: list[Item] = []
         self._longest_wait_s = longest_wait_s
         self._outgoing = MessageBatcher(self._send, longest_wait_s)
-        self._numbers = count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._endpoints: dict[int, str] = {}
         self._died: ActorDied | None = None
         self._tasks = BackgroundTasks(self._connection_failed)
         answers, receiver = Channel[list[Item]].open()
@@ -89,38 +83,30 @@ class CallStream:
     @property
     def load(self) -> int:
         """Unanswered calls of this stream, and of other callers at the actor's last message."""
-        return len(self._waiting) + self._others
+        return len(self.unanswered) + self._others
 
     async def call(self, endpoint: str, /, *args: Any) -> Any:
         """Call an endpoint. Waits for its answer; raises its error, or `ActorDied`.
 
         The actor's own exception has a `RemoteError` with its traceback as its cause.
         """
-        if self._died is not None:
-            raise type(self._died)(*self._died.args)
-        number = next(self._numbers)
-        loop = asyncio.get_running_loop()
-        answer, began = loop.create_future(), loop.time()
-        self._waiting[number] = answer
-        self._endpoints[number] = endpoint
-        self._outgoing.add((number, CALL, pickle.dumps((endpoint, args))))
+        began = asyncio.get_running_loop().time()
         try:
-            return await answer
-        except asyncio.CancelledError:
-            if number in self._waiting:
-                self._outgoing.add((number, CANCEL, b""))
-            raise
+            return await super().call(endpoint, *args)
         finally:
-            self._waiting.pop(number, None)
-            self._endpoints.pop(number, None)
-            self._outgoing.took(loop.time() - began, len(self._waiting))
+            took_s = asyncio.get_running_loop().time() - began
+            self._outgoing.took(took_s, len(self.unanswered))
+
+    def post(self, item: Item) -> None:
+        self._outgoing.add(item)
+
+    def failure(self, endpoint: str, text: str) -> RemoteError:
+        return RemoteError(self.actor, endpoint, text)
 
     def lose(self, died: ActorDied) -> None:
         """End every call, and each later one, because the called actor is dead."""
-        self._died = self._died or died
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(type(died)(*died.args))
+        first = self._died = self._died or died
+        self.end_calls(lambda *_: type(first)(*first.args))
 
     async def close(self) -> None:
         """Stop receiving answers; calls that still wait end as if the actor had died."""
@@ -143,29 +129,12 @@ class CallStream:
 
     async def _receive(self, receiver: PortReceiver[list[Item]]) -> None:
         while True:
-            for number, kind, contents in await received(receiver):
-                answer = self._waiting.get(number)
-                if kind == LOAD:
-                    self._others = number
-                elif answer is not None and not answer.done():
-                    self._settle(answer, number, kind, contents)
+            for item in await received(receiver):
+                if item[1] == LOAD:
+                    self._others = item[0]
+                else:
+                    self.settle(item)
             await asyncio.sleep(0)  # many messages may be there already
-
-    def _settle(self, answer: asyncio.Future[Any], number: int, kind: str, contents: bytes) -> None:
-        try:
-            found = pickle.loads(contents)
-        except Exception as error:  # noqa: BLE001  an answer that cannot be rebuilt here
-            text = f"{type(error).__name__}: {error}"
-            answer.set_exception(RemoteError(self.actor, self._endpoints[number], text))
-            return
-        if kind == RESULT:
-            answer.set_result(found)
-            return
-        raised, text = found
-        remote = RemoteError(self.actor, self._endpoints[number], text)
-        if raised is not None:
-            raised.__cause__ = remote
-        answer.set_exception(raised or remote)
 
     def _connection_failed(self, name: str, error: BaseException) -> None:
         self.lose(ActorDied(self.actor, f"the connection to it failed: {error}"))

@@ -224,7 +224,7 @@ class TaskProcess:
         await cancel_and_wait(self._watching)
         stacks, marks = self._written_stacks(), read_marks(self._marks.fileno())
         self.fault = self._narrowed(self.fault or self._suspected(end(how, marks, stacks)))
-        self._calls.lose(partial(self._error_of, self.fault))
+        self._calls.end_calls(partial(self._error_of, self.fault))
         await self._calls.close()
         self._marks.close()
         self._stacks.close()

@@ -11,8 +11,8 @@ import pytest
 from monarch.actor import Channel
 
 from composer_mesh.mesh import call_stream
-from composer_mesh.mesh.call_server import Item
-from composer_mesh.mesh.call_stream import CALL, CallStream, StreamServer
+from composer_mesh.mesh.call_server import CALL, Item
+from composer_mesh.mesh.call_stream import CallStream, StreamServer
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 
 BOUND_S = 60.0

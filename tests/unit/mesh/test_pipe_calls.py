@@ -97,7 +97,7 @@ async def test_calls_of_a_lost_end_and_later_ones_have_the_error_of_their_number
     assert one.endpoint == "hang"
     await theirs.calls.close()
     await ours.gone.wait()
-    ours.calls.lose(lambda lost, _: LookupError(lost - number))
+    ours.calls.end_calls(lambda lost, _: LookupError(lost - number))
     for expected, call in enumerate((calling, ours.calls.call("add", 1, 2))):
         with pytest.raises(LookupError) as failed:
             await call
