@@ -124,8 +124,9 @@ class MeshHost:
         host = self._host(on)
         self._starting.add(name)
         try:
-            given = (policy, args, kwargs, env or {})
-            spawned = await self._start_repeatedly(host, name, actor_class, *given)
+            spawned = await self._start_repeatedly(
+                host, name, actor_class, policy, args, kwargs, env or {}
+            )
         finally:
             self._starting.discard(name)
         self._spawned[name] = spawned
@@ -249,7 +250,6 @@ class MeshHost:
             about["kind"],
             ref,
             pid,
-            actor_class,
             procs,
             host,
             death,

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 from monarch.actor import ProcMesh
 from monarch.config import get_global_config
 
-from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.heartbeat import ActivityLog, LastAnswer
 from composer_mesh.mesh.hosts.host import Host
 from composer_mesh.mesh.progress import Report
@@ -38,7 +37,7 @@ from composer_mesh.mesh.supervision import (
     RemoteError,
     call,
 )
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.waiting import unless
 
 TOO_LATE = "error spawning proc mesh: statuses: Timeout"
 """How Monarch says that a process was not ready in time: 30 s. With a higher limit, Monarch 0.7
@@ -167,7 +166,6 @@ class SpawnedActor:
     kind: str
     ref: Any
     pid: int
-    actor_class: type[MeshActor]
     procs: ProcMesh = field(repr=False)
     host: Host = field(repr=False)
     death: asyncio.Future[ActorDied] | None = field(default=None, repr=False)
@@ -204,27 +202,10 @@ class SpawnedActor:
             return None
 
 
-async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T], news_s: float = 0.0) -> T:
+async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`, ending with `ActorDied` if an actor dies whose memory it may be reading.
 
-    A read from a dead process may hang, or fail before the death is known: an error of the work is
-    held back for `news_s`, to see whether such a death caused it.
+    A read from a dead process may hang.
     """
-    task, death = asyncio.ensure_future(work), actor.death
-    either: list[asyncio.Future[Any]] = [task, *([death] if death else [])]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        doubtful = bool(news_s) and task.done() and _may_come_of_a_death(task)
-        if death is not None and doubtful:
-            await asyncio.wait([death], timeout=news_s)
-        if death is not None and death.done() and (doubtful or not task.done()):
-            raise ActorDied(*death.result().args)
-        return task.result()
-    finally:
-        await cancel_and_wait([task])
-
-
-def _may_come_of_a_death(task: asyncio.Future[Any]) -> bool:
-    """Whether work has failed, other than by a known death."""
-    failed = None if task.cancelled() else task.exception()
-    return failed is not None and not isinstance(failed, ActorDied)
+    deaths = [] if actor.death is None else [actor.death]
+    return await unless(work, deaths, lambda: ActorDied(*deaths[0].result().args))

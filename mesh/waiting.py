@@ -137,6 +137,25 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
+async def unless(
+    work: Coroutine[Any, Any, T],
+    ends: Iterable[asyncio.Future[Any]],
+    error: Callable[[], BaseException | None],
+) -> T:
+    """Run `work`; if one of `ends` is done before it, cancel it and raise `error()`.
+
+    Waits until the work has ended, also if the wait is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and (found := error()) is not None:
+            raise found
+        return await task
+    finally:
+        await cancel_and_wait([task])
+
+
 def in_background(work: Callable[[], T]) -> Future[T]:
     """Start work in a thread that never keeps a process alive; return its future."""
     future: Future[T] = Future()

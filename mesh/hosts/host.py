@@ -25,7 +25,7 @@ from composer_mesh.mesh.hosts.exit_status import how_it_ended
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.supervision import HostLost
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.waiting import unless
 
 FLUSH_S = 0.3
 """Longest wait for each last flush, which is never confirmed by a host that is gone; Monarch's."""
@@ -113,7 +113,6 @@ class Host(Protocol):
     @property
     def mesh(self) -> HostMesh:
         """Monarch's host mesh of this host."""
-        ...
 
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
@@ -122,23 +121,18 @@ class Host(Protocol):
 
         With `preload` it is forked from a server that has imported these modules.
         """
-        ...
 
     async def ended(self, pid: int) -> str:
         """Wait until a process has ended; return how."""
-        ...
 
     async def wait_gone(self, pid: int, deadline_s: float) -> bool:
         """Wait until a process is gone; return False if it is not at the deadline."""
-        ...
 
     async def kill(self, pids: Sequence[int]) -> None:
         """Kill processes that no longer respond, and the process groups that they lead."""
-        ...
 
     async def started_processes(self, *marks: str) -> list[int]:
         """Return processes that were started there with these command-line arguments."""
-        ...
 
 
 def is_lost(host: Host) -> bool:
@@ -148,12 +142,5 @@ def is_lost(host: Host) -> bool:
 
 async def unless_lost(starting: Coroutine[Any, Any, T], host: Host) -> T:
     """Await the start of something on a host; raises `HostLost` if the host is lost meanwhile."""
-    task = asyncio.ensure_future(starting)
-    either: list[asyncio.Future[Any]] = [task] if host.lost is None else [task, host.lost]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and host.lost is not None:
-            raise HostLost(host.name, host.lost.result())
-        return task.result()
-    finally:
-        await cancel_and_wait([task])
+    lost = [] if host.lost is None else [host.lost]
+    return await unless(starting, lost, lambda: HostLost(host.name, lost[0].result()))

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.waiting import cancel_and_wait, unless
 from composer_mesh.services.schedule.metrics import sync_metrics
 from composer_mesh.services.steps.ports import WeightSync
 
@@ -35,15 +35,9 @@ class AsyncWeightSync:
         However it ends, no sync is under way afterwards.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(work)
-        either: list[asyncio.Future[Any]] = [task, self._failed]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise self._failed.result()
-            return await task
+            return await unless(work, [self._failed], self._failed.result)
         finally:
-            await cancel_and_wait([task])
             await cancel_and_wait([self._task] if self._task else [])
 
     async def begin(self) -> None:

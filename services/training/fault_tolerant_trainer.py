@@ -28,7 +28,7 @@ from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
-from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.mesh.waiting import cancel_and_wait, unless
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.services.steps.logprob_mismatch import Differences, Metrics, Trained
 from composer_mesh.services.steps.ports import MayTrain, WeightSync
@@ -93,7 +93,9 @@ class FaultTolerantTrainer:
         """
         began = time.monotonic()
         await self.saved()
-        await self._attempts.insist(lambda: self._begin_write(step), self._recover)
+        await self._attempts.insist(
+            lambda: self._ranks.guard(self._writes.begin(step)), self._recover
+        )
         self._stall_s += time.monotonic() - began
         finishing = self._attempts.insist(self._finish_write, self._recover)
         self._writing = asyncio.create_task(finishing)
@@ -140,9 +142,6 @@ class FaultTolerantTrainer:
             self._served = await self._ranks.guard(self._weights.sync(on_snapshot))
         return self._served
 
-    async def _begin_write(self, step: int) -> None:
-        await self._ranks.guard(self._writes.begin(step))
-
     async def _finish_write(self) -> None:
         await self._ranks.guard(self._writes.finish())
         self._forget_saved()
@@ -157,15 +156,12 @@ class FaultTolerantTrainer:
 
         Raises the cause if a rank may not be replaced.
         """
-        task, watching = asyncio.ensure_future(work), asyncio.create_task(self._watch())
+        watching = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait([task, watching], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                watching.result()
-            return await task
+            return await unless(work, [watching], watching.exception)
         finally:
             writing = [] if self._writing is None else [self._writing]
-            await cancel_and_wait([task, watching, *writing])
+            await cancel_and_wait([watching, *writing])
 
     async def _watch(self) -> None:
         while True:

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.hosts.host import LocalHost
 from composer_mesh.mesh.progress import Report
 from composer_mesh.mesh.spawned import Deadlines, SpawnedActor
@@ -88,7 +87,7 @@ class Broken(Worker):
 def actor(worker: Worker, deadlines: Deadlines | None = None, name: str = "trainer") -> Any:
     given = {"deadlines": deadlines or Deadlines()}
     procs: Any = None
-    return SpawnedActor(name, "trainer", worker, 7, MeshActor, procs, LocalHost(), **given)
+    return SpawnedActor(name, "trainer", worker, 7, procs, LocalHost(), **given)
 
 
 def stands_still(age_s: float = 1.0) -> Report:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.hosts.host import LocalHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call
@@ -208,8 +207,8 @@ async def test_an_answer_that_came_before_the_death_is_the_answer() -> None:
 async def test_an_actor_is_alive_until_somebody_notices_its_end() -> None:
     supervisor, _ = recording()
     death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
-    actor = SpawnedActor("teacher", "echo", None, 1, MeshActor, None, LocalHost(), death)
+    actor = SpawnedActor("teacher", "echo", None, 1, None, LocalHost(), death)
     assert actor.alive
-    assert SpawnedActor("teacher", "echo", None, 1, MeshActor, None, LocalHost()).alive
+    assert SpawnedActor("teacher", "echo", None, 1, None, LocalHost()).alive
     await deliver(supervisor, "teacher-xyz")
     assert not actor.alive
