@@ -31,6 +31,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import record_nothing
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.mesh.weights.choice import choose
 from composer_mesh.mesh.weights.publisher import WeightPublisher
@@ -40,7 +41,6 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.pool.process_placement import ProcessPlacement
-from composer_mesh.services.pool.replicas import discard_event
 from composer_mesh.services.training.teaching import SdpoTeachers
 
 FORWARD = 1 / 3
@@ -202,5 +202,5 @@ class SleepingTeachers(SdpoTeachers):
     """The run's teachers, replaced by sleeping ones."""
 
     def __init__(self, config: Config, host: MeshHost, shape: Shape, seconds: float) -> None:
-        where = config, host, lambda _: ProcessPlacement(), discard_event
+        where = config, host, lambda _: ProcessPlacement(), record_nothing
         super().__init__(*where, SleepingTeacher, (shape, seconds))

@@ -20,12 +20,12 @@ from weakref import WeakKeyDictionary
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor, record_nothing
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
 from composer_mesh.services.pool.dispatch import AnyReplica, CallRules, NoReplicaLeft, OneReplica
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
-from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec, discard_event
+from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
 from composer_mesh.services.pool.sessions import Endpoints, Session, default_name
@@ -236,7 +236,7 @@ async def spawn(
     policy: FaultPolicy | None = None,
     env: Env | None = None,
     restart: RestartRules | None = None,
-    record: Recorder = discard_event,
+    record: Recorder = record_nothing,
     numbered: bool = True,
     placement: PlacementOf | None = None,
     **kwargs: Any,
@@ -261,8 +261,20 @@ async def spawn(
     forgiving = attempts > 1 or restart is not None
     policy = policy or (FaultPolicy.OWNER if forgiving else FaultPolicy.ESCALATE)
     name = name or default_name(actor_class)
-    rest = (host, args, kwargs, env, policy, deadline_s, restart, record, numbered)
-    spec = ReplicaSpec(name, actor_class, *rest, placement)
+    spec = ReplicaSpec(
+        name,
+        actor_class,
+        host,
+        args,
+        kwargs,
+        env,
+        policy,
+        deadline_s,
+        restart,
+        record,
+        numbered,
+        placement,
+    )
     service = Service(spec, Router(max_outstanding, queue), rules)
     await service._begin(n, load)
     return service

@@ -14,10 +14,11 @@ whose call may not be retried elsewhere stays an `ActorDied`.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.failures import error_key
@@ -75,50 +76,46 @@ class CallRules:
             raise ValueError(f"deadline_s is {self.deadline_s:g}: pass seconds above 0")
 
 
-class Route(Protocol):
+class Route(ABC):
     """Which replicas may take a call; `movable` if it may be retried on another replica."""
 
-    movable: bool
+    movable = False
 
+    @abstractmethod
     def pin(self) -> Replica | None:
         """Return the only possible replica, None where any will do; raise if none is left."""
-        ...
 
+    @abstractmethod
     def takes(self, replica: Replica) -> bool:
         """Whether the call still goes to this replica, which has capacity."""
-        ...
 
     def lost(self, died: ActorDied) -> MeshError:
         """Return the error for the caller when the replica was lost and no other may take over."""
-        ...
+        return died
 
 
-class AnyReplica:
+@dataclass(frozen=True)
+class AnyReplica(Route):
     """A route to any replica."""
 
+    router: Router[Replica]
+    last_death: Callable[[], ActorDied]
     movable = True
 
-    def __init__(self, router: Router[Replica], last_death: Callable[[], ActorDied]) -> None:
-        self._router, self._last_death = router, last_death
-
     def pin(self) -> Replica | None:
-        if not self._router.may_find_target:
-            raise self._last_death()
+        if not self.router.may_find_target:
+            raise self.last_death()
         return None
 
     def takes(self, replica: Replica) -> bool:
         return replica.serving
 
-    def lost(self, died: ActorDied) -> MeshError:
-        return died
-
 
 @dataclass(frozen=True)
-class OneReplica:
+class OneReplica(Route):
     """A route to one particular replica."""
 
     replica: Replica
-    movable = False
 
     def pin(self) -> Replica | None:
         if not self.replica.serving:
@@ -127,9 +124,6 @@ class OneReplica:
 
     def takes(self, replica: Replica) -> bool:
         return replica is self.replica
-
-    def lost(self, died: ActorDied) -> MeshError:
-        return died
 
 
 class Dispatch:

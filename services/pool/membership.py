@@ -199,16 +199,13 @@ class Membership:
 
         Only their own progress counts, whichever call started this.
         """
-        with working_together(list):
-            await self._come_alone(newcomers, deadline_s)
-
-    async def _come_alone(self, newcomers: Sequence[Replica], deadline_s: float) -> None:
         try:
-            await together(*(self._start(one, deadline_s) for one in newcomers))
-            await self._setups.readable(deadline_s)
-            async with self._setting_up:
-                await together(*(self._catch_up(one, deadline_s) for one in newcomers))
-                self._admit(newcomers)
+            with working_together(list):
+                await together(*(self._start(one, deadline_s) for one in newcomers))
+                await self._setups.readable(deadline_s)
+                async with self._setting_up:
+                    await together(*(self._catch_up(one, deadline_s) for one in newcomers))
+                    self._admit(newcomers)
         except BaseException:
             await asyncio.gather(*(self._stop(one, "it never served") for one in newcomers))
             raise
@@ -252,16 +249,13 @@ class Membership:
         self.dispatch.check_open()
         for replica in newcomers:
             replica.state = ReplicaState.READY
-            self._hear_of_death(replica)
+            if replica.actor is not None and replica.actor.death is not None:
+                died = partial(self._heard_of_death, replica)
+                replica.actor.death.add_done_callback(died)
         self.router.targets += newcomers
         slots = {one.slot for one in newcomers}
         stay = [one for one in self.members if one.slot not in slots]
         self.members = sorted([*stay, *newcomers], key=lambda one: one.slot)
-
-    def _hear_of_death(self, replica: Replica) -> None:
-        death = None if replica.actor is None else replica.actor.death
-        if death is not None:
-            death.add_done_callback(partial(self._heard_of_death, replica))
 
     def _heard_of_death(self, replica: Replica, death: asyncio.Future[ActorDied]) -> None:
         if not death.cancelled():
@@ -310,7 +304,7 @@ class Membership:
         if not replica.ended:
             replica.state, replica.reason = ReplicaState.STOPPED, reason
             self._depart(replica)
-        await replica.abandon_calls()
+        await cancel_and_wait(replica.under_way)
         await self._spec.stop(replica)
 
     def _depart(self, replica: Replica) -> None:

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from composer_mesh.actors.rollout_workers.peers import Peer
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.spawned import SpawnedActor, while_alive
+from composer_mesh.mesh.spawned import SpawnedActor, record_nothing, while_alive
 from composer_mesh.mesh.supervision import (
     ActorDied,
     DeadlineExceeded,
@@ -28,11 +28,36 @@ from composer_mesh.mesh.supervision import (
     HostLost,
     Recorder,
 )
-from composer_mesh.mesh.waiting import Failed, cancel_and_wait, told_to_loop
+from composer_mesh.mesh.waiting import Failed, told_to_loop
+from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import ReplicaState, RoutingTarget
-from composer_mesh.services.pool.wait_for_capacity import spawn_on, wait_for_capacity
+
+T = TypeVar("T")
+
+LOOK_S = 1.0
+
+
+async def wait_for_capacity(
+    take: Callable[[], T], host: MeshHost, name: str, look_s: float = LOOK_S
+) -> T:
+    """Return the result of `take`, retrying until a host has capacity; for displaced processes.
+
+    Records the wait and its reason. Raises `NoCapacity` after `host.capacity_wait_s`.
+    """
+    loop, recorded = asyncio.get_running_loop(), False
+    end = loop.time() + host.capacity_wait_s
+    while True:
+        try:
+            return take()
+        except NoCapacity as error:
+            if loop.time() >= end:
+                raise
+            if host.supervisor is not None and not recorded:
+                host.supervisor.note("waits_for_capacity", name, str(error))
+            recorded = True
+        await asyncio.sleep(look_s)
 
 
 @dataclass(frozen=True)
@@ -92,15 +117,11 @@ class Replica(RoutingTarget):
                 while self.serving and (self.outstanding or (sessions and self.tied)):
                     self.stirred.clear()
                     await self.stirred.wait()
-                if sessions:
-                    await self._left_by_others()
+                while sessions and self.serving and await self._in_use():  # noqa: ASYNC110
+                    await asyncio.sleep(IN_USE_EVERY_S)
         except TimeoutError:
             return False
         return True
-
-    async def _left_by_others(self) -> None:
-        while self.serving and await self._in_use():  # noqa: ASYNC110  another process knows
-            await asyncio.sleep(IN_USE_EVERY_S)
 
     async def _in_use(self) -> bool:
         """Whether other actors than the service's own callers use it.
@@ -118,10 +139,6 @@ class Replica(RoutingTarget):
             return True
         return bool(about["in_use"])
 
-    async def abandon_calls(self) -> None:
-        """Cancel the calls in flight; their callers are notified."""
-        await cancel_and_wait(self.under_way)
-
     def about(self) -> dict[str, Any]:
         """Return this replica's entry of `Service.status`."""
         return {
@@ -136,10 +153,6 @@ class Replica(RoutingTarget):
             "failures": self.failures,
             "reason": self.reason,
         }
-
-
-def discard_event(kind: str, actor: str, detail: str, /, **fields: Any) -> None:
-    """A recorder that discards everything."""
 
 
 IN_USE_EVERY_S = 0.1
@@ -173,7 +186,7 @@ class ReplicaSpec:
     policy: FaultPolicy = FaultPolicy.OWNER
     deadline_s: float = 120.0
     restart: RestartRules | None = None
-    record: Recorder = discard_event
+    record: Recorder = record_nothing
     numbered: bool = True
     placement: PlacementOf | None = None
     stable_names: bool = False
@@ -182,37 +195,32 @@ class ReplicaSpec:
     @property
     def task_failed(self) -> Failed:
         """What happens with an exception of a service's background task."""
-        return told_to_loop if self.record is discard_event else recorded_by(self.record)
+        return told_to_loop if self.record is record_nothing else recorded_by(self.record)
 
     async def start(self, replica: Replica) -> None:
         """Start a replica's process at its current placement. Waits until its actor answers.
 
         A replacement also waits for capacity, where its host is lost.
         """
-        place = await self._placed(replica)
+
+        def take() -> ProcessPlacement:
+            if self.placement is not None:
+                return self.placement(replica.slot)
+            env = self.env(replica.slot) if callable(self.env) else self.env
+            return ProcessPlacement(None, env or {})
+
+        is_first = replica.generation == 1
+        place = take() if is_first else await wait_for_capacity(take, self.host, replica.name)
         replica.host = place.host
-        replica.actor = await spawn_on(
-            self.host,
-            place,
+        replica.actor = await self.host.spawn(
             replica.name,
             self.actor_class,
             *self.args,
+            on=place.host,
+            env=place.env,
             policy=self.policy,
             **self.kwargs,
         )
-
-    async def _placed(self, replica: Replica) -> ProcessPlacement:
-        def take() -> ProcessPlacement:
-            return self._place(replica.slot)
-
-        if replica.generation == 1:
-            return take()
-        return await wait_for_capacity(take, self.host, replica.name)
-
-    def _place(self, slot: int) -> ProcessPlacement:
-        if self.placement is not None:
-            return self.placement(slot)
-        return ProcessPlacement(None, (self.env(slot) if callable(self.env) else self.env) or {})
 
     async def stop(self, replica: Replica) -> None:
         """Stop a replica's process, dead or alive. Waits until it is gone."""

@@ -9,6 +9,7 @@ A routing target is a replica as seen by these rules, which are independent of a
 from __future__ import annotations
 
 from bisect import insort
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -79,12 +80,12 @@ class Router(Generic[S]):
         self.targets: list[S] = []
         self.coming = 0
         self._numbers = count()
-        self._lines: dict[S | None, list[Ticket[S]]] = {}
+        self._line: list[Ticket[S]] = []
 
     @property
     def waiting(self) -> int:
         """Number of queued calls."""
-        return sum(map(len, self._lines.values()))
+        return len(self._line)
 
     @property
     def full(self) -> bool:
@@ -120,15 +121,12 @@ class Router(Generic[S]):
 
     def join(self, ticket: Ticket[S]) -> None:
         """Queue a ticket, ordered by its number: retries keep their place."""
-        insort(self._lines.setdefault(ticket.pin, []), ticket, key=lambda one: one.number)
+        insort(self._line, ticket, key=lambda one: one.number)
 
     def leave(self, ticket: Ticket[S]) -> None:
         """Remove a ticket from the queue; does nothing if it is not queued."""
-        line = self._lines.get(ticket.pin, [])
-        if ticket in line:
-            line.remove(ticket)
-        if not line:
-            self._lines.pop(ticket.pin, None)
+        with suppress(ValueError):
+            self._line.remove(ticket)
 
     def grants(self, targets: list[S] | None = None) -> list[tuple[Ticket[S], S]]:
         """Assign queued calls to these targets (or all), as far as they have capacity."""
@@ -142,15 +140,14 @@ class Router(Generic[S]):
 
     def orphans(self) -> list[Ticket[S]]:
         """Remove and return the tickets that no target can serve any more."""
-        pins = [
-            pin for pin in self._lines if not (self.may_find_target if pin is None else pin.serving)
-        ]
-        return [ticket for pin in pins for ticket in self._lines.pop(pin)]
+        lost = [one for one in self._line if not self._may_be_served(one)]
+        self._line = [one for one in self._line if self._may_be_served(one)]
+        return lost
 
     def remove_all(self) -> list[Ticket[S]]:
         """Remove and return all queued tickets."""
-        lines, self._lines = self._lines, {}
-        return [ticket for line in lines.values() for ticket in line]
+        line, self._line = self._line, []
+        return line
 
     def for_session(self) -> S | None:
         """Return the target for a new session: the one with the fewest sessions."""
@@ -164,16 +161,15 @@ class Router(Generic[S]):
         """Whether a ticket may go to a target; to a tried one only if no other is open."""
         if ticket.pin is not None:
             return ticket.pin is target
-        if target not in ticket.tried:
-            return target.open
-        return target.open and all(s in ticket.tried for s in self.targets if s.open)
+        return target.open and (
+            target not in ticket.tried or all(s in ticket.tried for s in self.targets if s.open)
+        )
+
+    def _may_be_served(self, ticket: Ticket[S]) -> bool:
+        return self.may_find_target if ticket.pin is None else ticket.pin.serving
 
     def _first_for(self, target: S) -> Ticket[S] | None:
-        bound = self._lines.get(target, [])[:1]
-        anybody = (one for one in self._lines.get(None, []) if self._may(one, target))
-        first = next(anybody, None)
-        heads = bound if first is None else [*bound, first]
-        return min(heads, key=lambda one: one.number, default=None)
+        return next((one for one in self._line if self._may(one, target)), None)
 
 
 def to_retire(targets: list[S], count: int) -> list[S]:

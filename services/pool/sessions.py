@@ -17,7 +17,7 @@ from monarch._src.actor.endpoint import EndpointProperty
 
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.supervision import ActorDied, MeshError, SessionLost
-from composer_mesh.services.pool.dispatch import CallRules, gone
+from composer_mesh.services.pool.dispatch import CallRules, Route, gone
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.replicas import Call, Replica
 
@@ -67,7 +67,7 @@ def default_name(actor_class: type[MeshActor]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z][a-z])", "-", stem).lower()
 
 
-class Session(Endpoints):
+class Session(Endpoints, Route):
     """The endpoints of the one replica that a session is bound to, from `open` to `close`.
 
     A session whose replica is lost raises `SessionLost` on every call from then on. A movable one,
@@ -134,9 +134,12 @@ class Session(Endpoints):
                 f"session {self.name!r} is not open: call inside of `async with` or after open()"
             )
         if self._home is None or (self.movable and not self._home.open):
-            self._move(self._found())
+            home = self._found()
+            self.moves += self._home is not None
+            self._leave()
+            self._settle(home)
         elif not self._home.serving:
-            raise self._lost(gone(self._home), in_call=False)
+            raise self.lost(gone(self._home), in_call=False)
         return self._home
 
     def takes(self, replica: Replica) -> bool:
@@ -145,11 +148,8 @@ class Session(Endpoints):
             self._settle(replica)
         return replica is self._home
 
-    def lost(self, died: ActorDied) -> MeshError:
-        """Return the error for the caller when the replica was lost under its call."""
-        return self._lost(died, in_call=True)
-
-    def _lost(self, died: ActorDied, in_call: bool) -> MeshError:
+    def lost(self, died: ActorDied, in_call: bool = True) -> MeshError:
+        """Return the error for the caller when the replica was lost, by default under its call."""
         return died if self.movable else SessionLost(self.name, died.actor, died.reason, in_call)
 
     def _found(self) -> Replica | None:
@@ -158,11 +158,6 @@ class Session(Endpoints):
         if home is None and not self._replicas.router.may_find_target:
             raise self._replicas.last_death()
         return home
-
-    def _move(self, home: Replica | None) -> None:
-        self.moves += self._home is not None
-        self._leave()
-        self._settle(home)
 
     def _settle(self, home: Replica | None) -> None:
         self._home = home

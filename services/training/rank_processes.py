@@ -19,11 +19,11 @@ from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, working_together
-from composer_mesh.mesh.supervision import ActorDied, HostLost
-from composer_mesh.mesh.waiting import cancel_and_wait, together
+from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
+from composer_mesh.mesh.waiting import together, unless
 from composer_mesh.planning.placement_solver import check_together
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
-from composer_mesh.services.pool.wait_for_capacity import LOOK_S, spawn_on, wait_for_capacity
+from composer_mesh.services.pool.replicas import LOOK_S, wait_for_capacity
 
 T = TypeVar("T")
 
@@ -118,15 +118,7 @@ class RankProcesses:
         if (dead := self.died()) is not None:
             work.close()
             raise dead
-        task = asyncio.ensure_future(work)
-        either: list[asyncio.Future[Any]] = [task, *self._deaths()]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and (died := self.died()) is not None:
-                raise died
-            return await task
-        finally:
-            await cancel_and_wait([task])
+        return await unless(work, self._deaths(), self.died)
 
     async def cause_of(self, error: Exception) -> Exception:
         """Return the rank's death that explains an error of work on all ranks, or the error itself.
@@ -176,7 +168,13 @@ class RankProcesses:
             placement = replace(placement, env={**placement.env, **ON_THIS_HOST})
         name = self._current[rank]
         try:
-            return await spawn_on(self._host, placement, name, self._actor_class)
+            return await self._host.spawn(
+                name,
+                self._actor_class,
+                on=placement.host,
+                env=placement.env,
+                policy=FaultPolicy.OWNER,
+            )
         except HostLost as lost:
             raise ActorDied(name, str(lost)) from None
 

@@ -16,7 +16,7 @@ from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.worded import Worded
-from composer_mesh.mesh.spawned import SpawnedActor, working_together
+from composer_mesh.mesh.spawned import SpawnedActor, record_nothing, working_together
 from composer_mesh.mesh.supervision import MeshError, Recorder
 from composer_mesh.mesh.waiting import together
 from composer_mesh.mesh.weights.manifest import WeightsHandle
@@ -112,10 +112,6 @@ Ranks = Callable[[], Sequence[SpawnedActor]]
 
 KeepDivergences = Callable[[int, Sequence[TurnDivergences]], object]
 """Keeps the divergences of a step (from 0), from all ranks, for whoever looks at them later."""
-
-
-def record_nothing(_kind: str, _actor: str, _detail: str, /, **_fields: Any) -> None:
-    """Drop an event."""
 
 
 def keep_none(_step: int, _divergences: Sequence[TurnDivergences]) -> None:
