@@ -154,6 +154,11 @@ class Peers:
             await self._changed.wait()
         return self.open
 
+    def lose(self, died: ActorDied) -> None:
+        """End all calls, and each later one, with a death."""
+        for calls in self._calls.values():
+            calls.lose(died)
+
     async def close(self) -> None:
         """Disconnect from all."""
         await asyncio.gather(*(calls.close() for calls in self._calls.values()))

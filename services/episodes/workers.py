@@ -18,25 +18,25 @@ plays what: a run repeats bit for bit with any number of rollout workers.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from composer_mesh.actors.rollout_workers.lockstep import Round
-from composer_mesh.actors.rollout_workers.peers import Neighbours
+from composer_mesh.actors.rollout_workers.peers import Neighbours, Peers
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.heartbeat import ActivityLog
 from composer_mesh.mesh.supervision import ActorDied, Recorder
-from composer_mesh.mesh.waiting import BackgroundTasks
+from composer_mesh.mesh.waiting import BackgroundTasks, unless
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.pool.dispatch import ServiceClosed
-from composer_mesh.services.pool.replicas import PoolPeers, Replica
+from composer_mesh.services.pool.replicas import PoolPeers
 from composer_mesh.services.service import Service
 
 
@@ -156,22 +156,20 @@ class RolloutWorkers:
         activity: ActivityLog | None = None,
     ) -> None:
         longest_wait_s = ROUNDS_WAIT_S if lockstep else EPISODES_WAIT_S
-        ours = partial(_open_stream, longest_wait_s)
-        self._pools, self._open_stream = pools, open_stream or ours
-        self._activity = activity or ActivityLog()
-        self._calls: dict[str, Calls] = {}
-        self._open: list[str] = []
+        open_one = open_stream or partial(_open_stream, longest_wait_s)
+        self._pools, self._activity = pools, activity or ActivityLog()
+        self._workers = Peers(lambda name, ref: open_one(name, ref, partial(self._broken, name)))
+        self._serving: list[str] = []
         self._connected: set[str] = set()
-        self._playing: Counter[str] = Counter()
-        self._groups: dict[str, str] = {}
-        self._members: Counter[str] = Counter()
+        self._playing: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """The samples that each worker plays, by their group."""
+        self._members = PoolPeers(pools.workers)
         self._generators = PoolPeers(pools.generators)
         self._environments = PoolPeers(pools.environments)
         self._known: Neighbours | None = None
-        self._changed = asyncio.Event()
         self._closed = False
-        self._died: ActorDied | None = None
-        """Set when a pool has nothing left to play with."""
+        self._died: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
+        """Done when a pool has nothing left to play with."""
         self._tasks = BackgroundTasks(recorded_by(record))
         self._rounds = LockstepRounds(self._generator_names, self._release) if lockstep else None
         for pool in (pools.workers, pools.generators, pools.environments):
@@ -189,92 +187,67 @@ class RolloutWorkers:
 
         Raises `NoReplicaLeft` where a pool has nothing left to play with.
         """
-        self._members[sample.group] += 1
+        worker = await self._worker_for(sample.group)
+        self._playing[worker][sample.group] += 1
         try:
-            worker = await self._worker_for(sample.group)
-            self._playing[worker] += 1
-            try:
-                with self._activity.call(worker, "play"):
-                    played: Played = await self._calls[worker].call("play", sample, session)
-                return played
-            finally:
-                self._playing[worker] -= 1
+            with self._activity.call(worker, "play"):
+                played: Played = await self._workers.call(worker, "play", sample, session)
+            return played
         finally:
-            self._left(sample.group)
+            self._playing[worker] -= Counter([sample.group])
 
     async def score_group(self, episode: Episode, group: Sequence[FinishedRollout]) -> GroupScore:
         """Score the samples of an episode together. Waits for a worker and an environment."""
-        worker = await self._some_worker()
-        score: GroupScore = await self._calls[worker].call("score_group", episode, list(group))
+        worker = await self._worker_for("")
+        score: GroupScore = await self._workers.call(worker, "score_group", episode, list(group))
         return score
 
     async def close(self) -> None:
         """End the connections to the workers, after every sample has ended."""
         self._closed = True
         await self._tasks.close()
-        await asyncio.gather(*(calls.close() for calls in self._calls.values()))
+        await self._workers.close()
 
     async def _worker_for(self, group: str) -> str:
-        """Return the worker of a group, whose samples share a prompt; waits until there is one."""
-        while True:
-            worker = self._groups.get(group)
-            if worker in self._open and self._died is None:
-                return worker
-            if self._open or self._died is not None:
-                worker = self._groups[group] = self._least_busy()
-                return worker
-            await self._changed.wait()
+        """Return the worker that plays samples of a group, which share a prompt, or the least busy.
 
-    async def _some_worker(self) -> str:
-        """Return the least busy worker; waits until there is one."""
-        while not self._open and self._died is None:
-            await self._changed.wait()
-        return self._least_busy()
-
-    def _least_busy(self) -> str:
-        if self._died is not None:
-            raise self._died
-        return min(self._open, key=lambda name: self._playing[name])
-
-    def _left(self, group: str) -> None:
-        self._members[group] -= 1
-        if not self._members[group]:
-            del self._members[group]
-            self._groups.pop(group, None)
+        Waits until a worker may play.
+        """
+        while not (self._workers.open or self._died.done()):
+            await unless(self._workers.some_open(), [self._died], self._died.result)
+        if self._died.done():
+            raise self._died.result()
+        its_own = [name for name in self._workers.open if self._playing[name][group]]
+        return min(its_own or self._workers.open, key=lambda name: self._playing[name].total())
 
     def _update(self) -> None:
         """Follow a change of the pools: connect to new workers, and tell all about the others."""
         if self._closed:
             return
         pools = self._pools
-        workers = {one.name: one for one in pools.workers.members() if one.serving}
-        for name in self._calls.keys() - workers.keys():
-            self._lose(name)
-        for name in workers.keys() - self._calls.keys():
-            self._begin(workers[name])
+        self._members.refresh()
+        before, self._serving = self._serving, [one.name for one in self._members.peers]
+        self._connected.intersection_update(self._serving)
         self._find_open()
+        for name in set(before).difference(self._serving):
+            self._lose(name)
+        if self._known is not None:
+            for name in [one for one in self._serving if one not in before]:
+                self._connect(name, self._known)
         self._tell_workers()
         for pool in (pools.workers, pools.generators, pools.environments):
             if not pool.hopeful:
                 self._give_up(pool.last_death())
         if self._rounds is not None:
             self._rounds.check()  # a complete round may have waited for a generator
-        self._wake()
 
     def _find_open(self) -> None:
-        workers = self._pools.workers.members()
-        self._open = [one.name for one in workers if one.open and one.name in self._connected]
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    def _begin(self, worker: Replica) -> None:
-        assert worker.actor is not None
-        broken = partial(self._broken, worker.name)
-        self._calls[worker.name] = self._open_stream(worker.name, worker.actor.ref, broken)
-        if self._known is not None:
-            self._connect(worker.name, self._known)
+        """Let those workers play that serve and were told whom to call."""
+        members = [
+            replace(one, open=one.open and one.name in self._connected)
+            for one in self._members.peers
+        ]
+        self._workers.update(tuple(members), self._members.gone)
 
     def _broken(self, worker: str, error: BaseException) -> None:
         """Have a worker replaced whose answers can no longer be read here."""
@@ -282,10 +255,6 @@ class RolloutWorkers:
         self._pools.workers.lose(worker, reason)
 
     def _lose(self, worker: str) -> None:
-        calls = self._calls.pop(worker)
-        self._connected.discard(worker)
-        calls.lose(ActorDied(worker, self._pools.workers.reason(worker)))
-        self._tasks.start(f"closing the calls to {worker}", calls.close())
         self._tasks.start(f"ending the calls of {worker}", self._hang_up(worker))
         if self._rounds is not None:
             self._rounds.lose(worker)
@@ -293,9 +262,9 @@ class RolloutWorkers:
     async def _hang_up(self, worker: str) -> None:
         """Have the other actors drop what a worker that is gone asked of them."""
         pools = [self._pools.generators, self._pools.environments]
-        await asyncio.gather(*(_on_all(pool, "hang_up", worker) for pool in pools))
+        await asyncio.gather(*(call_serving(pool, "hang_up", worker) for pool in pools))
         if self._rounds is not None:
-            await _on_all(self._pools.generators, "close_round", self._rounds.number)
+            await call_serving(self._pools.generators, "close_round", self._rounds.number)
 
     def _tell_workers(self) -> None:
         changed = [peers.refresh() for peers in (self._generators, self._environments)]
@@ -304,7 +273,7 @@ class RolloutWorkers:
         gone = {**self._generators.gone, **self._environments.gone}
         known = Neighbours(self._generators.peers, self._environments.peers, gone)
         self._known = known
-        for worker in self._calls:
+        for worker in self._serving:
             self._connect(worker, known)
 
     def _connect(self, worker: str, known: Neighbours) -> None:
@@ -322,33 +291,25 @@ class RolloutWorkers:
                 await self._until_gone(worker, "connect", worker, self._known or known)
             except Exception as error:  # noqa: BLE001  supervision boundary: it is replaced
                 self._pools.workers.lose(worker, f"its connect failed: {cause_of(error)}")
-        if worker in self._calls and worker not in self._connected:
+        if worker in self._serving and worker not in self._connected:
             self._connected.add(worker)
             if self._rounds is not None:
                 waiting = self._hear_of_waiting(worker, self._rounds)
                 self._tasks.start(f"rounds of {worker}", waiting)
             self._find_open()
-            self._wake()
 
     async def _until_gone(self, worker: str, endpoint: str, *args: Any) -> None:
         """Call a worker; nothing is left to do where it dies of it."""
-        if (calls := self._calls.get(worker)) is None:
-            return
-        try:
-            await calls.call(endpoint, *args)
-        except ActorDied:
-            return
+        with suppress(ActorDied):
+            await self._workers.call(worker, endpoint, *args)
 
     async def _hear_of_waiting(self, worker: str, rounds: LockstepRounds) -> None:
-        while worker in self._calls:
-            try:
-                names = await self._calls[worker].call("waiting")
-            except ActorDied:
-                return
-            rounds.wait(worker, names)
+        with suppress(ActorDied):
+            while True:
+                rounds.wait(worker, await self._workers.call(worker, "waiting"))
 
     def _release(self, turn: Round) -> None:
-        for worker in self._calls:
+        for worker in self._serving:
             releasing = self._until_gone(worker, "release", turn)
             self._tasks.start(f"round {turn.number} of {worker}", releasing)
 
@@ -356,9 +317,9 @@ class RolloutWorkers:
         return [one.name for one in self._pools.generators.members() if one.open]
 
     def _give_up(self, died: ActorDied) -> None:
-        self._died = died
-        for calls in self._calls.values():
-            calls.lose(died)
+        if not self._died.done():
+            self._died.set_result(died)
+        self._workers.lose(died)
 
 
 def _open_stream(
@@ -367,7 +328,7 @@ def _open_stream(
     return CallStream("controller", worker, ref, longest_wait_s, broken)
 
 
-async def _on_all(pool: Service, endpoint: str, *args: Any) -> None:
+async def call_serving(pool: Service, endpoint: str, *args: Any) -> None:
     """Call an endpoint of each replica that serves; those that are gone have nothing to drop."""
     with suppress(ActorDied, ServiceClosed):
         await pool.fanout(endpoint, *args)

@@ -42,6 +42,7 @@ from composer_mesh.rollouts.hints import HINT_WRITER, HintReply, HintRequest
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
+from composer_mesh.services.episodes.workers import call_serving
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.replicas import PoolPeers, Replica
 from composer_mesh.services.pool.restarts import RestartRules
@@ -148,7 +149,8 @@ class MeshJudges:
         changed = self._judges.refresh()
         environments = {one.name: one for one in _serving(self.environments)}
         for name in self._told - environments.keys():
-            self._tasks.start(f"ending the questions of {name}", self._hang_up(name))
+            ending = call_serving(self.pool, "hang_up", name)
+            self._tasks.start(f"ending the questions of {name}", ending)
         to_tell = environments.keys() if changed else environments.keys() - self._told
         for name in to_tell:
             self._tasks.start(f"judges of {name}", self._tell(environments[name]))
@@ -165,21 +167,12 @@ class MeshJudges:
             reason = f"it cannot be told of the judges: {cause_of(error)}"
             self.environments.lose(environment.name, reason)
 
-    async def _hang_up(self, environment: str) -> None:
-        """Have the judge actors drop what an environment that is gone asked of them."""
-        for one in _serving(self.pool):
-            assert one.actor is not None
-            try:
-                await one.actor.call("hang_up", environment)
-            except ActorDied:
-                continue
-
 
 def _serving(pool: Service) -> list[Replica]:
     return [one for one in pool.members() if one.serving and one.actor is not None]
 
 
-ALL_AT_ONCE = 1_000_000
+UNLIMITED = 1_000_000
 """No limit: generators and environments batch and queue by themselves."""
 NOTHING: Mapping[str, str] = {}
 NO_PROXY = "NO_PROXY"
@@ -205,19 +198,17 @@ class Pools:
     async def generators(self) -> Service:
         """Start the generators, each with its own policy version."""
         count, env = self.config.generator.replicas, process_environment(self.config)
-        return await self._pool(
-            "generator", GeneratorActor, count, env, max_outstanding=ALL_AT_ONCE
-        )
+        return await self._pool("generator", GeneratorActor, count, env, max_outstanding=UNLIMITED)
 
     async def environments(self) -> Service:
         """Start the environments; an episode attempt is lost with its replica."""
         count = self.config.environment.replicas
-        return await self._pool("environment", EnvironmentActor, count, max_outstanding=ALL_AT_ONCE)
+        return await self._pool("environment", EnvironmentActor, count, max_outstanding=UNLIMITED)
 
     async def rollouts(self) -> Service:
         """Start the actors that play episodes; the attempts of one are lost with it."""
         count = rollout_workers(self.config)
-        return await self._pool("rollouts", RolloutActor, count, max_outstanding=ALL_AT_ONCE)
+        return await self._pool("rollouts", RolloutActor, count, max_outstanding=UNLIMITED)
 
     async def teachers(self) -> Service:
         """Start the interchangeable teacher-replay actors."""
@@ -234,7 +225,7 @@ class Pools:
     async def judges(self) -> Service:
         """Start the interchangeable judge actors."""
         return await self._pool(
-            "judge", JudgeActor, self.config.judges.actors, max_outstanding=ALL_AT_ONCE
+            "judge", JudgeActor, self.config.judges.actors, max_outstanding=UNLIMITED
         )
 
     async def hint_writer(self, keys: Keys) -> MeshHintWriter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from fake_host import turns
 from fake_pool import Member, Pool
@@ -60,10 +60,9 @@ async def test_an_environment_that_comes_later_is_told_and_the_others_are_not_to
 
 
 async def test_judges_drop_what_an_environment_that_is_gone_asked() -> None:
-    judge: Any = Member("judge-0")
-    environments = Pool([Member("environment-0")])
-    mesh = connected(Pool([judge]), environments)
+    judges, environments = Pool([Member("judge-0")]), Pool([Member("environment-0")])
+    mesh = connected(judges, environments)
     environments.change()
     await turns()
-    assert judge.calls == [("hang_up", "environment-0")]
+    assert judges.asked == [("hang_up", "environment-0")]
     await mesh.close()
