@@ -22,15 +22,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from composer_mesh.configs.cluster import ClusterKind, SshConfig
+from composer_mesh.configs.cluster import SshConfig
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.configs.validation import validated
+from composer_mesh.configs.validation import validated_json
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
+from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.directory.claim import is_signed, sign
 from composer_mesh.services.directory.status import (
     STATUS_FILE,
@@ -137,50 +134,14 @@ JOBS = {
 """What each kind of cluster calls a run."""
 ANY_JOB = re.compile(r"[ -~]{1,256}")
 
-Folder = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
-Program = Annotated[str, Field(pattern=r"^[^\x00-\x1f=-][^\x00-\x1f=]*$", max_length=4096)]
-Namespace = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")]
-Context = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.:/@+-]{0,252})?$")]
-Words = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=256)]
-
 
 class HandleNotOurs(RunUnavailable):
     """A `launch.json` that this account's `launch` did not write, so nothing of it is run."""
 
 
-class HandleFile(BaseModel):
-    """The fields of `launch.json`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    kind: ClusterKind
-    run: Folder
-    job: str
-    python: Program
-    folder: Folder
-    log: Folder | None
-    destination: str
-    options: Words
-    setup: Words
-    context: Context
-    namespace: Namespace
-
-    @model_validator(mode="after")
-    def _fields_fit_the_kind(self) -> HandleFile:
-        if not JOBS.get(self.kind, ANY_JOB).fullmatch(self.job):
-            raise ValueError(f"job is {self.job[:80]!r}, which is none of {self.kind}")
-        if self.destination and (why := unstorable(self.destination, self.options)):
-            raise ValueError(why)
-        return self
-
-
 def write_handle(place: Path, handle: Handle) -> None:
     """Write a handle to the run's directory atomically, signed by this account."""
-    about = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in asdict(handle).items()
-    }
-    content = (json.dumps(about, indent=1) + "\n").encode()
+    content = (json.dumps(asdict(handle), indent=1, default=str) + "\n").encode()
     write_whole(place / LAUNCH_FILE, content)
     sign(place / LAUNCH_FILE, content)
 
@@ -200,7 +161,9 @@ def read_handle(place: Path) -> Handle | None:
                 f"is run with what it says: look at the run from the account and the machine that "
                 f"launched it, or {REPAIR}"
             )
-        return _handle(parsed_json(content))
+        handle = validated_json(Handle, content)
+        _check_kind(handle)
+        return handle
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -208,12 +171,12 @@ def read_handle(place: Path) -> Handle | None:
         raise RunUnavailable(f"{file} says no more where the run is ({why}): {REPAIR}") from None
 
 
-def _handle(about: Any) -> Handle:
-    checked = validated(HandleFile, about)
-    values: dict[str, Any] = checked.model_dump()
-    values |= {name: Path(values[name]) for name in ("run", "folder")}
-    values |= {name: tuple(values[name]) for name in ("options", "setup")}
-    return Handle(**values | {"log": None if checked.log is None else Path(checked.log)})
+def _check_kind(handle: Handle) -> None:
+    """Raise ValueError for a field that `launch` writes of no run of this kind."""
+    if not JOBS.get(handle.kind, ANY_JOB).fullmatch(handle.job):
+        raise ValueError(f"job is {handle.job[:80]!r}, which is none of {handle.kind}")
+    if handle.destination and (why := unstorable(handle.destination, handle.options)):
+        raise ValueError(why)
 
 
 def called(run: Path) -> Path:

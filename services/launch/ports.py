@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.cluster import ClusterKind
@@ -59,6 +61,21 @@ class Plan:
     secret: frozenset[Path] = frozenset()
 
 
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute() or "\0" in str(path) or len(str(path)) > LONGEST_WORD:
+        raise ValueError("it is no absolute path")
+    return path
+
+
+LONGEST_WORD = 4096
+Folder = Annotated[Path, AfterValidator(_absolute)]
+Program = Annotated[str, Field(pattern=r"^[^\x00-\x1f=-][^\x00-\x1f=]*$", max_length=LONGEST_WORD)]
+Namespace = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")]
+Context = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.:/@+-]{0,252})?$")]
+Word = Annotated[str, Field(max_length=LONGEST_WORD)]
+Words = Annotated[tuple[Word, ...], Field(max_length=256)]
+
+
 @dataclass(frozen=True)
 class Handle:
     """A launched run's identity; stored as `launch.json` in the run's directory.
@@ -67,19 +84,22 @@ class Handle:
     process, a job, an object. It holds no command: each launcher builds those of its kind, from
     `destination` and `options` of ssh, `setup` of Slurm, or `context` and `namespace` of kubectl;
     they are empty for other kinds, and `destination` is empty if the controller is on this machine.
+    The fields are checked where the file is read.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
     kind: ClusterKind
-    run: Path
+    run: Folder
     job: str
-    python: str
-    folder: Path
-    log: Path | None = None
+    python: Program
+    folder: Folder
+    log: Folder | None = None
     destination: str = ""
-    options: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    context: str = ""
-    namespace: str = ""
+    options: Words = ()
+    setup: Words = ()
+    context: Context = ""
+    namespace: Namespace = ""
 
 
 class OnlyTheController:
@@ -97,35 +117,27 @@ class Launcher(Protocol):
 
     def plan(self, order: Order) -> Plan:
         """Return what would be done; changes and queries nothing outside this process."""
-        ...
 
     def submit(self, order: Order, plan: Plan) -> Handle:
         """Submit the run. Waits until the cluster has accepted it, not until it runs."""
-        ...
 
     def reach(self, handle: Handle) -> tuple[str, ...]:
         """Return the prefix of a command on the controller's host; empty if that is this one."""
-        ...
 
     def state(self, handle: Handle) -> tuple[State, str]:
         """Return the run's current state, and the cluster's name for it."""
-        ...
 
     def follow(self, handle: Handle) -> Iterator[str]:
         """Yield the controller's output lines as they are written, until the run has ended."""
-        ...
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         """End the run and all that it started, after `grace_s` for a checkpoint."""
-        ...
 
     def stopping(self, handle: Handle) -> None:
         """Prepare for a stop that is requested from the controller directly."""
-        ...
 
     def stopped(self, handle: Handle) -> None:
         """Release what is left after a controller that was requested to stop has ended."""
-        ...
 
 
 def launcher_of(kind: str) -> Launcher:

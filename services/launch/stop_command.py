@@ -42,7 +42,6 @@ def join_command(run: Path, address: str) -> int:
     return 0
 
 
-FAILED = 1
 POLL_S = 0.1
 
 
