@@ -69,14 +69,16 @@ class OpenFolder:
         """Open a file for appending, unbuffered; it is created if it is missing."""
         return FileIO(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
-    def write_whole(self, name: str, content: bytes, *, synced: bool = True) -> None:
-        """Replace a file atomically; if `synced`, it is on disk on return."""
+    def write_whole(
+        self, name: str, content: bytes, *, synced: bool = True, mode: int = 0o666
+    ) -> None:
+        """Replace a file atomically, with at most these rights; if `synced`, it is then on disk."""
         path = PurePosixPath(name)
         draft = str(path.with_name(f".{path.name}.{os.getpid()}"))
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with self._inside(name, make=True) as (folder, file):
             try:
-                with FileIO(self.open(draft, flags), "wb") as written:
+                with FileIO(self.open(draft, flags, mode), "wb") as written:
                     left = memoryview(content)
                     while left:
                         left = left[written.write(left) :]
@@ -152,7 +154,10 @@ def link_refused(path: Path) -> UnusableFile:
     return UnusableFile(errno.ELOOP, said, str(path))
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file atomically, also where it is a link; it is on disk on return."""
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace a file atomically, also where it is a link; it is on disk on return.
+
+    Nobody has rights beyond `mode` from its creation on.
+    """
     with OpenFolder(path.parent) as folder:
-        folder.write_whole(path.name, content)
+        folder.write_whole(path.name, content, mode=mode)

@@ -6,7 +6,6 @@ worker is reachable.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from composer_mesh.mesh.open_folder import write_whole
+
 Key: TypeAlias = ec.EllipticCurvePrivateKey
+
+PRIVATE = 0o600
+"""Mode of a file that only its owner can read."""
 
 CA, CA_KEY = "ca.pem", "ca.key"
 CERT, KEY = "host.pem", "host.key"
@@ -68,8 +72,8 @@ def tls_environment(authority: Path, own: Path, hosts: Sequence[str]) -> dict[st
     key = ec.generate_private_key(ec.SECP256R1())
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     own.chmod(0o700)
-    write_private(own / KEY, _key_text(key))
-    write_private(own / CERT, _text(_certificate(key, hosts, ca, ca_key)))
+    write_whole(own / KEY, _key_text(key), PRIVATE)
+    write_whole(own / CERT, _text(_certificate(key, hosts, ca, ca_key)), PRIVATE)
     return {
         "HYPERACTOR_TLS_CERT": str(own / CERT),
         "HYPERACTOR_TLS_KEY": str(own / KEY),
@@ -82,7 +86,7 @@ def _make(folder: Path) -> None:
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         for name, data in new_authority().items():
-            write_private(made / name, data)
+            write_whole(made / name, data, PRIVATE)
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -209,13 +213,3 @@ def _key_text(key: Key) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read from its creation on, replacing it atomically."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(handle)
-    Path(name).replace(path)

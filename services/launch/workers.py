@@ -26,7 +26,7 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.hosts import address as addresses
-from composer_mesh.mesh.hosts.certificates import write_private
+from composer_mesh.mesh.hosts.certificates import PRIVATE
 from composer_mesh.mesh.hosts.roster import ROSTER
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.services.checks.keys import all_key_variables
@@ -99,10 +99,7 @@ def write_files(plan: Plan) -> None:
     """Write a plan's files, each atomically; secret ones are readable by their owner only."""
     for path, text in plan.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path in plan.secret:
-            write_private(path, text.encode())
-        else:
-            write_whole(path, text.encode())
+        write_whole(path, text.encode(), PRIVATE if path in plan.secret else 0o666)
 
 
 def renamed_log(log: Path) -> None:
