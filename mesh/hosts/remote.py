@@ -17,7 +17,6 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh, attach_to_workers
 
-from composer_mesh.configs.hub import HubId
 from composer_mesh.mesh.actor import monarch_name
 from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK, python_module, without_noise
 from composer_mesh.mesh.failures import cause_of
@@ -27,7 +26,6 @@ from composer_mesh.mesh.hosts.host import end_client_at_exit, is_lost, unless_lo
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.process_resources import ADDRESS, FOLDER
 from composer_mesh.mesh.processes import BOOTSTRAP
-from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawned import until_ready
 from composer_mesh.mesh.supervision import HostLost, MeshError, ProcessLate, call
 from composer_mesh.mesh.waiting import BackgroundTasks
@@ -47,11 +45,8 @@ AGAIN_S = 1.0
 LOOK_S = 5.0
 """How long one request to the agent waits for a process exit."""
 ANSWER_S = 30.0
-DOWNLOAD_S = 86_400.0
-"""Longest download of a model, which ends by itself where nothing arrives."""
 IMPORT_S = 120.0
 """Longest time until a fork server has imported its modules."""
-STACKS_S = 90.0
 
 
 LIKE_HERE = ("PYTHONPATH", IMPORT_PATHS, UMASK, LOGS)
@@ -123,12 +118,12 @@ class RemoteHost:
         except RuntimeError as error:
             raise MeshError(str(error).partition("\n\n")[0]) from error
         self._agent = await self._start_agent(self._mesh)
-        self.about = await self._ask("about")
+        self.about = await self.ask("about")
         if found := differences(self.name, versions(), self.about.versions):
             raise HostRefused(
                 f"{'; '.join(found)}: install the same on all hosts, with the same composer-mesh"
             )
-        await self._ask("beat", 1, 0)
+        await self.ask("beat", 1, 0)
 
     async def _start_agent(self, mesh: HostMesh) -> Any:
         """Start the agent's process until it is ready.
@@ -152,23 +147,8 @@ class RemoteHost:
         await self._beating.close()
         if self._agent is not None and self.lost is not None and not self.lost.done():
             with contextlib.suppress(MeshError):  # its lease expires then
-                await self._ask("give_back", deadline_s=deadline_s)
+                await self.ask("give_back", deadline_s=deadline_s)
         self.lose("it was given back")
-
-    async def sees(self, path: os.PathLike[str]) -> str | None:
-        """Return the first line of a file on this host; None if it has no such file."""
-        found: str | None = await self._ask("sees", path)
-        return found
-
-    async def has_folder(self, path: os.PathLike[str]) -> bool:
-        """Whether the host has a folder."""
-        found: bool = await self._ask("has_folder", path)
-        return found
-
-    async def fetch_model(self, named: HubId, key: str, cache: Path) -> str:
-        """Let the host download a model; return why it cannot. Waits, for hours if need be."""
-        failed: str = await self._ask("fetch_model", named, key, cache, deadline_s=DOWNLOAD_S)
-        return failed
 
     async def command(
         self, name: str, token: str, env: Mapping[str, str], preload: Sequence[str]
@@ -176,7 +156,7 @@ class RemoteHost:
         words = [name, token, str(self.known.server)]
         python, *arguments = python_module(BOOTSTRAP, *words, python=self.known.python)
         env = {**self._places(), **env}
-        forked = await self._ask("fork_server", env, tuple(preload), deadline_s=IMPORT_S)
+        forked = await self.ask("fork_server", env, tuple(preload), deadline_s=IMPORT_S)
         return BootstrapCommand(python, None, arguments, {**env, **forked})
 
     def _places(self) -> dict[str, str]:
@@ -191,7 +171,7 @@ class RemoteHost:
         """Wait in short requests, so that a lost answer blocks only briefly."""
         while True:
             try:
-                words: str | None = await self._ask("ended", pid, LOOK_S)
+                words: str | None = await self.ask("ended", pid, LOOK_S)
             except MeshError:
                 words = None
                 await asyncio.sleep(AGAIN_S)
@@ -202,7 +182,7 @@ class RemoteHost:
 
     async def wait_gone(self, pid: int, deadline_s: float) -> bool:
         try:
-            return await self._ask("ended", pid, deadline_s) is not None
+            return await self.ask("ended", pid, deadline_s) is not None
         except MeshError:  # no agent answers: its lease ends the process
             return False
 
@@ -213,21 +193,16 @@ class RemoteHost:
         """
         while not is_lost(self):
             try:
-                await self._ask("kill", list(pids))
+                await self.ask("kill", list(pids))
                 return
             except MeshError:
                 await asyncio.sleep(AGAIN_S)
 
     async def started_processes(self, *marks: str) -> list[int]:
         try:
-            found: list[int] = await self._ask("started_processes", list(marks))
+            found: list[int] = await self.ask("started_processes", list(marks))
         except MeshError:
             return []
-        return found
-
-    async def stacks(self, pids: Sequence[int], native: bool) -> list[StackDump]:
-        """Return the Python stacks of processes there, or why there are none, in order."""
-        found: list[StackDump] = await self._ask("stacks", list(pids), native, deadline_s=STACKS_S)
         return found
 
     async def _beat(self) -> None:
@@ -240,7 +215,7 @@ class RemoteHost:
         while silent < BEATS * MARGIN:
             began, number = loop.time(), number + 1
             try:
-                await self._ask("beat", number, heard, deadline_s=every_s * ASKED)
+                await self.ask("beat", number, heard, deadline_s=every_s * ASKED)
                 silent, refused, heard = 0, 0, number
             except MeshError:
                 gone = await self._listens(every_s * (1 - ASKED)) is False
@@ -279,7 +254,8 @@ class RemoteHost:
         if self.lost is not None and not self.lost.done():
             self.lost.set_result(f"its host {self.name} is lost: {reason}")
 
-    async def _ask(self, endpoint: str, *args: Any, deadline_s: float = ANSWER_S) -> Any:
+    async def ask(self, endpoint: str, *args: Any, deadline_s: float = ANSWER_S) -> Any:
+        """Call an endpoint of the host's agent. Waits for its answer; raises `MeshError`."""
         if self._agent is None:
             raise HostLost(self.name, "it is not attached")
         reply = getattr(self._agent, endpoint).call_one(*args)

@@ -43,6 +43,9 @@ LOOPBACK = "127.0.0.1"
 """Address of the run's admin server, which uses the same certificate."""
 LOOK_S = 1.0
 GIVE_BACK_S = 5.0
+STACKS_S = 90.0
+DOWNLOAD_S = 86_400.0
+"""Longest download of a model, which ends by itself where nothing arrives."""
 JOIN_S = 60.0
 """Longest wait for a worker that joins a running run."""
 
@@ -144,7 +147,9 @@ class RunHosts:
         if host not in self._attached:
             known = ", ".join(self._attached) or "none besides this machine"
             raise ControlRefused(f"{host!r} is no host of this run, which has {known}")
-        return await self._attached[host].stacks(pids, native)
+        agent = self._attached[host]
+        found: list[StackDump] = await agent.ask("stacks", list(pids), native, deadline_s=STACKS_S)
+        return found
 
     async def give_back(self) -> None:
         """End the workers. Call it when no process of the run is left on them."""
@@ -272,7 +277,7 @@ class RunHosts:
         probe, word = self.root / f".probe-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
         probe.write_text(word)
         try:
-            seen = await host.sees(probe.absolute())
+            seen = await host.ask("sees", probe.absolute())
         finally:
             with suppress(OSError):
                 probe.unlink()
@@ -281,7 +286,7 @@ class RunHosts:
                 f"{host.name} does not see {probe.parent.absolute()}, which must be on a file "
                 "system that all hosts share, under the same path: choose another --output"
             )
-        if not await host.has_folder(Path.cwd()):
+        if not await host.ask("has_folder", Path.cwd()):
             raise HostRefused(
                 f"{host.name} has no folder {Path.cwd()}, from which the run was started: start it "
                 "from one that all hosts share"
@@ -289,7 +294,8 @@ class RunHosts:
         for key, section, named in ids_in(self.config):
             if isinstance(section, ModelSource) and not named.part:
                 cache = cache_of(section.folder_of(named.repo))
-                if failed := await host.fetch_model(named, key, cache):
+                wanted = (named, key, cache)
+                if failed := await host.ask("fetch_model", *wanted, deadline_s=DOWNLOAD_S):
                     raise HostRefused(f"{host.name}: {failed}")
 
 

@@ -46,7 +46,7 @@ async def host() -> RemoteHost:
 
 
 async def test_a_question_ends_when_the_host_is_lost(host: RemoteHost) -> None:
-    asking = asyncio.create_task(host._ask("about"))
+    asking = asyncio.create_task(host.ask("about"))
     assert await host._agent.heard.get() == "about"
     host.lose("it was switched off")
     with pytest.raises(HostLost, match="it was switched off"):

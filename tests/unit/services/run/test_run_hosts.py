@@ -50,6 +50,9 @@ class FakeRemote:
         if self.late:
             self.note_late(ProcessLate(f"{self.name}-agent", self.name, "30s", 1))
 
+    async def ask(self, endpoint: str, *args: Any, **_: Any) -> Any:
+        return await getattr(self, endpoint)(*args)
+
     async def sees(self, path: Path) -> str | None:
         return None if self.blind else await asyncio.to_thread(path.read_text)
 
