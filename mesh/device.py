@@ -24,9 +24,6 @@ EXPANDABLE = "expandable_segments:True"
 class NoGpuHere(Exception):
     """A process was assigned GPUs but torch finds none: the GPUs' numbers on the host."""
 
-    def __init__(self, gpus: list[int]) -> None:
-        super().__init__(gpus)
-
     def __str__(self) -> str:
         return (
             f"the placement gives this process GPU {', '.join(map(str, self.args[0]))} of its "

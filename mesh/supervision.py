@@ -50,18 +50,19 @@ class Recorder(Protocol):
 
 
 class MeshError(RuntimeError):
-    """Base of errors between processes; positional arguments, so that they can be pickled."""
+    """Base of errors between processes; positional arguments, so that they can be pickled.
+
+    A subclass that is a dataclass has them as its fields.
+    """
 
 
+@dataclass(eq=False, repr=False)
 class ActorDied(Worded, MeshError):
     """An actor, or its process, is gone."""
 
     message = "{0} died: {1}"
-
-    def __init__(self, actor: str, reason: str) -> None:
-        super().__init__(actor, reason)
-        self.actor = actor
-        self.reason = reason
+    actor: str
+    reason: str
 
 
 class DeadlineExceeded(MeshError):
@@ -96,18 +97,17 @@ class HostLost(Worded, MeshError):
     message = "host {0} cannot be used: {1}"
 
 
+@dataclass(eq=False, repr=False)
 class ProcessLate(MeshError):
     """The process of an actor was not ready within Monarch's limit, which cannot be raised.
 
     `limit` is Monarch's text of it, `starts` how often the process was started.
     """
 
-    def __init__(self, actor: str, host: str, limit: str, starts: int) -> None:
-        super().__init__(actor, host, limit, starts)
-        self.actor = actor
-        self.host = host
-        self.limit = limit
-        self.starts = starts
+    actor: str
+    host: str
+    limit: str
+    starts: int
 
     @property
     def why_repeated(self) -> str:
@@ -123,6 +123,7 @@ class ProcessLate(MeshError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class SessionLost(Worded, MeshError):
     """A session's state was lost with its actor, `in_call` where it died under one of its calls."""
 
@@ -130,23 +131,19 @@ class SessionLost(Worded, MeshError):
         "session {0!r} was lost with {1}: {2}: begin it again in a new session, or open it with "
         "movable=True"
     )
-
-    def __init__(self, session: str, replica: str, reason: str, in_call: bool = False) -> None:
-        super().__init__(session, replica, reason, in_call)
-        self.session = session
-        self.replica = replica
-        self.reason = reason
-        self.in_call = in_call
+    session: str
+    replica: str
+    reason: str
+    in_call: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class RemoteError(MeshError):
     """An endpoint failed; holds the text of its traceback."""
 
-    def __init__(self, actor: str, endpoint: str, text: str) -> None:
-        super().__init__(actor, endpoint, text)
-        self.actor = actor
-        self.endpoint = endpoint
-        self.text = text
+    actor: str
+    endpoint: str
+    text: str
 
     def __str__(self) -> str:
         return f"{self.actor}.{self.endpoint} failed:\n{self.text.rstrip()}"

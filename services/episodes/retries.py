@@ -23,6 +23,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
 from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
@@ -76,20 +77,13 @@ LONGEST_TRACEBACK = 8_000
 T = TypeVar("T")
 
 
-class RolloutsFail(MeshError):
-    """Too few rollouts succeed to continue the run."""
+class RolloutsFail(Worded, MeshError):
+    """Too few rollouts succeed to continue the run: what was found, and the last failure."""
 
-    def __init__(self, what: str, last: str) -> None:
-        super().__init__(what, last)
-        self.what = what
-        self.last = last
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what}; the last failure was {self.last}: mend what failed "
-            "(poisoned.jsonl in the run directory has the episodes that were set aside), or raise "
-            "supervision.rollout_retries"
-        )
+    message = (
+        "{0}; the last failure was {1}: mend what failed (poisoned.jsonl in the run directory has "
+        "the episodes that were set aside), or raise supervision.rollout_retries"
+    )
 
 
 class Retries:

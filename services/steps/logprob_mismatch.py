@@ -71,10 +71,10 @@ REPAIR = (
 
 
 class LogprobMismatchTooLarge(MeshError):
-    """Log-probs of trainer and generators differ too much for the same tokens."""
+    """Log-probs of trainer and generators differ too much for the same tokens.
 
-    def __init__(self, step: int, what: str, value: float, key: str, bound: float) -> None:
-        super().__init__(step, what, value, key, bound)
+    Its arguments are the step, what differs, the value in nats, and the key and value of the bound.
+    """
 
     def __str__(self) -> str:
         step, what, value, key, bound = self.args
