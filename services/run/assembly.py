@@ -8,11 +8,11 @@ What a run says of an error that no part of it has worded.
 import asyncio
 import errno
 import os
+import secrets
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.plugins import PluginFailed
+from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
+from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import START_DEADLINE_S, MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
@@ -51,7 +53,6 @@ from composer_mesh.services.inspection.census import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.run.hosts import RunHosts
-from composer_mesh.services.run.island_member import with_member
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.preload import PRELOAD
@@ -69,6 +70,32 @@ from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerant
 from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import fewer_episodes, heldout_indices, make_task
 from composer_mesh.tasks.task import Task
+
+MEMBER_FILE = ".island"
+DIGITS = 16
+
+
+def with_member(config: Config, root: Path) -> Config:
+    """Return an island's config with the identity of its directory, which is made at first.
+
+    A run that is no island is returned unchanged. Raises RunDirectoryError for an unreadable file.
+    """
+    if not config.islands.on:
+        return config
+    file = root / MEMBER_FILE
+    try:
+        member = read_regular(file, 2 * DIGITS).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        member = secrets.token_hex(DIGITS // 2)
+        write_whole(file, f"{member}\n".encode())
+    if len(member) != DIGITS or set(member) - set("0123456789abcdef"):
+        raise RunDirectoryError(
+            f"{file} holds {member[:40]!r} but must hold {DIGITS} hexadecimal digits: put it back "
+            "from a copy, or remove it, and the run goes on from the newest common weights"
+        )
+    islands = config.islands.model_copy(update={"member": member})
+    return config.model_copy(update={"islands": islands})
+
 
 OF_DISKS = frozenset(
     (errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
@@ -257,27 +284,20 @@ class Run:
     ) -> None:
         self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
         supervisor.failure.add_done_callback(lambda _: self.stopping.take_down())
+        # Ends the run at once if its directory is lost, where writes would succeed in vain.
+        watching = BackgroundTasks(lambda _task, error: supervisor.fail(error))
         try:
             if self.resumed is not None:
-                await self._look_back(self.resumed)
+                await self._load_past(self.resumed)
             await self._trackers.start(self.store.reading.metrics)
-            async with self._directory_watched(supervisor):
-                await supervisor.guard(self._run_on(host, config, weights))
+            watching.start("directory", self.store.until_lost())
+            await supervisor.guard(self._run_on(host, config, weights))
         finally:
             self.stopping.take_down()
             self.view.phase("stopping actors")
-
-    @asynccontextmanager
-    async def _directory_watched(self, supervisor: Supervisor) -> AsyncIterator[None]:
-        """End the run at once if its directory is lost, where writes would succeed in vain."""
-        watching = BackgroundTasks(lambda _task, error: supervisor.fail(error))
-        watching.start("directory", self.store.until_lost())
-        try:
-            yield
-        finally:
             await watching.close()
 
-    async def _look_back(self, changes: Sequence[Change]) -> None:
+    async def _load_past(self, changes: Sequence[Change]) -> None:
         """Load the resume state; record what it resumes from and the config changes."""
         for change in changes:
             self.event("config_changed", "", str(change))

@@ -4,25 +4,61 @@ A sample with advantage 0 is left out where nothing but its policy loss, which i
 forward. Pure; the order of everything in a batch depends only on its groups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from operator import attrgetter
 
 from composer_mesh.channels.policy.samples import policy_sample, without_zero_advantages
+from composer_mesh.channels.port import make_channel, samples_of
 from composer_mesh.channels.replay.samples import pair_samples
 from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
 from composer_mesh.configs.schema import Config
+from composer_mesh.losses.custom_function import CustomFunctionError
+from composer_mesh.mesh.waiting import in_background
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import ChannelSample, PolicySample, Skipped, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
-from composer_mesh.services.steps.channel_samples import ChannelSamples
 from composer_mesh.services.steps.hint_writing import WordedHints, templates_of
 from composer_mesh.tasks.task import Task
+
+
+class ChannelSamples:
+    """The channels that the config names and that are on."""
+
+    def __init__(self, config: Config, chat: ChatFormat) -> None:
+        """Import them; raises `CustomFunctionError`."""
+        self._limit_s = config.supervision.custom_function_s
+        self._channels = {
+            name: (make_channel(name, section), section.import_path)
+            for name, section in config.channels.items()
+            if section.on
+        }
+        for channel, _ in self._channels.values():
+            channel.chat = chat
+
+    def of(self, traces: Sequence[Trace]) -> Mapping[str, Sequence[ChannelSample]]:
+        """Return the samples of some trajectories by channel. Waits for each channel.
+
+        Raises `CustomFunctionError`, also for a channel that takes too long.
+        """
+        found = {}
+        for name, (channel, path) in self._channels.items():
+            working = in_background(partial(samples_of, channel, path, traces))
+            try:
+                found[name] = working.result(self._limit_s)
+            except TimeoutError:
+                raise CustomFunctionError(
+                    path,
+                    "samples",
+                    f"it did not return within {self._limit_s:g} s: look for a loop without end "
+                    "in it, or raise supervision.custom_function_s",
+                ) from None
+        return found
 
 
 @dataclass(frozen=True)

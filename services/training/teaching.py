@@ -15,28 +15,158 @@ If a slot's budget is spent the others continue; without any teacher, the run en
 """
 
 import asyncio
-import contextlib
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
+from composer_mesh.actors.teacher_outputs.messages import TeacherOutputHandle
+from composer_mesh.actors.teacher_outputs.sources import asks_the_student
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied, Recorder, RemoteError
-from composer_mesh.mesh.waiting import together
+from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.mesh.weights.manifest import WeightsHandle
+from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.rollouts.step_plan import RankPlan
+from composer_mesh.rollouts.step_plan import RankPlan, split_views
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
 from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
-from composer_mesh.services.training.teacher_output_requests import Request, StepWork, requests_for
+
+ASKED = 2
+"""Requests queued at a teacher, so that it continues without waiting for the controller."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One teacher's part of one microbatch of one share: that of a trainer rank, or a context."""
+
+    share: int
+    microbatch: int
+    part: int
+    views: list[HintedView]
+
+
+class StepWork:
+    """Transfers the teacher outputs of one step from teachers to ranks."""
+
+    def __init__(
+        self, config: Config, step: int, ranks: Sequence[SpawnedActor], deadline_s: float
+    ) -> None:
+        self._asks_student = asks_the_student(config.sdpo)
+        self._has_own_head = config.sdpo.has_own_head(config.trainer.updates)
+        self._step, self._ranks, self._deadline_s = step, ranks, deadline_s
+        self._context = config.trainer.context_parallel
+
+    async def bring_head(self, teacher: SpawnedActor) -> None:
+        """Transfer the teachers' own output head to the ranks, if they have one."""
+        if not self._has_own_head:
+            return
+        head = await teacher.call("head", deadline_s=self._deadline_s)
+        await asyncio.gather(
+            *(rank.call("take_head", head, deadline_s=self._deadline_s) for rank in self._ranks)
+        )
+
+    async def run(self, teacher: SpawnedActor, left: list[Request]) -> None:
+        """Serve requests in order, removing each from `left` once it is delivered.
+
+        Two requests are queued at the teacher, so that it computes while the output before is
+        delivered.
+        """
+        todo, asked = list(left), deque[asyncio.Task[TeacherOutputHandle]]()
+        delivering: list[asyncio.Task[None]] = []
+        try:
+            for place, request in enumerate(todo):
+                for following in todo[place + len(asked) : place + ASKED]:
+                    asked.append(asyncio.create_task(self._teacher_output(teacher, following)))
+                handle = await asked.popleft()
+                await asyncio.gather(*delivering)
+                delivering = [asyncio.create_task(self._deliver(teacher, request, handle, left))]
+            await asyncio.gather(*delivering)
+        finally:
+            await cancel_and_wait([*asked, *delivering])
+
+    async def lose(self, rank: SpawnedActor, reason: str) -> None:
+        """Notify a rank that no more teacher outputs of this step will arrive."""
+        await rank.call("lose_teacher_outputs", self._step, reason, deadline_s=self._deadline_s)
+
+    def _ranks_of(self, request: Request) -> Sequence[SpawnedActor]:
+        """Return the ranks that compute a share: of a context all get the same output."""
+        first = request.share * self._context
+        return self._ranks[first : first + self._context]
+
+    async def _teacher_output(self, teacher: SpawnedActor, request: Request) -> TeacherOutputHandle:
+        choice: Any = None
+        if self._asks_student:
+            choice = await self._ranks_of(request)[0].call(
+                "student_choice",
+                self._step,
+                request.microbatch,
+                request.part,
+                deadline_s=self._deadline_s,
+            )
+        handle: TeacherOutputHandle = await teacher.call(
+            "teacher_output", self._step, request.views, choice, deadline_s=self._deadline_s
+        )
+        return handle
+
+    async def _deliver(
+        self,
+        teacher: SpawnedActor,
+        request: Request,
+        handle: TeacherOutputHandle,
+        left: list[Request],
+    ) -> None:
+        try:
+            await asyncio.gather(
+                *(
+                    rank.call(
+                        "take_teacher_output",
+                        self._step,
+                        request.microbatch,
+                        request.part,
+                        handle,
+                        deadline_s=self._deadline_s,
+                    )
+                    for rank in self._ranks_of(request)
+                )
+            )
+            left.remove(request)
+        finally:
+            if teacher.alive:
+                with suppress(ActorDied):
+                    await teacher.call("release", handle.ticket, deadline_s=self._deadline_s)
+
+
+def requests_for(
+    teacher: int, batch: StepBatch, plans: Sequence[RankPlan], teachers: int
+) -> list[Request]:
+    """Return one teacher's share of a step, in the order in which the ranks need it.
+
+    The order is by microbatch, as ranks of a sharded model wait for each other in each of them.
+    Parts rotate, so that microbatches with fewer views than there are teachers leave no teacher
+    idle.
+    """
+    found: list[tuple[int, Request]] = []
+    for share, plan in enumerate(plans):
+        wanted = [(i, m) for i, m in enumerate(plan.microbatches) if m.views]
+        for turn, (index, microbatch) in enumerate(wanted):
+            views = [batch.views[place] for place in microbatch.views]
+            part = (teacher + turn + share) % teachers
+            run = split_views(views, teachers)[part]
+            if len(run):
+                found.append((index, Request(share, index, part, views[run.start : run.stop])))
+    return [request for _, request in sorted(found, key=lambda one: (one[0], one[1].share))]
+
 
 NAME = "sdpo_teacher"
 
@@ -265,7 +395,7 @@ class SdpoTeachers:
         return True
 
     async def _forget(self, teacher: Replica) -> None:
-        with contextlib.suppress(ActorDied):  # it is replaced
+        with suppress(ActorDied):  # it is replaced
             await self._call(teacher, Call("forget"))
 
     async def _call(self, teacher: Replica, call: Call) -> Any:
@@ -297,5 +427,5 @@ class SdpoTeachers:
             state = await donor.call("state", deadline_s=self._deadline_s)
             await self._call(teacher, Call("adopt", (state,)))
         finally:
-            with contextlib.suppress(ActorDied):  # its memory is freed with it
+            with suppress(ActorDied):  # its memory is freed with it
                 await donor.call("release_state", deadline_s=self._deadline_s)

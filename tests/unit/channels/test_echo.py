@@ -17,7 +17,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import Message, Trace, Turn
-from composer_mesh.services.steps.channel_samples import ChannelSamples
+from composer_mesh.services.steps.batcher import ChannelSamples
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -16,7 +16,7 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, plan_step
 from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.training.step import MeshTraining, joined
-from composer_mesh.services.training.teacher_output_requests import requests_for
+from composer_mesh.services.training.teaching import requests_for
 
 
 def plans(one: StepBatch, ranks: int = 1) -> list[RankPlan]:
