@@ -57,11 +57,9 @@ class Tables(Protocol):
     @property
     def columns(self) -> Mapping[str, Sequence[str]]:
         """Names of the columns of each table."""
-        ...
 
     def rows(self, table: str, at_most: int) -> Iterable[Sequence[Any]]:
         """Return rows of a table, at most so many."""
-        ...
 
 
 @dataclass(frozen=True)

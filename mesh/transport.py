@@ -58,7 +58,6 @@ class SendBuffer:
             raise ValueError(f"capacity_bytes is {capacity_bytes}, but must be at least 1")
         self.bytes = torch.zeros(capacity_bytes, dtype=torch.uint8)
         self._registered: dict[int, RDMABuffer] = {}
-        self._handle: BufferHandle | None = None
         self._lock = asyncio.Lock()
 
     @property
@@ -74,14 +73,7 @@ class SendBuffer:
                 await self._grow(tensor.nbytes)
             await in_thread(self.bytes[: tensor.nbytes].copy_, _flat_bytes(tensor))
             buffer = await self._region(tensor.nbytes) if tensor.nbytes else None
-            self._handle = BufferHandle(buffer, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
-        return self._handle
-
-    def handle(self) -> BufferHandle:
-        """Return the handle of the last write."""
-        if self._handle is None:
-            raise TransportError("the buffer was never written: call write() before handle()")
-        return self._handle
+        return BufferHandle(buffer, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
 
     async def whole(self) -> BufferHandle:
         """Return a handle of the complete memory, for an owner that fills `bytes` itself."""
@@ -99,7 +91,6 @@ class SendBuffer:
         """Drop the registrations. Handles that are still held can no longer be read."""
         async with self._lock:
             await self._drop_all()
-            self._handle = None
 
     async def _grow(self, nbytes: int) -> None:
         await self._drop_all()

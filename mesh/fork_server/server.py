@@ -41,7 +41,6 @@ from composer_mesh.mesh.processes import BOOTSTRAP, exit_in_words
 from composer_mesh.mesh.tcp_peer import is_own_user
 
 REQUEST_S = 10.0
-ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 BAD_FORK = "CUDA was initialized before the fork"
 NOT_BEFORE_A_FORK = "monarch"
 

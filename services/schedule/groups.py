@@ -19,6 +19,7 @@ from typing import Any
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.curriculum import EpisodeOrder, InOrder
 from composer_mesh.rollouts.episode import Sampling
@@ -216,10 +217,4 @@ async def first_to_finish(tasks: list[Sampled], count: int) -> tuple[list[Trace]
     finally:
         for task in tasks:
             task.cancel()
-            task.add_done_callback(_retrieve)
-
-
-def _retrieve(task: Sampled) -> None:
-    """Retrieve the error of an unused sample, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()
+            task.add_done_callback(heard)

@@ -50,16 +50,8 @@ class ReplayOutcome:
         return self.outcomes[Outcome.STUDENT_AGREES] / decided if decided else None
 
     def __iadd__(self, other: "ReplayOutcome") -> "ReplayOutcome":
-        self.pairs += other.pairs
-        self.states += other.states
-        self.skipped += other.skipped
-        self.saved += other.saved
-        self.answers += other.answers
-        self.cached += other.cached
-        self.usd += other.usd
-        self.outcomes += other.outcomes
-        self.failures += other.failures
-        self.dropped += other.dropped
+        for name in ("pairs", *COUNTS, *COUNTERS):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
 
