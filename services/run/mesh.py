@@ -112,7 +112,7 @@ class RunMesh:
         samples, trains, whole = half != "training", half != "sampling", half == "both"
         own_teachers = trains and config.sdpo.has_own_actors
         judged = samples and config.judges.on
-        _, sampled, replay, reference, _, experts, hints, asked = await together(
+        _, sampled, replay, reference, _, experts, hints, judge_pool = await together(
             _if(trains or config.policy.path is None, trainers.start),
             _if(samples, start.sampling),
             _if(whole and config.replay.on, start.teachers),
@@ -122,14 +122,25 @@ class RunMesh:
             _if(whole and config.asks_for_hints, start.hint_writer, words),
             _if(judged, start.judges),
         )
-        own = teachers if own_teachers else None
-        ring = (trainers, None if sampled is None else tuple(sampled))
         judges: MeshJudges | None = None
-        if asked is not None:
+        if judge_pool is not None:
             own_keys = keys_of(config, "judge", keys, token)
-            judges = MeshJudges(asked, sampled[1], config, own_keys, record)
-        rest: tuple[Any, ...] = (own, replay, reference, experts, hints, judges, keys, token)
-        return cls(config, host, half, *ring, *rest)
+            judges = MeshJudges(judge_pool, sampled[1], config, own_keys, record)
+        return cls(
+            config=config,
+            host=host,
+            half=half,
+            trainers=trainers,
+            sampling=None if sampled is None else tuple(sampled),
+            teachers=teachers if own_teachers else None,
+            replay=replay,
+            reference=reference,
+            experts=experts,
+            hints=hints,
+            judges=judges,
+            keys=keys,
+            token=token,
+        )
 
     async def prepare(self) -> Path:
         """Return the folder of the initial policy. Waits for a warm start if none is cached.

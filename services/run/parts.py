@@ -145,8 +145,17 @@ class RunParts:
         follow = RestoredTeachers(lambda: ranks.all, teachers, deadline) if teachers else None
         keep = self.store.add_divergences
         step = MeshTraining(config, lambda: ranks.all, teachers, keep, self.event)
-        rest = (self.store.root, self.event, self._trained_steps, checkpoint)
-        return FaultTolerantTrainer(config, ranks, step, sync, follow, *rest)
+        return FaultTolerantTrainer(
+            config,
+            ranks,
+            step,
+            sync,
+            follow,
+            self.store.root,
+            self.event,
+            self._trained_steps,
+            checkpoint,
+        )
 
     def _trained_steps(self, first: int, until: int) -> list[Trained]:
         step_builder = self._step_builder(self._late_reward)
@@ -194,8 +203,9 @@ class RunParts:
             self.event,
         )
         order = await in_thread(make_episode_order, self.config, self.task, past)
-        rest = (step_builder, ports, heldout, resume_state)
-        return self.controller_class(self.config, self.task, *rest, order=order)
+        return self.controller_class(
+            self.config, self.task, step_builder, ports, heldout, resume_state, order=order
+        )
 
     def _first_in_window(self, resume_state: ResumeState) -> int:
         steps = resume_state.steps + (resume_state.planned is not None)

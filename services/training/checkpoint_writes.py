@@ -42,27 +42,8 @@ FAILURES = 2
 """Number of successive checkpoint failures that ends the run."""
 
 
-class Writer(Protocol):
-    """The trainer ranks as checkpoint writers."""
-
-    async def save(self, draft: Path, export: bool) -> None: ...
-
-    async def saved(self) -> list[Written]: ...
-
-
 class AverageLost(Exception):
     """The moving average of SDPO teachers in separate processes cannot be saved."""
-
-
-class KeepsAverage(Protocol):
-    """SDPO teachers in separate processes: one of them copies and writes their moving average.
-
-    Both methods raise `AverageLost`.
-    """
-
-    async def keep(self, version: int) -> None: ...
-
-    async def write(self, draft: Path) -> list[Written]: ...
 
 
 class CheckpointWrites:
@@ -71,8 +52,8 @@ class CheckpointWrites:
     def __init__(
         self,
         config: Config,
-        ranks: Writer,
-        teachers: KeepsAverage | None,
+        ranks: "Ranks",
+        teachers: "Teachers | None",
         root: Path,
         record: Recorder,
         resumed_from: Checkpoint | None,
@@ -193,8 +174,12 @@ Called in a thread. Raises, which ends the run, if a step cannot be rebuilt.
 """
 
 
-class Ranks(Writer, Protocol):
+class Ranks(Protocol):
     """The trainer's processes, implemented by `TrainerRanks`."""
+
+    async def save(self, draft: Path, export: bool) -> None: ...
+
+    async def saved(self) -> list[Written]: ...
 
     async def begin_again(self, checkpoint: Path | None) -> int: ...
 
@@ -221,9 +206,10 @@ class Step(Protocol):
     async def train(self, batch: StepBatch, teacher_outputs: bool | None = None) -> Metrics: ...
 
 
-class Teachers(KeepsAverage, Protocol):
-    """SDPO teachers in separate processes, as a trainer restart needs them.
+class Teachers(Protocol):
+    """SDPO teachers in separate processes, as checkpoints and a trainer restart need them.
 
+    One of them copies and writes their moving average: `keep` and `write` raise `AverageLost`.
     `forget` prepares them to serve replayed steps; `restore` resets a moving average to its state
     at a checkpoint, or at the run's start, and returns whether the checkpoint has one; `follow`
     makes them pull the trainer's current weights.
@@ -234,6 +220,10 @@ class Teachers(KeepsAverage, Protocol):
     async def restore(self, checkpoint: Path | None, version: int) -> bool: ...
 
     async def follow(self) -> None: ...
+
+    async def keep(self, version: int) -> None: ...
+
+    async def write(self, draft: Path) -> list[Written]: ...
 
 
 Mend = Callable[[], Coroutine[Any, Any, None]]
