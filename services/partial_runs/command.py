@@ -34,7 +34,6 @@ from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.partial_runs.stored_steps import (
     StoredSteps,
-    TeacherSyncOnly,
     TrainingFromTraces,
     TrainingFromTracesPorts,
     as_trained,
@@ -56,7 +55,7 @@ from composer_mesh.services.steps.ports import Store
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
-from composer_mesh.services.training.step import MeshTraining, RestoredTeachers
+from composer_mesh.services.training.step import MeshTraining, MeshWeightSync, RestoredTeachers
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task import Task
 
@@ -257,12 +256,12 @@ class TrainFromTracesRun(PartialRun):
         step = MeshTraining(config, all_ranks, teachers, self.store.add_divergences)
         root = self.store.root
         follow = None if teachers is None else RestoredTeachers(all_ranks, teachers, deadline)
-        alone = TeacherSyncOnly(all_ranks, teachers, deadline)
+        sync = MeshWeightSync(all_ranks, None, teachers, deadline)
 
         def earlier(first: int, until: int) -> list[Trained]:
             return as_trained(make_steps(), self.store.reading, first, until)
 
-        return FaultTolerantTrainer(config, ranks, step, alone, follow, root, self.event, earlier)
+        return FaultTolerantTrainer(config, ranks, step, sync, follow, root, self.event, earlier)
 
     def _step_builder(self, task: Task, chat: ChatFormat) -> StepBuilder:
         assert self.source is not None

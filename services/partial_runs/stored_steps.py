@@ -26,7 +26,7 @@ from composer_mesh.services.replay.pair_stream import Taken
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
 from composer_mesh.services.steps.logprob_mismatch import Differences, Trained
-from composer_mesh.services.steps.ports import MayTrain, Store, Training, Watcher, WeightSync
+from composer_mesh.services.steps.ports import Store, Training, Watcher, WeightSync
 from composer_mesh.services.steps.step_manifest import (
     ReplayOutcome,
     StepManifest,
@@ -36,8 +36,6 @@ from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState, Where
 from composer_mesh.services.traces.listing import acted
-from composer_mesh.services.training.step import Ranks, published
-from composer_mesh.services.training.teaching import SdpoTeachers
 
 READABLE = (GroupState.FINISHED, GroupState.TRAINED)
 
@@ -173,21 +171,6 @@ def as_trained(
     metrics = [row.metrics or {} for row in own.steps()][first:until]
     both = zip(islice(steps, first, until), metrics, strict=True)
     return [Trained(step.composed.batch, came) for step, came in both]
-
-
-class TeacherSyncOnly:
-    """Weight sync for a run in which only the SDPO teachers pull."""
-
-    def __init__(self, ranks: Ranks, teachers: SdpoTeachers | None, deadline_s: float) -> None:
-        self._ranks, self._teachers, self._deadline_s = ranks, teachers, deadline_s
-
-    async def sync(self, on_snapshot: MayTrain | None = None) -> int:
-        """Publish, let the teachers pull, and return the version; no step runs concurrently."""
-        del on_snapshot
-        handle = await published(self._ranks(), self._deadline_s)
-        if self._teachers is not None:
-            await self._teachers.pull(handle, self._ranks()[0])
-        return handle.version
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,11 @@ class MeshWeightSync:
     def __init__(
         self,
         trainers: Callable[[], Sequence[SpawnedActor]],
-        generators: Service,
+        generators: Service | None,
         teachers: SdpoTeachers | None,
         deadline_s: float,
     ) -> None:
+        """`generators` is None in a run that samples nothing."""
         self._trainers, self._generators, self._teachers = trainers, generators, teachers
         self._deadline_s = deadline_s
 
@@ -72,10 +73,13 @@ class MeshWeightSync:
             if self._teachers is None:
                 on_snapshot()
         handle = await published(trainers, self._deadline_s)
-        pulls = [self._generators.broadcast_weights(trainers[0], "pull", handle)]
+        pulls: list[Coroutine[Any, Any, list[int]]] = []
+        if self._generators is not None:
+            pulls.append(self._generators.broadcast_weights(trainers[0], "pull", handle))
         if self._teachers is not None:
             pulls.append(self._teach(self._teachers, handle, trainers[0], on_snapshot))
-        got = [version for versions in await together(*pulls) for version in versions]
+        versions = await together(*pulls) if pulls else []
+        got = [version for found in versions for version in found]
         if any(version != handle.version for version in got):
             raise StaleReceiver(handle.version, got)
         return handle.version

@@ -31,12 +31,11 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.services.partial_runs.stored_steps import TeacherSyncOnly
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.steps.ports import Training, WeightSync
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 from composer_mesh.services.training.rank_processes import TrainerRanks
-from composer_mesh.services.training.step import MeshTraining
+from composer_mesh.services.training.step import MeshTraining, MeshWeightSync
 
 NO_RESTART = {"supervision": {"trainer_restarts": 0}}
 
@@ -191,7 +190,7 @@ async def lasting_and_real(build_config: Any, root: Path, folder: Path) -> Harne
     settings = build_config(**NO_RESTART, trainer={"checkpoint_every": 2})
     rank = OverRealRank(settings, folder)
     await rank.begin_again()
-    weights = TeacherSyncOnly(lambda: rank.ranks.all, None, 5.0)
+    weights = MeshWeightSync(lambda: rank.ranks.all, None, None, 5.0)
     trainer = FaultTolerantTrainer(
         *(settings, rank.ranks, rank.step, weights, None, root),
         *(lambda *_, **__: None, lambda *_: []),
