@@ -20,11 +20,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from composer_mesh.mesh.tcp_peer import ROOT_USER, tcp_peer_user
 
@@ -58,9 +57,23 @@ class ByteBudget:
         """Bytes that are held now."""
         return self._total
 
-    def held_by(self, client: str) -> HeldBytes:
-        """Return a context in which a client holds bytes; its end releases them."""
-        return HeldBytes(self, client)
+    @contextlib.contextmanager
+    def held_by(self, client: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that holds so many bytes more; the end of the block releases them.
+
+        It raises BudgetSpent where they would be too many.
+        """
+        held = 0
+
+        def hold(count: int) -> None:
+            nonlocal held
+            self.change(client, count)
+            held += count
+
+        try:
+            yield hold
+        finally:
+            self.change(client, -held)
 
     def change(self, client: str, count: int) -> None:
         """Count bytes more, or less; raise BudgetSpent where they would be too many."""
@@ -75,29 +88,6 @@ class ByteBudget:
                 self._held[client] = own
             else:
                 self._held.pop(client, None)
-
-
-class HeldBytes:
-    """The bytes of one request."""
-
-    def __init__(self, budget: ByteBudget, client: str) -> None:
-        self._budget, self._client, self._count = budget, client, 0
-
-    def add(self, count: int) -> None:
-        """Hold bytes more; raise BudgetSpent where they would be too many."""
-        self._budget.change(self._client, count)
-        self._count += count
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._budget.change(self._client, -self._count)
 
 
 LOOPBACK = "127.0.0.1"
@@ -305,9 +295,9 @@ class JsonHandler(BaseHTTPRequestHandler, ABC):
     def _kept_body(self, length: int) -> bytes:
         found = bytearray()
         try:
-            with self.server.bodies.held_by(self.client()) as held:
+            with self.server.bodies.held_by(self.client()) as hold:
                 for piece in self._pieces(length):
-                    held.add(len(piece))
+                    hold(len(piece))
                     found += piece
         except BudgetSpent as spent:
             self.close_connection = True

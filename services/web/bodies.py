@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from composer_mesh.mesh.json_server import BudgetSpent, ByteBudget, HeldBytes
+from composer_mesh.mesh.json_server import BudgetSpent, ByteBudget
 from composer_mesh.services.web.errors import (
     BAD_REQUEST,
     TOO_LARGE,
@@ -53,8 +53,8 @@ class Bodies:
         """
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(UNSUPPORTED, "the body is compressed: send it as it is")
-        with self.budget.held_by(client) as held:
-            yield await self._whole(request, held, most or self.most)
+        with self.budget.held_by(client) as hold:
+            yield await self._whole(request, hold, most or self.most)
 
     async def read(
         self,
@@ -74,13 +74,13 @@ class Bodies:
         async with self._parsing:
             return await asyncio.to_thread(make, body, *more)
 
-    async def _whole(self, request: Request, held: HeldBytes, most: int) -> bytes:
+    async def _whole(self, request: Request, hold: Callable[[int], None], most: int) -> bytes:
         found = bytearray()
         try:
             async for piece in request.stream():
                 if len(found) + len(piece) > most:
                     raise Refused(TOO_LARGE, f"the body is above {most:,} bytes: send less")
-                held.add(len(piece))
+                hold(len(piece))
                 found += piece
         except BudgetSpent as spent:
             raise Refused(TOO_MANY if spent.own else UNAVAILABLE, str(spent)) from None

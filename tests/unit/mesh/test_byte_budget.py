@@ -12,12 +12,12 @@ from composer_mesh.mesh.json_server import BudgetSpent, ByteBudget
 def test_a_client_is_bounded_by_its_own_bytes_and_by_those_of_all() -> None:
     budget = ByteBudget(of_one=10, of_all=15)
     with budget.held_by("a") as first, budget.held_by("b") as second, budget.held_by("c") as third:
-        first.add(10)
+        first(10)
         with pytest.raises(BudgetSpent, match=r"one client may hold 10 bytes"):
-            first.add(1)
-        second.add(5)
+            first(1)
+        second(5)
         with pytest.raises(BudgetSpent, match="all clients together may hold 15 bytes") as spent:
-            third.add(1)
+            third(1)
         assert not spent.value.own
     assert budget.total == 0
 
@@ -26,8 +26,8 @@ def test_bytes_of_a_request_that_failed_are_released() -> None:
     budget = ByteBudget(of_one=10, of_all=10)
     for _ in range(3):
         with contextlib.suppress(BudgetSpent), budget.held_by("a") as held:
-            held.add(7)
-            held.add(7)
+            held(7)
+            held(7)
     assert budget.total == 0
     with budget.held_by("a") as held:
-        held.add(10)
+        held(10)
