@@ -72,7 +72,10 @@ class RemoteHost:
         self._mesh: HostMesh | None = None
         self._procs: ProcMesh | None = None
         self._agent: Any = None
-        self._beating = BackgroundTasks(self._lose_unwatched)
+        # Without beats its lease expires, and it ends its processes.
+        self._beating = BackgroundTasks(
+            lambda task, error: self.lose(f"{task} failed: {cause_of(error)}")
+        )
 
     @property
     def mesh(self) -> HostMesh:
@@ -225,10 +228,6 @@ class RemoteHost:
                 return
             await asyncio.sleep(max(0.0, every_s - (loop.time() - began)))
         self.lose(f"it gave no sign of life for {self._lease_s * MARGIN:g} s")
-
-    def _lose_unwatched(self, task: str, error: BaseException) -> None:
-        """Mark the host as lost: without beats its lease expires, and it ends its processes."""
-        self.lose(f"{task} failed: {cause_of(error)}")
 
     async def _until_it_listens(self) -> None:
         """Wait for the port, since Monarch never retries an address that it could not reach."""

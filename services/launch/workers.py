@@ -146,17 +146,12 @@ def tunnels(
 
     `options` are further arguments of ssh, placed first. Raises `TunnelRefused`.
     """
-    _check(destinations, [*ports, controller_port])
+    every = [*ports, controller_port]
+    _check(destinations, every)
     return tuple(
-        Tunnel(
-            destination, _ssh(destination, port, [*_others(ports, port), controller_port], options)
-        )
+        Tunnel(destination, _ssh(destination, port, [one for one in every if one != port], options))
         for destination, port in zip(destinations, ports, strict=True)
     )
-
-
-def _others(ports: Sequence[int], own: int) -> Iterator[int]:
-    return (port for port in ports if port != own)
 
 
 def _ssh(

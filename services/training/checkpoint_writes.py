@@ -85,7 +85,8 @@ class CheckpointWrites:
         except OSError as error:
             self._failed(step, error)
             return
-        copied = self._ranks.save(draft.folder, self._exports(step))
+        exports = self._config.trainer.checkpoint_export or step == self._config.run.steps
+        copied = self._ranks.save(draft.folder, exports)
         await together(copied, self._keep_average(step))
         self._draft = draft
 
@@ -138,9 +139,6 @@ class CheckpointWrites:
         last = draft.step == self._config.run.steps
         prune(self._root, trainer.checkpoints_kept + last, trainer.checkpoint_keep_every)
         return checkpoint
-
-    def _exports(self, step: int) -> bool:
-        return self._config.trainer.checkpoint_export or step == self._config.run.steps
 
     def _failed(self, step: int, error: Exception) -> None:
         self._failures += 1

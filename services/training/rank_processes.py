@@ -70,11 +70,19 @@ class RankProcesses:
         return list(self._current)
 
     async def start(self) -> None:
-        """Start every rank's process. Waits until all answer."""
+        """Start every rank's process. Waits until all answer.
+
+        Waits for another host if they do not fit on those of the run.
+        """
         self._generation += 1
         suffix = f".{self._generation}" if self._generation > 1 else ""
         self._current = [name + suffix for name in self._names]
-        self._placements = await self._take_placements()
+        self._placements = await wait_for_capacity(
+            lambda: [self._placement(rank) for rank in range(len(self._names))],
+            self._host,
+            self._current[0],
+            self._look_s,
+        )
         check_together(self._config, {placement.host for placement in self._placements})
         try:
             self.all = await together(*(self._spawn(rank) for rank in range(len(self._names))))
@@ -153,14 +161,6 @@ class RankProcesses:
 
     def _deaths(self) -> list[asyncio.Future[ActorDied]]:
         return [one.death for one in self.all if one.death is not None]
-
-    async def _take_placements(self) -> list[ProcessPlacement]:
-        """Place all ranks. Waits for another host if they do not fit on those of the run."""
-        first = self._current[0]
-        return await wait_for_capacity(self._placements_now, self._host, first, self._look_s)
-
-    def _placements_now(self) -> list[ProcessPlacement]:
-        return [self._placement(rank) for rank in range(len(self._names))]
 
     async def _spawn(self, rank: int) -> SpawnedActor:
         placement = self._placements[rank]
