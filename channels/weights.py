@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from composer_mesh.channels.step import POLICY
-from composer_mesh.configs.channel_schedule import ChannelSchedule, Decay
+from composer_mesh.configs.channels import ChannelSchedule, Decay
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
 

@@ -4,9 +4,10 @@ Each type has its own section with its options; `type` selects it. The options a
 functions of `losses.advantages`.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from composer_mesh.configs.base import CustomFunction, NotNegative, Section, Share, Tokens, by_type
 
@@ -33,14 +34,12 @@ class OverlongPenalty(Section):
     factor: NotNegative = 1.0
     """The full penalty."""
 
-    @model_validator(mode="after")
-    def _buffer_is_within(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.buffer > self.max_length:
-            raise ValueError(
+            yield (
                 f"buffer is {self.buffer} but max_length is {self.max_length}: lower buffer to at "
                 "most that"
             )
-        return self
 
 
 class KimiLengthPenalty(Section):

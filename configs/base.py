@@ -7,11 +7,12 @@ A function of the user's, named in a config by its import path.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 LARGEST = 1e12
 MOST = 1_000_000_000
@@ -108,6 +109,7 @@ FreeTable = Annotated[dict[str, Any], Field(max_length=MOST_ENTRIES), AfterValid
 class Section(BaseModel):
     """A table of a config. Strings are not converted to numbers, nor booleans to counts.
 
+    `_problems` says which of its values do not fit each other; the first problem refuses the table.
     Validators are built at the first use: actors get their config as it is and need none.
     """
 
@@ -120,6 +122,21 @@ class Section(BaseModel):
         protected_namespaces=(),
         str_max_length=LONGEST_TEXT,
     )
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what does not fit together, each with its repair."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Return the names that are there more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def by_type(default: str) -> Callable[[Any], str | None]:

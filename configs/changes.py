@@ -2,9 +2,12 @@
 
 A key is safe if no trained step depends on it: process placement, timeouts, spending limits,
 measurement and checkpointing. All other keys are unsafe, so a key that is not listed is refused.
+
+Flattens nested tables to keys with dots, to compare configs and to show them.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -162,3 +165,12 @@ RULES: dict[str, Rule] = {
     "schedule.max_lag": _max_lag,
 }
 """Keys whose safety depends on the values."""
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values of nested tables as text, by keys with dots: `trainer.lr`."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

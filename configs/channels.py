@@ -1,14 +1,66 @@
 """What every channel but the policy's has, and the sections of channels that are not ours.
 
 A weight over the run, and bounds of its share.
+
+How the weight of a channel in the total changes over a run.
 """
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from composer_mesh.configs.base import CustomFunction, NotNegative, Section
-from composer_mesh.configs.channel_schedule import ChannelSchedule
+from composer_mesh.configs.base import CountOrZero, CustomFunction, NotNegative, Section, Share
+
+Decay = Literal["constant", "linear", "cosine"]
+"""How a value decays from its peak to the end of the run."""
+
+
+class ChannelSchedule(Section):
+    """A channel's weight over a run: it warms up to its peak, and then decays."""
+
+    decay: Decay = "constant"
+    """Decay of the weight from its peak to the end of the run, or to `end` of what it follows."""
+
+    by: Literal["steps", "success", "agreement"] = "steps"
+    """What the decay follows. "steps": those of the run; "success": the running share of rollouts
+    that succeed; "agreement": the running share of queried states at which the teachers' majority
+    does what the student did."""
+
+    start: Share = 0.0
+    """Success or agreement from which on the weight falls."""
+
+    end: Share = 1.0
+    """Success or agreement at which the weight has reached min_ratio."""
+
+    warmup_steps: CountOrZero = 0
+    """Steps over which the weight rises from 0 to its peak."""
+
+    min_ratio: Share = 0.0
+    """Final weight as a share of the peak."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.min_ratio and self.decay == "constant":
+            yield (
+                f"min_ratio is {self.min_ratio} but decay is 'constant', which never falls: set "
+                "decay to 'linear' or 'cosine'"
+            )
+        if self.by == "steps" and (self.start, self.end) != (0.0, 1.0):
+            yield (
+                f"start is {self.start} and end is {self.end} but by is 'steps', which reads "
+                "neither: set by to 'success' or 'agreement', or remove both"
+            )
+        if self.by != "steps" and self.decay == "constant":
+            yield (
+                f"by is {self.by!r} but decay is 'constant', which never falls: set decay to "
+                "'linear' or 'cosine'"
+            )
+        if self.start >= self.end:
+            yield (
+                f"start is {self.start} but end is {self.end}, and the weight falls between them: "
+                "set start below end"
+            )
+
 
 UpperShare = Annotated[float, Field(gt=0, le=1)]
 LowerShare = Annotated[float, Field(ge=0, lt=1)]
@@ -33,15 +85,13 @@ class UpdateShare(Section):
         """Whether the channel's share has a bound."""
         return self.min_update_share is not None or self.max_update_share is not None
 
-    @model_validator(mode="after")
-    def _a_share_is_possible(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         low, high = self.min_update_share, self.max_update_share
         if low is not None and high is not None and low > high:
-            raise ValueError(
+            yield (
                 f"min_update_share is {low} but max_update_share is {high}, so no share is within "
                 "both: lower the first or raise the second"
             )
-        return self
 
 
 class ChannelSection(UpdateShare):
@@ -56,14 +106,12 @@ class ChannelSection(UpdateShare):
     @property
     def peak(self) -> float:
         """Weight of the loss in the total, at its peak."""
-        weight: float = getattr(self, self.weight_key)
-        return weight
+        return getattr(self, self.weight_key)
 
     @property
     def schedule(self) -> ChannelSchedule:
         """How the weight changes over the run."""
-        found: ChannelSchedule = getattr(self, f"{self.weight_key}_schedule")
-        return found
+        return getattr(self, f"{self.weight_key}_schedule")
 
     @property
     def on(self) -> bool:
@@ -89,14 +137,13 @@ class SeparableChannel(ChannelSection):
         """Whether the channel has an update and an optimizer of its own."""
         return self.on and self.update == "own"
 
-    @model_validator(mode="after")
-    def _an_own_update_has_no_shares(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.update == "own" and self.is_bounded:
-            raise ValueError(
+            yield (
                 "update is 'own' but min_update_share or max_update_share is set, and the "
                 "channel's gradient is all of that update: remove it, or set update to 'shared'"
             )
-        return self
 
 
 class ChannelConfig(CustomFunction, SeparableChannel):

@@ -4,12 +4,20 @@ The resources of hosts and the placement of processes are in `[placement]`, whic
 wherever the run is launched.
 """
 
+from collections.abc import Iterator
 from ipaddress import ip_network
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from composer_mesh.configs.base import MOST_ENTRIES, MOST_HOSTS, FilePath, Seconds, Section
+from composer_mesh.configs.base import (
+    MOST_ENTRIES,
+    MOST_HOSTS,
+    FilePath,
+    Seconds,
+    Section,
+    repeated,
+)
 from composer_mesh.configs.plugins import registered
 
 ClusterKind = Annotated[str, registered("launchers")]
@@ -137,44 +145,33 @@ class ClusterConfig(Section):
         """Whether actors run on workers instead of the controller's own process tree."""
         return self.kind != "local"
 
-    @model_validator(mode="after")
-    def _workers_fit_the_kind(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.kind == "hosts" and not self.workers:
-            raise ValueError(
+            yield (
                 "kind is 'hosts' but workers is empty: set cluster.workers to the address of each "
                 'host, such as ["tls://10.0.0.5:22300", "tls://10.0.0.6:22300"]'
             )
         if self.kind != "hosts" and self.workers:
-            raise ValueError(
+            yield (
                 f"workers names {len(self.workers)} addresses but kind is {self.kind!r}, which "
                 "finds its hosts itself: remove cluster.workers, or set cluster.kind to 'hosts'"
             )
-        for address in self.workers:
-            if self.workers.count(address) > 1:
-                raise ValueError(
-                    f"workers has {address!r} {self.workers.count(address)} times, and a port has "
-                    "one worker: name each once"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _one_scheme(self) -> Self:
+        for address in repeated(self.workers):
+            yield (
+                f"workers has {address!r} {self.workers.count(address)} times, and a port has "
+                "one worker: name each once"
+            )
         schemes = {one.partition(":")[0] for one in (*self.workers, self.address) if one}
         if len(schemes) > 1:
-            raise ValueError(
+            yield (
                 f"addresses are of {' and '.join(sorted(schemes))}, which do not understand each "
                 "other: write all as tls://, or all as tcp://"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _subnets_are_networks(self) -> Self:
         for subnet in self.subnets:
             try:
                 ip_network(subnet)
             except ValueError as error:
-                raise ValueError(
+                yield (
                     f"subnets has {subnet!r}, which is no network ({error}): write one as "
                     '"10.0.0.0/8"'
-                ) from None
-        return self
+                )

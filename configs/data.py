@@ -3,9 +3,10 @@
 The section `[data.curriculum]`: training episodes by their measured success.
 """
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import MOST, Count, FreeTable, Positive, Section, Share
 from composer_mesh.configs.hub import DataPath
@@ -27,14 +28,12 @@ class CurriculumConfig(Section):
     window: Count = 64
     """Number of a task's latest groups whose success moves its weight in a mixture."""
 
-    @model_validator(mode="after")
-    def _band_is_not_empty(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.low > self.high:
-            raise ValueError(
+            yield (
                 f"low is {self.low} but high is {self.high}, so no success is in the band: lower "
                 "low to at most that"
             )
-        return self
 
     def holds(self, successes: int, samples: int) -> bool:
         """Whether a success rate is in the band; that of no samples is not."""
@@ -72,10 +71,8 @@ class MixedTask(Section):
     heldout_every: Every = 5
     """As `data.heldout_every`."""
 
-    @model_validator(mode="after")
-    def _path_fits_the_task(self) -> Self:
-        check_path(self.task, self.path, self.options)
-        return self
+    def _problems(self) -> Iterator[str]:
+        yield from path_problems(self.task, self.path, self.options)
 
 
 class DataConfig(Section):
@@ -107,21 +104,19 @@ class DataConfig(Section):
     curriculum: CurriculumConfig | None = None
     """Choice of training episodes by their measured success; by default they are taken in order."""
 
-    @model_validator(mode="after")
-    def _one_task_or_several(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.mixture and (self.task is not None or self.path is not None or self.options):
-            raise ValueError(
+            yield (
                 "task, path or options are set beside mixture: give each table of [[data.mixture]] "
                 "its own"
             )
         if not self.mixture and self.task is None:
-            raise ValueError(
+            yield (
                 'task is not set: set data.task, for example to "toolbox", or add tables '
                 "[[data.mixture]]"
             )
         if self.task is not None:
-            check_path(self.task, self.path, self.options)
-        return self
+            yield from path_problems(self.task, self.path, self.options)
 
     @property
     def tasks(self) -> tuple[MixedTask, ...]:
@@ -134,10 +129,10 @@ class DataConfig(Section):
         return (one,)
 
 
-def check_path(task: str, path: object, options: object) -> None:
-    """Raise ValueError for a task that ships with a file or options that it does not take."""
+def path_problems(task: str, path: object, options: object) -> Iterator[str]:
+    """Yield what is wrong with the file or the options of a task that ships."""
     if task == "gsm8k" and path is None:
-        raise ValueError(
+        yield (
             "path is not set but task is 'gsm8k', which reads one JSONL file or dataset: "
             "set data.path, for example --set data.path=FILE.jsonl, or openai/gsm8k:main"
         )
@@ -145,7 +140,7 @@ def check_path(task: str, path: object, options: object) -> None:
     if task == "toolbox" and options and not found:
         found = "options are set"
     if task in OWN_EPISODES and found:
-        raise ValueError(
+        yield (
             f"{found} but task is {task!r}, which makes its own episodes: "
             f"remove {found.split()[0]} or name another task"
         )

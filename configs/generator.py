@@ -5,9 +5,10 @@ Settings of the vLLM engine, used if `generator.engine` is "vllm".
 vLLM is not imported here; its installed version and model support are checked before a run starts.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import (
     Concurrent,
@@ -71,15 +72,13 @@ class VllmConfig(Section):
     engine_args: FreeTable = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, passed unmodified."""
 
-    @model_validator(mode="after")
-    def _engine_args_are_further_ones(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         for name in self.engine_args:
             if name in OWNED:
-                raise ValueError(
+                yield (
                     f"engine_args.{name} is {self.engine_args[name]!r} but follows from "
                     f"{OWNED[name]}: remove it from engine_args"
                 )
-        return self
 
 
 class GeneratorConfig(Section):

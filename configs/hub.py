@@ -24,7 +24,6 @@ _ID = re.compile(
 )
 _FILES = (".jsonl", ".json", ".parquet", ".gguf", ".safetensors")
 LONGEST = 300
-COMMIT = re.compile(r"[0-9a-f]{40}")
 GGUF = ".gguf"
 NO_ID = "or the id of one on the hub, as ORG/NAME or ORG/NAME@REVISION"
 
@@ -52,11 +51,6 @@ class HubId:
     def at(self, revision: str) -> Self:
         """Return the id at another revision."""
         return replace(self, revision=revision)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never changes."""
-        return COMMIT.fullmatch(self.revision) is not None
 
 
 def id_of(path: Path | str | None) -> HubId | None:

@@ -1,9 +1,10 @@
 """The section `[islands]`: DiLoCo between runs that meet in an object store or by torchft."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from composer_mesh.configs.base import (
     Count,
@@ -149,92 +150,78 @@ class IslandsConfig(Section):
         """Where the islands meet; None for a run that is no island."""
         return self.store or self.lighthouse
 
-    @model_validator(mode="after")
-    def _address_is_of_a_store(self) -> Self:
-        if self.store is None:
-            return self
-        parts = urlsplit(self.store)
-        if parts.scheme not in STORES:
-            raise ValueError(
-                f"store is {self.store!r} but must begin with one of "
-                f"{', '.join(f'{name}://' for name in STORES)}: write for example "
-                "file:///shared/run"
-            )
-        if "@" in parts.netloc or parts.query:
-            raise ValueError(
-                "store has credentials or options in its address, which everybody can read in "
-                "config.toml: set them in the environment, for example AWS_ACCESS_KEY_ID"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _address_is_of_a_lighthouse(self) -> Self:
-        if self.lighthouse is None:
-            if self.host != LOOPBACK:
-                raise ValueError(
-                    f"host is {self.host!r} but only islands with a lighthouse listen: set "
-                    "lighthouse, or remove host"
-                )
-            return self
+    def _problems(self) -> Iterator[str]:
         if self.store is not None:
-            raise ValueError(
-                "store and lighthouse are both set, but islands meet in one way: remove one"
+            yield from self._store_problems(urlsplit(self.store))
+        if self.lighthouse is not None:
+            yield from self._lighthouse_problems(urlsplit(self.lighthouse))
+        elif self.host != LOOPBACK:
+            yield (
+                f"host is {self.host!r} but only islands with a lighthouse listen: set "
+                "lighthouse, or remove host"
             )
-        parts = urlsplit(self.lighthouse)
-        if parts.scheme != "http" or not parts.hostname or not _port(parts) or "@" in parts.netloc:
-            raise ValueError(
-                f"lighthouse is {self.lighthouse!r} but must be http://HOST:PORT: write for "
-                "example http://127.0.0.1:29510"
-            )
-        if self.world_size > 1 and self.host == LOOPBACK and parts.hostname not in THIS_MACHINE:
-            raise ValueError(
-                f"host is {self.host}, which no other machine reaches, but lighthouse is at "
-                f"{parts.hostname}: set host to this machine's address in their network"
-            )
-        for key in ONLY_STORE:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"{key} is {getattr(self, key)} but is a rule of rounds in a store, and with "
-                    f"lighthouse torchft decides: remove {key}, or give store in its place"
-                )
-        apart = self.steps_per_round // self.fragments
-        if self.overlap_steps >= apart:
-            raise ValueError(
-                f"overlap_steps is {self.overlap_steps} but with lighthouse one round is under way "
-                f"at a time, and they are {apart} steps apart: lower overlap_steps to {apart - 1} "
-                "or less"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _islands_are_counted(self) -> Self:
         if self.rank >= self.world_size:
-            raise ValueError(
+            yield (
                 f"rank is {self.rank} but world_size is {self.world_size}: give a rank from 0 to "
                 f"{self.world_size - 1}"
             )
         if self.quorum > self.world_size:
-            raise ValueError(
+            yield (
                 f"quorum is {self.quorum} but world_size is {self.world_size}, so no round could "
                 "ever close: lower quorum"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rounds_do_not_overlap(self) -> Self:
         if self.overlap_steps >= self.steps_per_round:
-            raise ValueError(
+            yield (
                 f"overlap_steps is {self.overlap_steps} but steps_per_round is "
                 f"{self.steps_per_round}, and a round ends before the next begins: lower "
                 f"overlap_steps to {self.steps_per_round - 1} or less"
             )
         if self.steps_per_round % self.fragments:
-            raise ValueError(
+            yield (
                 f"steps_per_round is {self.steps_per_round} but fragments is {self.fragments}, and "
                 "each fragment has as many steps to itself: make steps_per_round a multiple of "
                 "fragments"
             )
-        return self
+
+    def _store_problems(self, parts: SplitResult) -> Iterator[str]:
+        if parts.scheme not in STORES:
+            yield (
+                f"store is {self.store!r} but must begin with one of "
+                f"{', '.join(f'{name}://' for name in STORES)}: write for example "
+                "file:///shared/run"
+            )
+        if "@" in parts.netloc or parts.query:
+            yield (
+                "store has credentials or options in its address, which everybody can read in "
+                "config.toml: set them in the environment, for example AWS_ACCESS_KEY_ID"
+            )
+
+    def _lighthouse_problems(self, parts: SplitResult) -> Iterator[str]:
+        if self.store is not None:
+            yield "store and lighthouse are both set, but islands meet in one way: remove one"
+        if parts.scheme != "http" or not parts.hostname or not _port(parts) or "@" in parts.netloc:
+            yield (
+                f"lighthouse is {self.lighthouse!r} but must be http://HOST:PORT: write for "
+                "example http://127.0.0.1:29510"
+            )
+        if self.world_size > 1 and self.host == LOOPBACK and parts.hostname not in THIS_MACHINE:
+            yield (
+                f"host is {self.host}, which no other machine reaches, but lighthouse is at "
+                f"{parts.hostname}: set host to this machine's address in their network"
+            )
+        for key in ONLY_STORE:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield (
+                    f"{key} is {getattr(self, key)} but is a rule of rounds in a store, and with "
+                    f"lighthouse torchft decides: remove {key}, or give store in its place"
+                )
+        apart = self.steps_per_round // self.fragments
+        if self.overlap_steps >= apart:
+            yield (
+                f"overlap_steps is {self.overlap_steps} but with lighthouse one round is under way "
+                f"at a time, and they are {apart} steps apart: lower overlap_steps to {apart - 1} "
+                "or less"
+            )
 
 
 def _port(parts: SplitResult) -> int | None:

@@ -6,9 +6,10 @@ The section `[environment.sandbox]`: where tasks run code that agents wrote.
 """
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import FilePath, FreeTable, Seconds, Section
 
@@ -115,24 +116,20 @@ class McpServer(Section):
     tools: Annotated[tuple[McpTool, ...], Field(strict=False, max_length=MOST_TOOLS)] | None = None
     """The tools as the server described them at the start of the run: written by the run."""
 
-    @model_validator(mode="after")
-    def _keys_fit_the_transport(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         needed = NEEDED[self.transport]
         if getattr(self, needed) is None:
-            raise ValueError(
-                f"{needed} is not set but transport is {self.transport!r}: set {needed}"
-            )
+            yield f"{needed} is not set but transport is {self.transport!r}: set {needed}"
         own = {needed, *TAKEN[self.transport]}
         every = {*NEEDED.values(), *(key for keys in TAKEN.values() for key in keys)}
         for key in sorted(every - own):
             if getattr(self, key) not in (None, ()):
-                raise ValueError(
+                yield (
                     f"{key} is set but transport is {self.transport!r}, which does not use it: "
                     f"remove {key}"
                 )
         if both := set(self.allow) & set(self.deny):
-            raise ValueError(f"{min(both)!r} is in allow and in deny: remove it from one of them")
-        return self
+            yield f"{min(both)!r} is in allow and in deny: remove it from one of them"
 
     @property
     def secrets(self) -> tuple[str, ...]:

@@ -3,12 +3,20 @@
 Describes what is wanted; `planning.placement_solver` decides which process gets what.
 """
 
-from collections import Counter
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from composer_mesh.configs.base import MOST_CORES, MOST_GB, MOST_HOSTS, Cores, Gigabytes, Section
+from composer_mesh.configs.base import (
+    MOST_CORES,
+    MOST_GB,
+    MOST_HOSTS,
+    Cores,
+    Gigabytes,
+    Section,
+    repeated,
+)
 
 HostNames = Annotated[tuple[str, ...], Field(strict=False, max_length=MOST_HOSTS)]
 
@@ -34,14 +42,12 @@ class HostConfig(Section):
     gpu_memory_gb: Annotated[float, Field(ge=0, le=MOST_GB)] = 0.0
     """Memory of each GPU, in GB of 2**30 bytes."""
 
-    @model_validator(mode="after")
-    def _gpus_have_memory(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if bool(self.gpus) != bool(self.gpu_memory_gb):
-            raise ValueError(
+            yield (
                 f"gpus is {self.gpus} but gpu_memory_gb is {self.gpu_memory_gb:g}, and a GPU "
                 "without memory holds no model: set both, or neither"
             )
-        return self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,19 +77,17 @@ class GpuPlaceConfig(PlaceConfig):
     """GPUs of each process: 0 computes on the CPU, a fraction such as 0.5 shares one GPU with other
     fractions, and above 1 it must be a whole number."""
 
-    @model_validator(mode="after")
-    def _gpus_are_shares_or_whole(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise ValueError(
+            yield (
                 f"gpus is {self.gpus:g} but above 1 must be a whole number, because only one GPU "
                 f"can be shared: set it to {int(self.gpus)} or {int(self.gpus) + 1}"
             )
         if 0 < self.gpus < 0.001:
-            raise ValueError(
+            yield (
                 f"gpus is {self.gpus:g} but shares are counted in thousandths: raise it to 0.001 "
                 "or more, or set it to 0"
             )
-        return self
 
 
 class PlacementConfig(Section):
@@ -143,40 +147,25 @@ class PlacementConfig(Section):
         place = self.of(kind)
         return place.gpus if isinstance(place, GpuPlaceConfig) else 0.0
 
-    @model_validator(mode="after")
-    def _hosts_are_not_too_many(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         count = sum(host.count for host in self.hosts)
         if count > MOST_HOSTS:
-            raise ValueError(
-                f"hosts describes {count} hosts but a run has at most {MOST_HOSTS}: lower count"
+            yield f"hosts describes {count} hosts but a run has at most {MOST_HOSTS}: lower count"
+        for name in repeated(name for host in self.hosts for name in {host.name, *host.names}):
+            yield (
+                f"hosts has {name!r} several times, and a process could not be told which: give "
+                "each host another name"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _hosts_have_names_of_their_own(self) -> Self:
-        names = Counter(name for host in self.hosts for name in {host.name, *host.names})
-        for name, count in names.items():
-            if count > 1:
-                raise ValueError(
-                    f"hosts has {name!r} {count} times, and a process could not be "
-                    "told which: give each host another name"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _wanted_hosts_are_there(self) -> Self:
         known = {name for host in self.hosts for name in (host.name, *host.names)}
         for kind in KINDS:
             for name in self.of(kind).hosts:
                 if name not in known:
-                    listed = (
-                        ", ".join(sorted(known)[:20]) or "none, so this machine is the only one"
-                    )
-                    raise ValueError(
+                    others = ", ".join(sorted(known)[:20])
+                    listed = others or "none, so this machine is the only one"
+                    yield (
                         f"{kind}.hosts names {name!r} but [[placement.hosts]] describes {listed}: "
                         "correct the name, or describe that host"
                     )
-        return self
 
 
 KINDS = tuple(name for name in PlacementConfig.model_fields if name not in ("hosts", "fork_server"))

@@ -1,10 +1,11 @@
 """The trained model: built-in sizes or a model folder, and its supervised warm start."""
 
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import (
     MOST_TOKENS,
@@ -126,29 +127,23 @@ class ModelSizes(Section):
     attention_bias: bool = False
     """Whether attention's projections have biases; qwen2 always has those of q, k and v."""
 
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not self.head_dim and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
+            yield (
                 f"hidden_size is {self.hidden_size} but num_attention_heads is "
                 f"{self.num_attention_heads}, which does not divide it: write head_dim too"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
         given = (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size)
         if self.is_mixture and not all(given):
-            raise ValueError(
+            yield (
                 f"model_type is {self.model_type!r} but num_experts, num_experts_per_tok and "
                 f"moe_intermediate_size are {', '.join(map(str, given))}: write all three"
             )
         if any(given) and not self.is_mixture:
-            raise ValueError(
+            yield (
                 f"model_type is {self.model_type!r}, which has no experts: remove num_experts, "
                 "num_experts_per_tok and moe_intermediate_size"
             )
-        return self
 
     @property
     def is_mixture(self) -> bool:
@@ -161,13 +156,11 @@ class ModelSizes(Section):
         return self.model_type in ("qwen3", "qwen3_moe")
 
 
-def _check_date(text: str) -> None:
+def _is_date(text: str) -> bool:
     try:
-        read = date.fromisoformat(text).isoformat()
+        return date.fromisoformat(text).isoformat() == text
     except ValueError:
-        read = ""
-    if read != text:
-        raise ValueError(f"chat_date is {text!r} but must be a date: write it as 2026-01-31")
+        return False
 
 
 START = r"^(base|sft(:[^@]+(@[0-9a-f]{8})?)?)$"
@@ -239,24 +232,6 @@ class PolicyConfig(ModelSource):
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
     """Supervised warm start of the built-in model."""
 
-    @model_validator(mode="after")
-    def _chat_fits(self) -> Self:
-        wrong = sorted(RESERVED_OPTIONS & self.chat_template_options.keys())
-        if wrong:
-            raise ValueError(
-                f"chat_template_options has {wrong[0]!r}, which the run sets itself: remove it"
-            )
-        if self.chat_date is not None:
-            _check_date(self.chat_date)
-        chosen = self.tool_calls != "auto" or self.tools_in != "auto" or self.chat_date
-        if self.path is None and (chosen or self.stop_tokens or self.chat_template_options):
-            raise ValueError(
-                "tool_calls, tools_in, stop_tokens, chat_template_options or chat_date is set but "
-                "path is not, and the built-in model has a format of its own: set path, or remove "
-                "them"
-            )
-        return self
-
     @property
     def folder(self) -> Path | None:
         """Where the model in path is; None for the built-in one."""
@@ -273,39 +248,41 @@ class PolicyConfig(ModelSource):
             "date": self.chat_date,
         }
 
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
-        if self.path is not None:
-            return self
+    def _problems(self) -> Iterator[str]:
+        wrong = sorted(RESERVED_OPTIONS & self.chat_template_options.keys())
+        if wrong:
+            yield f"chat_template_options has {wrong[0]!r}, which the run sets itself: remove it"
+        if self.chat_date is not None and not _is_date(self.chat_date):
+            yield f"chat_date is {self.chat_date!r} but must be a date: write it as 2026-01-31"
+        chosen = self.tool_calls != "auto" or self.tools_in != "auto" or self.chat_date
+        if self.path is None and (chosen or self.stop_tokens or self.chat_template_options):
+            yield (
+                "tool_calls, tools_in, stop_tokens, chat_template_options or chat_date is set but "
+                "path is not, and the built-in model has a format of its own: set path, or remove "
+                "them"
+            )
+        if self.path is None:
+            yield from self._built_in_problems()
+
+    def _built_in_problems(self) -> Iterator[str]:
         if self.sizes is not None:
-            raise ValueError(
+            yield (
                 "sizes is set but path is not, and they describe the model in path: set path, or "
                 "remove sizes and set hidden_size and its like for the built-in model"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"heads is {self.heads} but kv_heads is {self.kv_heads}, which does not divide it, "
                 f"so heads cannot share keys: set kv_heads to a divisor of {self.heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(
+            yield (
                 f"head_dim is {self.head_dim} but must be even, because rotary positions turn "
                 f"pairs: set it to {self.head_dim + 1}"
             )
         if self.vocab_size < SMALLEST_VOCABULARY:
-            raise ValueError(
+            yield (
                 f"vocab_size is {self.vocab_size} but the built-in tokenizer needs at least "
                 f"{SMALLEST_VOCABULARY} (bytes and special tokens): raise it to "
                 f"{SMALLEST_VOCABULARY} or more"
-            )
-        return self
-
-    def check_heads_divided_by(self, ranks: int) -> None:
-        """Raise ValueError where so many ranks cannot divide the heads of the built-in model."""
-        if self.heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
-            raise ValueError(
-                f"trainer.context_parallel is {ranks} but policy.heads is {self.heads} and "
-                f"policy.kv_heads {self.kv_heads}, which so many ranks cannot divide: set "
-                f"policy.heads to a multiple of {ranks}, and policy.kv_heads to a multiple or a "
-                "divisor of it"
             )

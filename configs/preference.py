@@ -1,8 +1,9 @@
 """The preference loss of the replay channel and its options."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import NotNegative, Number, Positive, Section, Share
 
@@ -80,42 +81,33 @@ class PreferenceConfig(Section):
         """Losses that the pairs are trained with: those of the mix, or the single one."""
         return tuple(self.mpo_types) if self.loss == "mpo" else (self.loss,)
 
-    @model_validator(mode="after")
-    def _smoothing_has_an_effect(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.label_smoothing > 0 and not SMOOTHED.intersection(self.loss_terms):
-            raise ValueError(
+            yield (
                 f"label_smoothing is {self.label_smoothing} but loss is {self.loss!r}, which has "
                 "none: remove it, or set loss to 'dpo' or 'simpo'"
             )
         if self.label_smoothing == 0 and "exo_pair" in self.loss_terms:
-            raise ValueError(
+            yield (
                 "label_smoothing is 0 but exo_pair takes its logarithm: set label_smoothing to "
                 "1e-3, as its paper"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _mix_has_a_loss(self) -> Self:
         if not self.mpo_types:
-            raise ValueError("mpo_types is empty: give at least one loss a weight, as dpo = 1.0")
-        return self
-
-    @model_validator(mode="after")
-    def _options_fit_the_loss(self) -> Self:
+            yield "mpo_types is empty: give at least one loss a weight, as dpo = 1.0"
         only = sorted(ON_LOG_RATIOS.intersection(self.loss_terms))
         if self.loss in ("ipo", "simpo"):
             only = [self.loss]
         if only and self.f_divergence_type != "reverse_kl":
-            raise ValueError(
+            yield (
                 f"f_divergence_type is {self.f_divergence_type!r} but {', '.join(only)} knows no "
                 "other than 'reverse_kl': remove it, or set loss to 'dpo'"
             )
         if self.loss == "simpo" and self.ld_alpha is not None:
-            raise ValueError(
+            yield (
                 f"ld_alpha is {self.ld_alpha} but loss is 'simpo', which averages over all tokens: "
                 "remove it, or set loss to 'dpo'"
             )
-        return self
 
 
 class WeightedPreferenceConfig(PreferenceConfig):

@@ -9,9 +9,10 @@ Quality filters for preference pairs before training, in order.
 `rollouts.pair_filters` implements them.
 """
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from composer_mesh.configs.base import (
     Concurrent,
@@ -26,15 +27,14 @@ from composer_mesh.configs.base import (
     Share,
     by_type,
 )
-from composer_mesh.configs.channel_schedule import ChannelSchedule
-from composer_mesh.configs.channels import SeparableChannel
+from composer_mesh.configs.channels import ChannelSchedule, SeparableChannel
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.teachers import (
     BreakerConfig,
     BudgetConfig,
     TeacherConfig,
-    check_costs,
-    check_names,
+    cost_problems,
+    name_problems,
 )
 
 
@@ -59,14 +59,12 @@ class GateConfig(Section):
     entropy_scale: Positive = 1.0
     """Surprisal in nats at which the entropy signal is about 0.63."""
 
-    @model_validator(mode="after")
-    def _something_counts(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not any((self.error, self.entropy, self.disagreement, self.novelty)):
-            raise ValueError(
+            yield (
                 "error, entropy, disagreement and novelty are all 0, so every state has the same "
                 "value: give at least one of them a weight"
             )
-        return self
 
 
 Side = Literal["chosen", "rejected"]
@@ -87,13 +85,9 @@ class _Between(_OfSides):
 
     min: CountOrZero
 
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.min > self.max:
-            raise ValueError(
-                f"min is {self.min} but max is {self.max}, so no text can pass: swap them"
-            )
-        return self
+            yield f"min is {self.min} but max is {self.max}, so no text can pass: swap them"
 
 
 class LengthFilter(_Between):
@@ -247,26 +241,21 @@ class ReplayConfig(WeightedPreferenceConfig, SeparableChannel):
     ] = ()
     """The teachers, in the order in which they are queried."""
 
-    @model_validator(mode="after")
-    def _a_pair_is_possible(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.agreement_threshold > self.ask:
-            raise ValueError(
+            yield (
                 f"agreement_threshold is {self.agreement_threshold} but ask is {self.ask}, so no "
                 "answer can ever win: raise ask or lower agreement_threshold"
             )
         if self.beta > 0 and self.ask > len(self.teachers):
-            raise ValueError(
+            yield (
                 f"ask is {self.ask} but there are {len(self.teachers)} teachers, so no state can "
                 "be sent to enough of them: add [[replay.teachers]] or lower ask, or set beta to 0"
             )
-        check_names(self.teachers, "teachers")
-        return self
-
-    @model_validator(mode="after")
-    def _costs_are_bounded(self) -> Self:
+        yield from name_problems(self.teachers, "teachers")
         if self.on:
-            check_costs(self.teachers, self.budget, "teacher", "replay.budget")
-        return self
+            yield from cost_problems(self.teachers, self.budget, "teacher", "replay.budget")
 
     @property
     def has_builtin_teachers(self) -> bool:

@@ -3,9 +3,10 @@
 The section `[rollouts]`: the actors that play episodes.
 """
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import FreeTable, ImportPath, Processes, Seconds, Section
 
@@ -66,17 +67,15 @@ class ScheduleConfig(Section):
         """Number of rollouts that are started for a prompt."""
         return self.group_size + self.overprovision
 
-    @model_validator(mode="after")
-    def _options_have_an_effect(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.oversampling != OVERSAMPLING and not self.dynamic_sampling:
-            raise ValueError(
+            yield (
                 f"oversampling is {self.oversampling:g} but dynamic_sampling is false, so no group "
                 "is dropped or replaced: set dynamic_sampling to true or remove oversampling"
             )
         if self.overprovision and self.max_lag == 0:
-            raise ValueError(
+            yield (
                 f"overprovision is {self.overprovision} but max_lag is 0, and a synchronous run "
                 "repeats bit for bit, which the order in which rollouts finish does not: set "
                 "max_lag to 1 or more, or overprovision to 0"
             )
-        return self

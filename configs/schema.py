@@ -3,7 +3,8 @@
 Performs no I/O; `load` reads files. Imports neither torch nor Monarch.
 """
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -17,6 +18,7 @@ from composer_mesh.configs.base import (
     Section,
     Share,
     Temperature,
+    repeated,
 )
 from composer_mesh.configs.channels import ChannelSection, ForeignChannels
 from composer_mesh.configs.cluster import ClusterConfig
@@ -106,21 +108,16 @@ class EnvironmentConfig(Section):
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """Where a task such as "code" runs what agents wrote."""
 
-    @model_validator(mode="after")
-    def _servers_fit(self) -> Self:
-        names = [one.name for one in self.mcp]
+    def _problems(self) -> Iterator[str]:
+        for name in repeated(one.name for one in self.mcp):
+            yield f"two tables of mcp have the name {name!r}: give each its own name"
         for one in self.mcp:
-            if names.count(one.name) > 1:
-                raise ValueError(
-                    f"two tables of mcp have the name {one.name!r}: give each its own name"
-                )
             if one.start_s + one.call_s >= self.call_s:
-                raise ValueError(
+                yield (
                     f"call_s is {self.call_s:g} but start_s and call_s of the MCP server "
                     f"{one.name!r} are {one.start_s:g} and {one.call_s:g}, and both are waited for "
                     "in one call: raise environment.call_s above their sum, or lower them"
                 )
-        return self
 
 
 class LateRewardsConfig(Section):
@@ -286,49 +283,36 @@ class Config(Section):
         builtin_writer = self.sdpo.on and self.sdpo.hints.has_builtin_writer
         return builtin_writer or (self.replay.on and self.replay.has_builtin_teachers)
 
-    @model_validator(mode="after")
-    def _demonstrations_have_a_task(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.sft is not None and self.sft.options and self.data.task is None:
-            raise ValueError(
+            yield (
                 "sft.options are set but data.mixture has several tasks: write options into its "
                 "tables, or name one task by data.task"
             )
-        return self
+        for name in repeated(one.title for one in self.tracking):
+            yield f"two tables of tracking have the name {name!r}: give each its own name"
+        yield from self._channel_problems()
+        yield from self._rollout_problems()
+        yield from self._update_problems()
 
-    @model_validator(mode="after")
-    def _trackers_have_names_of_their_own(self) -> Self:
-        names = [one.title for one in self.tracking]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(
-                    f"two tables of tracking have the name {name!r}: give each its own name"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _agreement_is_known(self) -> Self:
+    def _channel_problems(self) -> Iterator[str]:
         for name, one in self.weighted_channels.items():
             if one.on and one.schedule.by == "agreement" and not self.replay.on:
-                raise ValueError(
+                yield (
                     f"{name}.{one.weight_key}_schedule.by is 'agreement' but replay.beta is 0, so "
                     "no teacher is queried: set replay.beta above 0, or by to 'success' or 'steps'"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _update_shares_are_possible(self) -> Self:
         shares = {n: one.min_update_share or 0.0 for n, one in self.weighted_channels.items()}
         if (least := sum(shares.values())) >= 1:
-            names = " and ".join(f"{name}.min_update_share" for name in shares if shares[name])
-            raise ValueError(
-                f"{names} add up to {least:g}, which leaves the policy nothing: lower them to less "
-                "than 1 together"
+            listed = " and ".join(f"{name}.min_update_share" for name in shares if shares[name])
+            yield (
+                f"{listed} add up to {least:g}, which leaves the policy nothing: lower them to "
+                "less than 1 together"
             )
-        return self
+        yield from self._measure_problems()
 
-    @model_validator(mode="after")
-    def _divided_updates_are_not_measured(self) -> Self:
-        """Shares of an update and compared actions are of whole gradients and whole positions."""
+    def _measure_problems(self) -> Iterator[str]:
+        """Yield what needs whole gradients and whole positions, where ranks have parts of them."""
         trainer, sdpo = self.trainer, self.sdpo
         divided = {
             name: size
@@ -347,99 +331,78 @@ class Config(Section):
         }
         for what in (name for name, on in measured.items() if on and divided):
             name, size = next(iter(divided.items()))
-            raise ValueError(
+            yield (
                 f"{what} is set but trainer.{name} is {size}, where a rank has only parts of "
                 f"what is measured: remove it, or set trainer.{name} to 1"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _rewards_are_known_when_groups_finish(self) -> Self:
+    def _rollout_problems(self) -> Iterator[str]:
         if self.schedule.dynamic_sampling and self.late_rewards.on:
-            raise ValueError(
+            yield (
                 "schedule.dynamic_sampling is true but late_rewards.max_age is "
                 f"{self.late_rewards.max_age}, and a group is dropped by the rewards with which it "
                 "finishes: set dynamic_sampling to false or late_rewards.max_age to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_reward_can_be_left_out(self) -> Self:
         workflow = self.rollouts.workflow
         if self.judges.when_spent == "leave_out" and workflow is not None:
-            raise ValueError(
+            yield (
                 f"judges.when_spent is 'leave_out' but rollouts.workflow is {workflow!r}, which "
                 "makes rewards of its own, from which none can be left out: set it to 'stop'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _turns_carry_their_experts(self) -> Self:
-        if self.trainer.moe.router_replay and self.rollouts.workflow is not None:
-            raise ValueError(
+        if self.trainer.moe.router_replay and workflow is not None:
+            yield (
                 f"trainer.moe.router_replay is true but rollouts.workflow is "
-                f"{self.rollouts.workflow!r}, whose turns do not carry experts: remove it, or "
+                f"{workflow!r}, whose turns do not carry experts: remove it, or "
                 "trainer.moe.router_replay to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_alone_are_received(self) -> Self:
-        if not self.syncs_adapters:
-            return self
-        for key, found, other in (
-            ("sdpo.placement", self.sdpo.pulls_weights, "'inline'"),
-            ("trainer.backend", self.trainer.backend is not None, "nothing"),
-        ):
-            if found:
-                raise ValueError(
-                    f"trainer.lora.sync is 'adapters' but {key} is of a kind that takes whole "
-                    f"weights: set it to {other}, or sync to 'merged'"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _turn_advantages_have_a_loss(self) -> Self:
-        reason = self.loss.refuses_turn_advantages
-        if isinstance(self.advantage, TURN_ADVANTAGES) and reason:
-            raise ValueError(
-                f"advantage.type is {self.advantage.type!r}, which gives each turn its own "
-                f"advantage, but {reason}, or choose an advantage of whole rollouts"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _conversations_fit(self) -> Self:
         tokens, context = self.generator.max_new_tokens, self.policy.max_context
         if tokens >= context:
-            raise ValueError(
+            yield (
                 f"generator.max_new_tokens is {tokens} but policy.max_context is {context}, and "
                 "one answer must fit beside the prompt: raise policy.max_context or lower "
                 "generator.max_new_tokens"
             )
         if self.trainer.microbatch_tokens < context:
-            raise ValueError(
+            yield (
                 f"trainer.microbatch_tokens is {self.trainer.microbatch_tokens} but "
                 f"policy.max_context is {context}, so the longest conversation fits no microbatch: "
                 f"raise trainer.microbatch_tokens to {context} or more"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ranks_divide_the_heads(self) -> Self:
-        if self.policy.path is None:
-            self.policy.check_heads_divided_by(self.trainer.context_parallel)
-        return self
-
-    @model_validator(mode="after")
-    def _each_update_has_a_group(self) -> Self:
+    def _update_problems(self) -> Iterator[str]:
+        for key, found, other in (
+            ("sdpo.placement", self.sdpo.pulls_weights, "'inline'"),
+            ("trainer.backend", self.trainer.backend is not None, "nothing"),
+        ):
+            if found and self.syncs_adapters:
+                yield (
+                    f"trainer.lora.sync is 'adapters' but {key} is of a kind that takes whole "
+                    f"weights: set it to {other}, or sync to 'merged'"
+                )
+        reason = self.loss.refuses_turn_advantages
+        if isinstance(self.advantage, TURN_ADVANTAGES) and reason:
+            yield (
+                f"advantage.type is {self.advantage.type!r}, which gives each turn its own "
+                f"advantage, but {reason}, or choose an advantage of whole rollouts"
+            )
+        policy, ranks = self.policy, self.trainer.context_parallel
+        whole = policy.heads % ranks == 0 and 0 in (
+            policy.kv_heads % ranks,
+            ranks % policy.kv_heads,
+        )
+        if policy.path is None and not whole:
+            yield (
+                f"trainer.context_parallel is {ranks} but policy.heads is {policy.heads} and "
+                f"policy.kv_heads {policy.kv_heads}, which so many ranks cannot divide: set "
+                f"policy.heads to a multiple of {ranks}, and policy.kv_heads to a multiple or a "
+                "divisor of it"
+            )
         updates, groups = self.trainer.updates_per_batch, self.schedule.prompts_per_step
         if updates > groups:
-            raise ValueError(
+            yield (
                 f"trainer.updates_per_batch is {updates} but schedule.prompts_per_step is "
                 f"{groups}, and each update trains whole groups: lower it to {groups} or less"
             )
-        return self
 
 
 class ExtendedConfig(Config):

@@ -7,9 +7,10 @@ Hints for the SDPO teacher: sources, writer and length limits.
 Contains no credentials: `api_key_env` names an environment variable.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -30,9 +31,9 @@ from composer_mesh.configs.base import (
     Share,
     TemperatureAboveZero,
     Tokens,
+    repeated,
 )
-from composer_mesh.configs.channel_schedule import ChannelSchedule
-from composer_mesh.configs.channels import ChannelSection
+from composer_mesh.configs.channels import ChannelSchedule, ChannelSection
 from composer_mesh.configs.hub import ModelPath, ModelSource
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.teachers import ChatEndpoint
@@ -86,14 +87,13 @@ class HintWriterConfig(ChatEndpoint):
     cache: FilePath | None = None
     """SQLite cache of answers, shared by runs; hints.sqlite in the run directory if not set."""
 
-    @model_validator(mode="after")
-    def _a_request_fits_the_budget(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.assumed_usd > self.budget_usd:
-            raise ValueError(
+            yield (
                 f"assumed_usd is {self.assumed_usd} but budget_usd is {self.budget_usd}, so no "
                 "request may ever be sent: raise budget_usd or lower assumed_usd"
             )
-        return self
 
 
 class HintsConfig(Section):
@@ -120,31 +120,22 @@ class HintsConfig(Section):
     llm: HintWriterConfig | None = None
     """The model for writer = "llm"."""
 
-    @model_validator(mode="after")
-    def _sources_are_named_once(self) -> Self:
-        for source in self.sources:
-            if self.sources.count(source) > 1:
-                raise ValueError(
-                    f"sources is {list(self.sources)} but its order is a preference, in which "
-                    f"{source!r} can stand once: remove the later one"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _the_writer_can_write(self) -> Self:
-        if self.writer == "template":
-            return self
-        if self.llm is None:
-            raise ValueError(
+    def _problems(self) -> Iterator[str]:
+        for source in repeated(self.sources):
+            yield (
+                f"sources is {list(self.sources)} but its order is a preference, in which "
+                f"{source!r} can stand once: remove the later one"
+            )
+        if self.writer == "llm" and self.llm is None:
+            yield (
                 "writer is 'llm' but llm is not set, so nobody can be asked: add a table "
                 "[sdpo.hints.llm] with kind, or set writer to 'template'"
             )
-        if "error" not in self.sources:
-            raise ValueError(
+        if self.writer == "llm" and "error" not in self.sources:
+            yield (
                 f"writer is 'llm' but sources is {list(self.sources)}, and an llm words only "
                 "hints of the source 'error': add 'error' to sources or set writer to 'template'"
             )
-        return self
 
     @property
     def active_writer(self) -> HintWriterConfig | None:
@@ -283,58 +274,49 @@ class SdpoConfig(SitesConfig, ChannelSection):
             return {"advantage_sites": 0, **given}
         return given
 
-    @model_validator(mode="after")
-    def _teacher_output_fits_the_loss(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.objective != "none" and self.teacher_output not in ("hidden", "full"):
-            raise ValueError(
+            yield (
                 f"objective is {self.objective!r} but teacher_output is {self.teacher_output!r}, "
                 "and it needs the teacher's whole distribution: "
                 "set teacher_output to 'hidden' or 'full'"
             )
         if self.entropy_opd_h_max is not None and self.objective != "entropy_opd":
-            raise ValueError(
+            yield (
                 f"entropy_opd_h_max is {self.entropy_opd_h_max} but objective is "
                 f"{self.objective!r}, which does not read it: "
                 "remove it or set objective to 'entropy_opd'"
             )
         if self.placement == "inline" and self.replicas > 1:
-            raise ValueError(
+            yield (
                 f"replicas is {self.replicas} but placement is 'inline', where the trainer is its "
                 "own teacher: set placement to 'mesh' or replicas to 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _the_advantage_can_be_measured(self) -> Self:
         for name in ("min_advantage", "min_advantage_wins"):
             least = getattr(self, name)
             if least is not None and self.advantage_sites == 0:
-                raise ValueError(
+                yield (
                     f"{name} is {least} but advantage_sites is 0, so no advantage is ever "
                     f"measured: set advantage_sites to 1 or more, or remove {name}"
                 )
         if self.advantage_sites and self.teacher_output == "topk":
-            raise ValueError(
+            yield (
                 f"advantage_sites is {self.advantage_sites} but teacher_output is 'topk', which "
                 "lacks the log-probs of right actions that are not among its entries: set "
                 "teacher_output to 'hidden', 'full' or 'sampled', or advantage_sites to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_model_fits_the_kind(self) -> Self:
         if self.teacher == "model" and self.teacher_model is None:
-            raise ValueError(
+            yield (
                 "teacher is 'model' but teacher_model is not set: set teacher_model.path to the "
                 "folder of a model with the policy's tokenizer"
             )
         if self.teacher != "model" and self.teacher_model is not None:
-            raise ValueError(
+            yield (
                 f"teacher_model.path is {str(self.teacher_model.path)!r} but teacher is "
                 f"{self.teacher!r}, which does not read it: set teacher to 'model', or remove "
                 "teacher_model"
             )
-        return self
 
     @property
     def is_gated(self) -> bool:

@@ -1,8 +1,9 @@
 """The section `[sft]`: supervised fine-tuning by `composer-mesh sft`, before `train`."""
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import (
     Count,
@@ -12,7 +13,7 @@ from composer_mesh.configs.base import (
     Section,
     Share,
 )
-from composer_mesh.configs.channel_schedule import Decay
+from composer_mesh.configs.channels import Decay
 from composer_mesh.configs.hub import DataPath
 
 
@@ -55,21 +56,19 @@ class SftConfig(Section):
     hinted_share: Share = 0.0
     """Share of demonstrations with a hint in place of a wrong action."""
 
-    @model_validator(mode="after")
-    def _has_conversations(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.path is None and not self.demonstrations:
-            raise ValueError(
+            yield (
                 "path is not set and demonstrations is 0, so there is nothing to imitate: set "
                 "sft.path to a file of conversations, or sft.demonstrations to a number of episodes"
             )
         if not self.demonstrations and (self.error_rate or self.hinted_share):
-            raise ValueError(
+            yield (
                 "error_rate or hinted_share is set but demonstrations is 0: they are about "
                 "demonstrations alone, so remove them or set sft.demonstrations"
             )
         if self.hinted_share and not self.error_rate:
-            raise ValueError(
+            yield (
                 f"hinted_share is {self.hinted_share} but error_rate is 0, and a hint replaces a "
                 "wrong action: set sft.error_rate above 0, or remove sft.hinted_share"
             )
-        return self

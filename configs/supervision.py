@@ -1,8 +1,9 @@
 """Handling of actors that die or hang, of inputs that fail repeatedly, and of slow functions."""
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import Seconds, Section
 
@@ -40,16 +41,14 @@ class SupervisionConfig(Section):
     custom_function_s: Seconds = 60.0
     """Seconds that one call of a custom loss or advantage may take; a longer one ends the run."""
 
-    @model_validator(mode="after")
-    def _a_hang_is_more_than_one_beat(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.hang_s < self.heartbeat_s:
-            raise ValueError(
+            yield (
                 f"hang_s is {self.hang_s} but heartbeat_s is {self.heartbeat_s}, so a silence "
                 "could not be seen in time: raise hang_s or lower heartbeat_s"
             )
         if self.backoff_max_s < self.backoff_s:
-            raise ValueError(
+            yield (
                 f"backoff_max_s is {self.backoff_max_s} but backoff_s is {self.backoff_s}: raise "
                 "backoff_max_s"
             )
-        return self

@@ -13,10 +13,10 @@ Contains no credentials: `api_key_env` and `api_key_file` refer to keys.
 Judges: language models that reward functions ask, within one dollar ceiling for all of them.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import (
     Concurrent,
@@ -30,6 +30,7 @@ from composer_mesh.configs.base import (
     Share,
     Temperature,
     Tokens,
+    repeated,
 )
 
 ADDRESS = ("base_url", "model", "api_key_env", "api_key_file")
@@ -67,34 +68,32 @@ class ChatEndpoint(Section):
             return self.api_key_env or OPENROUTER_KEY
         return self.api_key_env
 
-    @model_validator(mode="after")
-    def _address_fits_the_kind(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.kind == "builtin":
-            self._refuse(ADDRESS)
-            return self
+            yield from self._unread(ADDRESS)
+            return
         for key, value in (("base_url", self.url), ("model", self.model)):
             if not value:
-                raise ValueError(
+                yield (
                     f"{key} is not set but kind is {self.kind!r}, which needs base_url and model: "
                     f"set {key}"
                 )
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(
+            yield (
                 f"base_url is {self.base_url!r} but must begin with http:// or https://: "
                 "write the whole address"
             )
         if self.api_key_env and self.api_key_file:
-            raise ValueError(
+            yield (
                 f"api_key_env is {self.api_key_env!r} and api_key_file is "
                 f"{str(self.api_key_file)!r} but a key comes from one place: remove one of them"
             )
-        return self
 
-    def _refuse(self, keys: tuple[str, ...]) -> None:
-        """Raise ValueError for keys that this kind does not use."""
+    def _unread(self, keys: tuple[str, ...]) -> Iterator[str]:
+        """Yield those of the keys that are set, which this kind does not use."""
         for key in keys:
             if (value := getattr(self, key)) is not None:
-                raise ValueError(
+                yield (
                     f"{key} is {value!r} but kind is {self.kind!r}, which does not read it: "
                     f"remove {key} or change kind"
                 )
@@ -118,14 +117,12 @@ class BudgetConfig(Section):
     ledger: FilePath | None = None
     """SQLite file of all reservations and charges; in the run directory when not set."""
 
-    @model_validator(mode="after")
-    def _a_day_is_seen_by_all_runs(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.usd_per_day is not None and self.ledger is None:
-            raise ValueError(
+            yield (
                 f"usd_per_day is {self.usd_per_day} but ledger is not set, so other runs of the "
                 "day would not be seen: name one file that all of them share"
             )
-        return self
 
 
 class BreakerConfig(Section):
@@ -210,50 +207,42 @@ class TeacherConfig(ChatEndpoint):
         """Whether a configured price is above 0."""
         return any(getattr(self, key) for key in PRICES)
 
-    @model_validator(mode="after")
-    def _keys_fit_the_kind(self) -> Self:
-        if self.kind != "builtin":
-            self._refuse(("error_rate",))
-        else:
-            self._refuse((*PRICES, "max_usd", "temperature", "requests_per_minute"))
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        paid = (*PRICES, "max_usd", "temperature", "requests_per_minute")
+        yield from self._unread(paid if self.kind == "builtin" else ("error_rate",))
         if self.kind != "openrouter":
-            self._refuse(("openrouter",))
-        return self
-
-    @model_validator(mode="after")
-    def _prices_come_together(self) -> Self:
+            yield from self._unread(("openrouter",))
         prompt, completion = self.prompt_usd_per_million, self.completion_usd_per_million
         if (prompt is None) != (completion is None):
             missing = PRICES[0] if prompt is None else PRICES[1]
-            raise ValueError(
-                f"{missing} is not set but the other price is: set both, 0 where it is free"
-            )
-        return self
+            yield f"{missing} is not set but the other price is: set both, 0 where it is free"
 
 
-def check_names(models: Sequence[TeacherConfig], key: str) -> None:
-    """Raise ValueError for models of one list that have the same name."""
+def name_problems(models: Sequence[TeacherConfig], key: str) -> Iterator[str]:
+    """Yield the names that several models of one list have."""
     names = [one.name for one in models]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"{key} has {names.count(name)} entries named {name!r} but names must be "
-                "unique, because reports are by name: rename all but one"
-            )
+    for name in repeated(names):
+        yield (
+            f"{key} has {names.count(name)} entries named {name!r} but names must be "
+            "unique, because reports are by name: rename all but one"
+        )
 
 
-def check_costs(models: Sequence[TeacherConfig], budget: BudgetConfig, role: str, key: str) -> None:
-    """Raise ValueError for a model whose cost has no bound, or that could never be asked."""
+def cost_problems(
+    models: Sequence[TeacherConfig], budget: BudgetConfig, role: str, key: str
+) -> Iterator[str]:
+    """Yield the models whose cost has no bound, or that could never be asked."""
     for one in models:
         known = one.has_prices or one.kind == "openrouter"
         if not known and budget.unknown_prices == "refuse":
-            raise ValueError(
+            yield (
                 f"{role} {one.name!r} has no price, so no ceiling could hold: set its "
                 "prompt_usd_per_million and completion_usd_per_million (0 where it is free), "
                 f"or set {key}.unknown_prices to 'allow'"
             )
         if (one.costs or not known) and budget.usd == 0:
-            raise ValueError(
+            yield (
                 f"budget.usd is 0 but {role} {one.name!r} costs money, so it could never "
                 f"be asked: set {key}.usd to what the run may cost"
             )
@@ -318,8 +307,6 @@ class JudgesConfig(Section):
         """Seconds that a reward may wait for one well-formed answer; 0 without judges."""
         return self.timeout_s * self.answers if self.on else 0.0
 
-    @model_validator(mode="after")
-    def _names_are_unique_and_costs_bounded(self) -> Self:
-        check_names(self.models, "models")
-        check_costs(self.models, self.budget, "judge", "judges.budget")
-        return self
+    def _problems(self) -> Iterator[str]:
+        yield from name_problems(self.models, "models")
+        yield from cost_problems(self.models, self.budget, "judge", "judges.budget")

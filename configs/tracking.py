@@ -4,9 +4,10 @@ The run's own `metrics.jsonl` and `events.jsonl` are always written and need no 
 credentials: `token_env` and `headers_env` name environment variables.
 """
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.base import (
@@ -116,14 +117,12 @@ class PrometheusTracking(TrackerSection):
     token_env: Variable | None = None
     """Environment variable with the bearer token that readers must send."""
 
-    @model_validator(mode="after")
-    def _others_need_a_token(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.host not in LOOPBACK and self.token_env is None:
-            raise ValueError(
+            yield (
                 f"host is {self.host!r}, which other machines reach, but token_env is not set: "
                 "name the environment variable with the token that readers must send"
             )
-        return self
 
 
 class OpentelemetryTracking(TrackerSection):

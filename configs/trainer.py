@@ -5,9 +5,10 @@ The losses define what a rank computes; `placement` defines where it runs.
 Mixtures of experts in the trainer: precision of routers, balance of experts, router replay.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from composer_mesh.configs.base import (
     MOST_ENTRIES,
@@ -22,7 +23,7 @@ from composer_mesh.configs.base import (
     Share,
     Tokens,
 )
-from composer_mesh.configs.channel_schedule import Decay
+from composer_mesh.configs.channels import Decay
 
 
 class MoeConfig(Section):
@@ -227,111 +228,76 @@ class TrainerConfig(Section):
             return "off"
         return "row" if self.attention == "flex" else "levels"
 
-    @model_validator(mode="after")
-    def _prefixes_can_be_shared(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.prefix_sharing and self.attention in ("flash", "eager"):
             why = (
                 "takes no mask of a tree" if self.attention == "flash" else "stores all its scores"
             )
-            raise ValueError(
+            yield (
                 f"prefix_sharing is true but attention is {self.attention!r}, which {why}: set "
                 "attention to 'sdpa', on a GPU to 'flex', or prefix_sharing to false"
             )
         if self.compile and self.sharing == "levels":
-            raise ValueError(
+            yield (
                 "prefix_sharing and compile are true but attention is 'sdpa', where every layer "
                 "would be compiled several times, once for each kind of level: set compile or "
                 "prefix_sharing to false, or on a GPU attention to 'flex'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _contexts_can_be_divided(self) -> Self:
-        size = self.context_parallel
-        if size == 1:
-            return self
-        if self.ranks % size:
-            raise ValueError(
-                f"context_parallel is {size} but ranks is {self.ranks}, which it does not divide: "
-                f"set ranks to a multiple of {size}, or context_parallel to a divisor of ranks"
-            )
-        for name, found, needed in (
-            ("packing", self.packing, True),
-            ("attention", self.attention, "sdpa"),
-            ("prefix_sharing", self.prefix_sharing, False),
-            ("compile", self.compile, False),
-        ):
-            if found != needed:
-                raise ValueError(
-                    f"context_parallel is {size} but {name} is {found!r}, and positions are "
-                    "divided only of packed rows under sdpa, without shared prefixes or compiled "
-                    f"layers: set {name} to {needed!r}, or context_parallel to 1"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_can_be_divided(self) -> Self:
-        size = self.expert_parallel
-        if size == 1:
-            return self
-        if self.ranks % size:
-            raise ValueError(
-                f"expert_parallel is {size} but ranks is {self.ranks}, which it does not divide: "
-                f"set ranks to a multiple of {size}, or expert_parallel to a divisor of ranks"
-            )
-        for name, found, needed in (
-            ("sharding", "none" if not self.sharded else "fsdp2", "fsdp2"),
-            ("compile", self.compile, False),
-        ):
-            if found != needed:
-                raise ValueError(
-                    f"expert_parallel is {size} but {name} is {found!r}, and experts are divided "
-                    f"only of sharded weights, in layers that are not compiled: set {name} to "
-                    f"{needed!r}, or expert_parallel to 1"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _routers_can_be_reached(self) -> Self:
-        asked = [name for name in ("router_replay", "load_balancing") if getattr(self.moe, name)]
-        for other in ("prefix_sharing", "compile"):
-            if asked and getattr(self, other):
-                raise ValueError(
-                    f"moe.{asked[0]} is {getattr(self.moe, asked[0])} but {other} is true, where "
-                    f"routers are not reached: set {other} to false, or moe.{asked[0]} to its "
-                    "default"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _precision_is_possible(self) -> Self:
+        yield from self._division_problems()
         if self.compute_dtype != "float32" and not self.sharded:
-            raise ValueError(
+            yield (
                 f"compute_dtype is {self.compute_dtype!r} but sharding is 'none', which keeps no "
                 "float32 weights beside those it computes with: set sharding to 'auto'"
             )
         if self.attention == "flash" and self.compute_dtype == "float32":
-            raise ValueError(
+            yield (
                 "attention is 'flash' but compute_dtype is 'float32', which flash-attn does not "
                 "know: set compute_dtype to 'bfloat16' or attention to 'sdpa'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _inputs_can_be_offloaded(self) -> Self:
         if self.activation_offload and not self.checkpoints_layers:
             found = "'auto'" if self.activation_checkpointing else "false"
-            raise ValueError(
+            yield (
                 f"activation_offload is true but activation_checkpointing is {found}, and only "
                 "inputs of checkpointed layers are offloaded: set activation_checkpointing to true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rate_falls_only_with_a_schedule(self) -> Self:
         if self.min_lr_ratio and self.lr_schedule == "constant":
-            raise ValueError(
+            yield (
                 f"min_lr_ratio is {self.min_lr_ratio} but lr_schedule is 'constant', which never "
                 "falls: set lr_schedule to 'linear' or 'cosine'"
             )
-        return self
+
+    def _division_problems(self) -> Iterator[str]:
+        """Yield what cannot be divided among ranks, and routers that would not be reached."""
+        positions = (
+            "positions are divided only of packed rows under sdpa, without shared prefixes or "
+            "compiled layers"
+        )
+        sharding = "fsdp2" if self.sharded else "none"
+        experts = "experts are divided only of sharded weights, in layers that are not compiled"
+        for key, why, name, found, needed in (
+            ("context_parallel", positions, "packing", self.packing, True),
+            ("context_parallel", positions, "attention", self.attention, "sdpa"),
+            ("context_parallel", positions, "prefix_sharing", self.prefix_sharing, False),
+            ("context_parallel", positions, "compile", self.compile, False),
+            ("expert_parallel", experts, "sharding", sharding, "fsdp2"),
+            ("expert_parallel", experts, "compile", self.compile, False),
+        ):
+            size = getattr(self, key)
+            if self.ranks % size:
+                yield (
+                    f"{key} is {size} but ranks is {self.ranks}, which it does not divide: set "
+                    f"ranks to a multiple of {size}, or {key} to a divisor of ranks"
+                )
+            if size > 1 and found != needed:
+                yield (
+                    f"{key} is {size} but {name} is {found!r}, and {why}: set {name} to "
+                    f"{needed!r}, or {key} to 1"
+                )
+        asked = [name for name in ("router_replay", "load_balancing") if getattr(self.moe, name)]
+        for other in ("prefix_sharing", "compile"):
+            if asked and getattr(self, other):
+                yield (
+                    f"moe.{asked[0]} is {getattr(self.moe, asked[0])} but {other} is true, where "
+                    f"routers are not reached: set {other} to false, or moe.{asked[0]} to its "
+                    "default"
+                )

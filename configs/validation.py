@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, SchemaValidator
@@ -24,10 +24,6 @@ VALUES = frozenset({"config", "default", "expected", "members", "metadata", "ser
 """Keys of a core schema that hold no schema of what is validated."""
 
 
-@overload
-def fail_fast(kind: type[T]) -> TypeAdapter[T]: ...
-@overload
-def fail_fast(kind: Any) -> TypeAdapter[Any]: ...
 def fail_fast(kind: Any) -> TypeAdapter[Any]:
     """Return an adapter whose collections, at any depth, end at their first invalid entry."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
@@ -39,14 +35,12 @@ def fail_fast(kind: Any) -> TypeAdapter[Any]:
 
 def validated(kind: type[T], value: Any) -> T:
     """Return a value as a model; raise ValidationError."""
-    found: T = _adapter(kind).validate_python(value)
-    return found
+    return _adapter(kind).validate_python(value)
 
 
 def validated_json(kind: type[T], text: str | bytes) -> T:
     """Return a JSON text as a model; raise ValidationError."""
-    found: T = _adapter(kind).validate_json(text)
-    return found
+    return _adapter(kind).validate_json(text)
 
 
 def first_error(error: ValidationError, *, with_input: bool = False) -> ErrorDetails:
@@ -70,12 +64,7 @@ def place_and_text(error: ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else str(first["msg"])
 
 
-@cache
-def _fail_fast(kind: Any) -> TypeAdapter[Any]:
-    return fail_fast(kind)
-
-
-_adapter: Callable[[Any], TypeAdapter[Any]] = _fail_fast
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(fail_fast)
 
 
 def _failing_fast(schema: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.errors import ConfigError, one_line
-from composer_mesh.configs.pinning import POLICY_KEY
+from composer_mesh.configs.paths import POLICY_KEY
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.planning.model_sizes import UnknownSizes, decoder_weights, read_sizes

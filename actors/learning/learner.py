@@ -42,7 +42,7 @@ from composer_mesh.actors.teacher_outputs.teacher_folder import (
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
 from composer_mesh.configs import plugins
 from composer_mesh.configs.hub import id_of
-from composer_mesh.configs.pinning import TEACHER_KEY
+from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_folder import UnfitModelFolder
 from composer_mesh.rollouts.batches import StepBatch

@@ -25,7 +25,7 @@ from composer_mesh.actors.models.tokenizer import (
     chat_settings,
     load_tokenizer,
 )
-from composer_mesh.configs.pinning import TEACHER_KEY
+from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, AnsweringProgram, ProgramFailed

@@ -9,7 +9,7 @@ from typing import Any
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import empty_model, load_model
 from composer_mesh.actors.models.tokenizer import difference, load_tokenizer
-from composer_mesh.configs.pinning import TEACHER_KEY
+from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, UnfitModelFolder
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer_mesh.configs.changes import Change
-from composer_mesh.configs.pinning import pinned_as
+from composer_mesh.configs.paths import pinned_as
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.plan import CHANNELS_OF, TARGET, refuse_other_runs
 from composer_mesh.plugins.ablation.settings import Varied, plan_study

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from composer_mesh.configs.changes import flat
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.flat import flat
 from composer_mesh.configs.load import read_table
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.curve import sampled_metrics

@@ -8,7 +8,7 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from composer_mesh.configs.flat import flat
+from composer_mesh.configs.changes import flat
 from composer_mesh.configs.tracking import MlflowTracking
 from composer_mesh.plugins.trackers.kept_id import keep_id, kept_id
 from composer_mesh.services.trackers.port import TrackedRun, TrackedStep

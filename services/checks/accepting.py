@@ -22,7 +22,7 @@ from composer_mesh.configs import plugins
 from composer_mesh.configs.base import CustomFunction
 from composer_mesh.configs.hub import id_of
 from composer_mesh.configs.losses import CustomLoss
-from composer_mesh.configs.pinning import TEACHER_KEY
+from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.configs.hub import GGUF, HubId, ModelSource
-from composer_mesh.configs.pinning import ids_in, models_in, with_sections
+from composer_mesh.configs.paths import ids_in, models_in, with_sections
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning import hub
 from composer_mesh.planning.model_folder import has_weights

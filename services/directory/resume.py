@@ -11,8 +11,7 @@ from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.configs.changes import Change, changes
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.paths import with_whole_paths
-from composer_mesh.configs.pinning import pinned_as
+from composer_mesh.configs.paths import pinned_as, with_whole_paths
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import RunDirectoryError, holds_a_run
 from composer_mesh.services.directory.report import (

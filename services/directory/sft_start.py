@@ -10,8 +10,7 @@ from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, crc32_of, d
 from composer_mesh.configs.changes import different
 from composer_mesh.configs.errors import ConfigError, shown
 from composer_mesh.configs.load import load_config
-from composer_mesh.configs.paths import with_whole_paths
-from composer_mesh.configs.pinning import pinned_as
+from composer_mesh.configs.paths import pinned_as, with_whole_paths
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import RUNS
 from composer_mesh.services.directory.resume import CONFIG_FILE, may_be_resumed

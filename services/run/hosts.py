@@ -17,7 +17,7 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 from monarch.actor import enable_transport
 
 from composer_mesh.configs.hub import ModelSource
-from composer_mesh.configs.pinning import ids_in
+from composer_mesh.configs.paths import ids_in
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.hosts import address as addresses

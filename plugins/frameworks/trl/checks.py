@@ -9,7 +9,7 @@ from typing import Any
 
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.configs.advantages import GroupAdvantage
-from composer_mesh.configs.channel_schedule import ChannelSchedule
+from composer_mesh.configs.channels import ChannelSchedule
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schema import Config

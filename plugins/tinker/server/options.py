@@ -15,7 +15,7 @@ from composer_mesh.actors.engines.vllm_settings import (
     check_vllm_installed,
 )
 from composer_mesh.configs.hub import id_of
-from composer_mesh.configs.pinning import pinned_as
+from composer_mesh.configs.paths import pinned_as
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.open_folder import write_whole

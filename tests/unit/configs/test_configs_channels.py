@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from composer_mesh.configs.changes import changes
-from composer_mesh.configs.channel_schedule import ChannelSchedule
+from composer_mesh.configs.channels import ChannelSchedule
 from composer_mesh.configs.sdpo import SdpoConfig
 
 TEACHERS = [{"name": "a", "kind": "builtin"}, {"name": "b", "kind": "builtin"}]

@@ -11,7 +11,7 @@ from unit_tests import BuildConfig
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.hub import HubId, id_of
 from composer_mesh.configs.load import dump_toml, load_config, resolve_config
-from composer_mesh.configs.pinning import pinned_as
+from composer_mesh.configs.paths import pinned_as
 from composer_mesh.configs.schema import Config
 
 COMMIT, OTHER = "a" * 40, "b" * 40

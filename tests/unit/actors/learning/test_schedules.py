@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from composer_mesh.actors.learning.weight_update import learning_rate
 from composer_mesh.channels.weights import channel_weight
-from composer_mesh.configs.channel_schedule import ChannelSchedule
+from composer_mesh.configs.channels import ChannelSchedule
 from composer_mesh.configs.trainer import TrainerConfig
 
 
