@@ -68,12 +68,13 @@ def is_signed(path: Path, content: bytes) -> bool:
     return hmac.compare_digest(found, expected)
 
 
-def is_own(path: Path) -> bool:
-    """Return whether this account's program wrote a file as it is now."""
+def own_content(path: Path) -> bytes | None:
+    """Return the content of a file that this account's program wrote; None for any other one."""
     try:
-        return is_signed(path, read_regular(path, LONGEST))
+        content = read_regular(path, LONGEST)
     except OSError:
-        return False
+        return None
+    return content if is_signed(path, content) else None
 
 
 def signature_file(path: Path) -> Path:
@@ -227,10 +228,11 @@ def set_aside(output: Path) -> Path | None:
     if not holds_a_run(output):
         return None
     with claimed(output), _disk_errors(output):  # fails while that run is still being written
-        place, own = _free_place(output), [one for one in SIGNED if is_own(output / one)]
+        place, own = _free_place(output), {one: own_content(output / one) for one in SIGNED}
         output.rename(place)
-        for name in own:
-            sign(place / name, read_regular(place / name, LONGEST))
+        for name, content in own.items():
+            if content is not None:
+                sign(place / name, content)
     return place
 
 

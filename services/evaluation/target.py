@@ -12,15 +12,12 @@ from pathlib import Path
 from composer_mesh.actors.checkpoints.folder import FOLDER, newest
 from composer_mesh.configs.hub import GGUF, HubId
 from composer_mesh.configs.load import Table, read_table, resolve_config
-from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.untrusted_json import MIB
-from composer_mesh.services.directory.claim import is_signed
+from composer_mesh.services.directory.claim import own_content
 from composer_mesh.services.directory.report import STORE_FILE
 
 CONFIG_FILE = "config.toml"
 MODEL_FILE = "config.json"
-LONGEST_CONFIG = 16 * MIB
 TASK_ALONE: Table = {"run": {"name": "evaluation", "steps": 1}}
 OFF = ("sdpo.alpha=0", "replay.beta=0")
 """Overrides of every evaluation: it needs neither teachers nor hints."""
@@ -112,11 +109,7 @@ def _table_of(task: str) -> Table:
 def _own_table(run: Path) -> Table:
     """Return the config that a run of this account wrote."""
     path = run / CONFIG_FILE
-    try:
-        signed = is_signed(path, read_regular(path, LONGEST_CONFIG))
-    except OSError:
-        signed = False
-    if not signed:
+    if own_content(path) is None:
         raise EvalRefused(
             f"{path} was not written by a run of this account, and it names code that would be "
             f"imported: read it, then name it: composer-mesh eval CHECKPOINT --task {path}"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from rich.box import ROUNDED, SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_mesh.services.directory.report import Evaluation, channels_of
+from composer_mesh.services.directory.status import ActorStatus
 
 WIDE = 128
 EVENTS_SHOWN = 5
@@ -58,19 +59,6 @@ PLAIN_FIELDS = (
 )
 
 
-class ActorRow(Protocol):
-    """An actor's columns in the table."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def policy_version(self) -> int | None: ...
-    @property
-    def activity(self) -> str: ...
-
-
 @dataclass
 class PageData:
     """Everything that the page shows."""
@@ -84,7 +72,7 @@ class PageData:
     last: Mapping[str, Any] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    actors: Sequence[ActorRow] = ()
+    actors: Sequence[ActorStatus] = ()
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
 
     @property

@@ -20,8 +20,8 @@ from rich.live import Live
 from rich.text import Text
 
 from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.directory.status import ActorStatus
 from composer_mesh.services.inspection.page import (
-    ActorRow,
     PageData,
     page_of,
     plain_line,
@@ -151,7 +151,7 @@ class RunView:
             self._shown.transport = plain_text(text)
         self._tell(f"transport {plain_text(text)}")
 
-    def actors(self, rows: Sequence[ActorRow]) -> None:
+    def actors(self, rows: Sequence[ActorStatus]) -> None:
         """Show the actors' states, on a live page only: they change too often for lines."""
         with self._lock:
             self._shown.actors = tuple(rows)

@@ -14,7 +14,6 @@ import hashlib
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +38,7 @@ from composer_mesh.services.offline.config import offline_config, openrouter_tea
 from composer_mesh.services.offline.job import OfflineJob
 from composer_mesh.services.offline.options import CONCURRENCY, ReplayRefused
 from composer_mesh.services.offline.session import TeacherClient, opened_panel
-from composer_mesh.services.offline.traces import index_traces
+from composer_mesh.services.offline.traces import TraceIndex, index_of, index_traces
 from composer_mesh.tasks.loading import make_task
 
 __all__ = [
@@ -57,6 +56,7 @@ Teacher = TeacherConfig | Mapping[str, Any] | str
 """A teacher's config, the equivalent table, or an OpenRouter model id."""
 
 Tools = Sequence[dict[str, Any]]
+NO_TRACES = TraceIndex(None, task="toolbox")
 
 
 def chat_state(state_id: str, messages: Sequence[Message], action: str | Message) -> StudentState:
@@ -202,21 +202,7 @@ replay_and_normalize_trace_sync = _synchronous(replay_and_normalize_trace)
 """`replay_and_normalize_trace` for code without an event loop."""
 
 
-@dataclass(frozen=True)
-class _InMemory:
-    """Traces in memory that belong to no run directory."""
-
-    traces: Sequence[Trace]
-    task: str
-    run: None = None
-
-    def groups(self) -> Iterator[list[Trace]]:
-        ids = sorted({trace.group_id for trace in self.traces})
-        for group_id in ids:
-            yield [trace for trace in self.traces if trace.group_id == group_id]
-
-
-def _source(traces: Path | str | Trace | Sequence[Trace], has_tools: bool) -> Any:
+def _source(traces: Path | str | Trace | Sequence[Trace], has_tools: bool) -> TraceIndex:
     if isinstance(traces, (str, Path)):
         return index_traces(Path(traces))
     listed = [traces] if isinstance(traces, Trace) else list(traces)
@@ -224,21 +210,19 @@ def _source(traces: Path | str | Trace | Sequence[Trace], has_tools: bool) -> An
         raise ReplayRefused("traces is empty: pass one trace or more")
     _refuse_repeated([trace.trace_id for trace in listed])
     # Tasks of other frameworks are unknown, and not needed if their tools are given.
-    return _InMemory(listed, "toolbox" if has_tools else listed[0].task)
+    return index_of(listed, "toolbox" if has_tools else listed[0].task)
 
 
 def in_memory_config(
     teachers: Sequence[Teacher], overrides: Sequence[str], max_total_usd: float
 ) -> Config:
     """Return the config of a job on traces in memory that makes pairs."""
-    return offline_config(_InMemory((), "toolbox"), _tables(teachers), overrides, max_total_usd)
+    return offline_config(NO_TRACES, _tables(teachers), overrides, max_total_usd)
 
 
 def _asking(teachers: Sequence[Teacher], overrides: Sequence[str], usd: float) -> Config:
     """Return the config of a job without traces."""
-    return offline_config(
-        _InMemory((), "toolbox"), _tables(teachers), overrides, usd, makes_pairs=False
-    )
+    return offline_config(NO_TRACES, _tables(teachers), overrides, usd, makes_pairs=False)
 
 
 def _tables(teachers: Sequence[Teacher]) -> list[dict[str, Any]]:

@@ -8,21 +8,18 @@ this account wrote it, or if the viewer names that file with `--teachers`.
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.load import Table, read_table, resolve_config
-from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.untrusted_json import MIB
-from composer_mesh.services.directory.claim import is_signed
+from composer_mesh.services.directory.claim import own_content
 from composer_mesh.services.offline.options import ReplayRefused
-from composer_mesh.services.offline.traces import CONFIG_FILE
+from composer_mesh.services.offline.traces import CONFIG_FILE, TraceIndex
 
 ON = 1.0
 """Weight for a channel that was off in the run; no offline figure depends on it."""
 
-LONGEST_CONFIG = 16 * MIB
 DECISIONS = {"budget", "cache"}
 """Keys of [replay] that a stranger's config does not decide, besides the teachers."""
 
@@ -40,18 +37,8 @@ OF_A_MODEL = (
 """Keys of [policy] that are about a model in its path, which no replay needs."""
 
 
-class Origin(Protocol):
-    """Origin of traces: the run's directory, if known, and the name of their task."""
-
-    @property
-    def run(self) -> Path | None: ...
-
-    @property
-    def task(self) -> str: ...
-
-
 def offline_config(
-    traces: Origin,
+    traces: TraceIndex,
     teachers: str | Sequence[Table] | None,
     overrides: Sequence[str] = (),
     max_usd: float | None = None,
@@ -75,7 +62,7 @@ def offline_config(
     return resolve_config(merged(table, {"replay": settled}), overrides, source)
 
 
-def _nobody(traces: Origin, teachers: object, source: str) -> str:
+def _nobody(traces: TraceIndex, teachers: object, source: str) -> str:
     """Say why there is no teacher."""
     if teachers is None and traces.run is not None:
         path = traces.run / CONFIG_FILE
@@ -88,7 +75,7 @@ def _nobody(traces: Origin, teachers: object, source: str) -> str:
     return f"{source} names no teacher, so nobody can be asked: name some"
 
 
-def _with_teachers(traces: Origin, teachers: str | Sequence[Table] | None) -> tuple[str, Table]:
+def _with_teachers(traces: TraceIndex, teachers: str | Sequence[Table] | None) -> tuple[str, Table]:
     """Return the config's name for error messages, and its table."""
     table = _of_run(traces)
     if teachers is None and traces.run is None:
@@ -117,7 +104,7 @@ def merged(table: Table, over: Table) -> Table:
     return result
 
 
-def _of_run(traces: Origin) -> Table:
+def _of_run(traces: TraceIndex) -> Table:
     if traces.run is None:
         return {"run": {"name": "replay", "steps": 1}, "data": {"task": traces.task}}
     own = _own_config(traces.run / CONFIG_FILE)
@@ -132,11 +119,8 @@ def _of_run(traces: Origin) -> Table:
 
 def _own_config(path: Path) -> Table | None:
     """Return the config that a run of this account wrote; None for any other one."""
-    try:
-        content = read_regular(path, LONGEST_CONFIG)
-    except OSError:
-        return None
-    return tomllib.loads(content.decode()) if is_signed(path, content) else None
+    content = own_content(path)
+    return None if content is None else tomllib.loads(content.decode())
 
 
 def _without_decisions(table: Table) -> Table:
@@ -170,7 +154,7 @@ def _is_file(teachers: str) -> bool:
     return teachers.endswith(".toml") or Path(teachers).is_file()
 
 
-def _from_file(traces: Origin, table: Table, path: Path) -> Table:
+def _from_file(traces: TraceIndex, table: Table, path: Path) -> Table:
     """Read a config file: of a complete run config only [replay] is used, other files are merged.
 
     If the traces have no run, a complete run config is used as theirs.

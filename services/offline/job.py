@@ -20,8 +20,7 @@ from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.offline.figures import ReplayFigures, ReplayPlan, plan_replay
 from composer_mesh.services.offline.session import Stopped, TeacherClient
 from composer_mesh.services.offline.traces import TraceFileError
-from composer_mesh.services.replay.teacher_queries import Replay
-from composer_mesh.services.steps.ports import Teachers
+from composer_mesh.services.replay.teacher_queries import Replay, replay_of
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 AHEAD = 2
@@ -62,7 +61,7 @@ class OfflineJob:
 
     def __post_init__(self) -> None:
         self._answers = _Remembering(self.teacher_client)
-        self._replay = make_replay(self.config, self._answers)
+        self._replay = replay_of(self.config, self._answers)
         self._filters = PairFilters(self.config.replay.filters)
         self.figures = ReplayFigures(self.config.replay.agreement_threshold)
 
@@ -106,13 +105,8 @@ def plan_job(
     limit: int | None = None,
 ) -> ReplayPlan:
     """Plan the queries of a job and their price; reads all groups and sends no query."""
-    chosen = selections(make_replay(config, _Nobody()), groups, limit)
+    chosen = selections(replay_of(config, _Nobody()), groups, limit)
     return plan_replay(chosen, teachers, tools, config.replay)
-
-
-def make_replay(config: Config, teachers: Teachers) -> Replay:
-    """Create the rules of a training run, with the run's own seed and schedule."""
-    return Replay(teachers, config.replay, config.schedule.prompts_per_step, config.run.seed)
 
 
 class _Nobody:

@@ -5,10 +5,10 @@ the locations of groups are in memory, because the traces may exceed it.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -26,10 +26,8 @@ class TraceFileError(ReplayRefused):
     """Traces that cannot be replayed; names the file and line, the reason and the repair."""
 
 
-class Place(Protocol):
-    """Location of some traces of a group."""
-
-    def read(self) -> list[Trace]: ...
+Place = Callable[[], list[Trace]]
+"""Reads some traces of a group from where they are."""
 
 
 @dataclass
@@ -53,15 +51,23 @@ class TraceIndex:
     def groups(self) -> Iterator[list[Trace]]:
         """Yield each group's traces in id order; one group is in memory at a time."""
         for group_id in sorted(self.places):
-            yield [trace for place in self.places[group_id] for trace in place.read()]
+            yield [trace for read in self.places[group_id] for trace in read()]
 
 
 CONFIG_FILE = "config.toml"
 
 
+def index_of(traces: Sequence[Trace], task: str) -> TraceIndex:
+    """Return the index of traces in memory that belong to no run directory."""
+    index = TraceIndex(None, task=task, traces=len(traces))
+    for trace in traces:
+        index.places.setdefault(trace.group_id, []).append(partial(list, [trace]))
+    return index
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Location of one trace."""
+    """Location of one trace in a file."""
 
     path: Path
     line: int
@@ -163,20 +169,7 @@ def _add(index: TraceIndex, seen: dict[str, Line], place: Line, line: bytes) -> 
     seen[trace.trace_id] = place
     index.mark = index.mark or hashlib.sha256(line.strip()).hexdigest()
     index.task, index.traces = trace.task, index.traces + 1
-    index.places.setdefault(trace.group_id, []).append(place)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
-    """Location of one group's traces."""
-
-    run: Path
-    group_id: int
-
-    def read(self) -> list[Trace]:
-        """Return the group's training traces that have turns."""
-        with RunReader(self.run) as reader:
-            return _training(reader, self.group_id)
+    index.places.setdefault(trace.group_id, []).append(place.read)
 
 
 def store_of(source: Path) -> Path | None:
@@ -191,7 +184,7 @@ def index_store(run: Path) -> TraceIndex:
     try:
         with RunReader(run) as reader:
             for row in sorted(reader.groups(), key=_age):
-                _add_group(index, reader, row)
+                _add_group(run.absolute(), index, reader, row)
     except (DamagedRecord, StoreError) as error:
         raise TraceFileError(str(error)) from None
     if not index.traces:
@@ -199,19 +192,24 @@ def index_store(run: Path) -> TraceIndex:
     return index
 
 
-def _add_group(index: TraceIndex, reader: RunReader, row: GroupRow) -> None:
+def _add_group(run: Path, index: TraceIndex, reader: RunReader, row: GroupRow) -> None:
     traces = _training(reader, row.group_id)
     if traces:
         first = hashlib.sha256(trace_to_json(traces[0])).hexdigest()
         index.mark = index.mark or first
         index.task, index.traces = traces[0].task, index.traces + len(traces)
-        assert index.run is not None
-        index.places[row.group_id] = [StoredGroup(index.run, row.group_id)]
+        index.places[row.group_id] = [partial(_stored, run, row.group_id)]
 
 
 def _age(row: GroupRow) -> tuple[float, int]:
     """Sort key by finishing time, so that a new group never becomes the first one."""
     return (row.finished_at or 0.0, row.group_id)
+
+
+def _stored(run: Path, group_id: int) -> list[Trace]:
+    """Return a stored group's training traces that have turns."""
+    with RunReader(run) as reader:
+        return _training(reader, group_id)
 
 
 def _training(reader: RunReader, group_id: int) -> list[Trace]:

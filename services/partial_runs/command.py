@@ -38,7 +38,7 @@ from composer_mesh.services.partial_runs.stored_steps import (
     TrainingFromTracesPorts,
     as_trained,
 )
-from composer_mesh.services.replay.parts import make_late_rewards
+from composer_mesh.services.replay.late_rewards import make_late_rewards
 from composer_mesh.services.run.assembly import FAILED, Run
 from composer_mesh.services.run.mesh import Half, RunMesh
 from composer_mesh.services.run.parts import RunParts

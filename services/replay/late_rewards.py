@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import Advantage, PolicySample
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
@@ -174,3 +175,15 @@ def _change(old: Advantage, new: Advantage) -> Advantage:
 
 def _trajectories(groups: Iterable[Iterable[Trace]]) -> list[Trace]:
     return [one for group in groups for trace in group for one in trace.trajectories()]
+
+
+def make_late_rewards(
+    config: Config,
+    waiting: Callable[[], Sequence[LateReward]],
+    advantages: Advantages,
+    report: Callable[[str], object],
+) -> LateRewards | None:
+    """Build the reader of posted rewards; None where late rewards are off."""
+    if not config.late_rewards.on:
+        return None
+    return LateRewards(waiting, advantages, config.late_rewards.max_age, report)

@@ -15,11 +15,14 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
+from composer_mesh.channels.replay.samples import pair_samples
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import PairSample
+from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.state_choice import NOTHING
@@ -28,8 +31,9 @@ from composer_mesh.services.replay.teacher_queries import (
     Replay,
     TeacherQueryRecord,
     query_record_to_json,
+    replay_of,
 )
-from composer_mesh.services.steps.ports import Reference
+from composer_mesh.services.steps.ports import Reference, Teachers
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 TOO_LONG = "too_long"
@@ -256,3 +260,17 @@ class PairStream:
     def _raise_failure(self) -> None:
         if self._worker is not None and self._worker.done() and not self._worker.cancelled():
             self._worker.result()
+
+
+def make_pair_stream(
+    config: Config,
+    teachers: Teachers,
+    reference: Reference | None,
+    chat: ChatFormat,
+    store: PairStore,
+    waiting: Callable[[], int],
+) -> PairStream:
+    """Build the pair stream of a run from its config; `waiting` counts the pairs not yet taken."""
+    encode = partial(pair_samples, chat=chat, max_context=config.policy.max_context)
+    refining = Refining(PairFilters(config.replay.filters), encode, reference)
+    return PairStream(replay_of(config, teachers), refining, store, waiting, config)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import together
 from composer_mesh.rollouts.consensus import decide
 from composer_mesh.rollouts.pairs import (
@@ -136,6 +137,11 @@ class Replay:
             (first, decided(first, replies, threshold)),
             *((state, _decided_too(state, replies, threshold)) for state in others),
         ]
+
+
+def replay_of(config: Config, teachers: Teachers) -> Replay:
+    """Return the rules of a run, with its own seed and schedule."""
+    return Replay(teachers, config.replay, config.schedule.prompts_per_step, config.run.seed)
 
 
 def _decided_too(

@@ -31,8 +31,8 @@ from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.retries import Retries
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
-from composer_mesh.services.replay.pair_stream import PairStream
-from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
+from composer_mesh.services.replay.late_rewards import make_late_rewards
+from composer_mesh.services.replay.pair_stream import PairStream, make_pair_stream
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.resume_loader import (
     ResumeContents,

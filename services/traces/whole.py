@@ -24,7 +24,7 @@ from composer_mesh.rollouts.hint_sources import Hint, HintCounts, HintSources, P
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.directory.claim import is_own
+from composer_mesh.services.directory.claim import own_content
 from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import damaged, object_row, stored_pair
@@ -139,7 +139,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
 
 def own_tokenizer(run: Path, policy: Path | None) -> Path | None:
     """Return the folder of a tokenizer; None for a stranger's run, whose patterns may never end."""
-    return tokenizer_folder(run, policy) if is_own(run / CONFIG_FILE) else None
+    return tokenizer_folder(run, policy) if own_content(run / CONFIG_FILE) else None
 
 
 def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:

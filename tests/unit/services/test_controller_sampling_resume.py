@@ -13,7 +13,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import equal_rewards
 from composer_mesh.services.controller import Controller, Ports
-from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.replay.pair_stream import make_pair_stream
 from composer_mesh.services.run.parts import make_episode_order
 from composer_mesh.services.run.resume_loader import (
     load_resume_state,

@@ -30,7 +30,8 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import STORE_FILE
-from composer_mesh.services.replay.parts import make_late_rewards, make_pair_stream
+from composer_mesh.services.replay.late_rewards import make_late_rewards
+from composer_mesh.services.replay.pair_stream import make_pair_stream
 from composer_mesh.services.run.resume_loader import (
     ResumeContents,
     load_resume_state,

@@ -2,7 +2,6 @@
 
 import math
 import threading
-from dataclasses import dataclass
 from io import BytesIO, StringIO, TextIOWrapper
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from composer_mesh.services.directory.report import Evaluation
+from composer_mesh.services.directory.status import ActorStatus
 from composer_mesh.services.inspection.page import plain_line, plain_text, sparkline
 from composer_mesh.services.inspection.view import RunView
 
@@ -42,12 +42,10 @@ STEP: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Actor:
-    name: str
-    state: str = "ready"
-    policy_version: int | None = None
-    activity: str = ""
+def actor(
+    name: str, state: str = "ready", version: int | None = None, activity: str = ""
+) -> ActorStatus:
+    return ActorStatus(name, "generator", None, state, version, activity)
 
 
 def terminal(width: int) -> Console:
@@ -68,7 +66,7 @@ def busy_view() -> RunView:
     view.transport("RDMA over TCP")
     view.phase("training")
     view.evaluation(Evaluation(0, 0.31, 200))
-    view.actors([Actor("generator[0]", "busy", 7, "decoding"), Actor("teacher[1]", "dead")])
+    view.actors([actor("generator[0]", "busy", 7, "decoding"), actor("teacher[1]", "dead")])
     view.update(STEP)
     view.event("weights of version 7 published")
     return view
@@ -119,7 +117,7 @@ def test_the_first_and_the_last_evaluation_are_shown() -> None:
 
 def test_many_actors_are_cut_with_their_number() -> None:
     view = busy_view()
-    view.actors([Actor(f"environment[{i}]") for i in range(40)])
+    view.actors([actor(f"environment[{i}]") for i in range(40)])
     text = page(view, 80)
     assert "environment[11]" in text
     assert "environment[12]" not in text
@@ -140,7 +138,7 @@ def test_nothing_that_a_model_wrote_is_markup_or_a_control_code(width: int) -> N
     view = RunView("[bold]run[/bold]", 3, console=Console(file=StringIO()))
     view.event("[red]hot[/red] \x1b[2J\x07\nnext")
     view.phase("[blink]x[/]")
-    view.actors([Actor("[i]a[/i]", "[u]s[/u]", 1, "[b]\x1b]0;title\x07")])
+    view.actors([actor("[i]a[/i]", "[u]s[/u]", 1, "[b]\x1b]0;title\x07")])
     text = page(view, width)
     for shown in (
         r"[red]hot[/red] \x1b[2J\x07\nnext",
@@ -167,7 +165,7 @@ def test_without_a_terminal_each_step_is_one_line_and_nothing_is_redrawn() -> No
     with RunView("run", 60, console=Console(file=out, width=80)) as view:
         view.phase("training")
         view.update(STEP)
-        view.actors([Actor("generator[0]")])
+        view.actors([actor("generator[0]")])
         view.update({**STEP, "step": 8})
         view.evaluation(Evaluation(8, 0.5, 200))
         view.event("[bold]done[/bold]\x1b[2J")

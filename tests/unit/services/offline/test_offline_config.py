@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,24 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.services.directory.claim import sign
 from composer_mesh.services.offline.config import merged, offline_config
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
+from composer_mesh.services.offline.traces import TraceIndex
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task
 
 ONLY_TEACHERS = {"replay": {"teachers": paid("far", "farther"), "ask": 2}}
 
 
-@dataclass(frozen=True)
-class Known:
+def known(run: Path | None = None, task: str = "toolbox") -> TraceIndex:
     """Traces of a known run, or of none."""
-
-    run: Path | None = None
-    task: str = "toolbox"
+    return TraceIndex(run, task=task)
 
 
 @pytest.fixture
-def run(tmp_path: Path, build_config) -> Known:
+def run(tmp_path: Path, build_config) -> TraceIndex:
     (tmp_path / "run").mkdir()
     config = build_config(run={"seed": 11}, replay=replay_section(BUILTIN))
     (tmp_path / "run" / "config.toml").write_text(dump_toml(config))
-    return Known(tmp_path / "run")
+    return known(tmp_path / "run")
 
 
 def spec(folder: Path, table: dict) -> str:
@@ -46,13 +43,13 @@ def names(config) -> list[str]:
     return [teacher.name for teacher in config.replay.teachers]
 
 
-def test_without_teachers_the_runs_own_are_asked(run: Known) -> None:
+def test_without_teachers_the_runs_own_are_asked(run: TraceIndex) -> None:
     config = offline_config(run, None)
     assert names(config) == ["careful", "ordinary", "hasty"]
     assert (config.run.seed, config.replay.states_per_step) == (11, 4)
 
 
-def test_a_file_of_teachers_is_laid_on_the_runs_config(run: Known, tmp_path: Path) -> None:
+def test_a_file_of_teachers_is_laid_on_the_runs_config(run: TraceIndex, tmp_path: Path) -> None:
     config = offline_config(run, spec(tmp_path, ONLY_TEACHERS), (), 2.5)
     assert names(config) == ["far", "farther"]
     assert (config.run.seed, config.replay.states_per_step) == (11, 4)
@@ -60,7 +57,7 @@ def test_a_file_of_teachers_is_laid_on_the_runs_config(run: Known, tmp_path: Pat
 
 
 def test_a_whole_run_lends_its_teachers_but_not_its_seed(
-    run: Known, tmp_path: Path, build_config
+    run: TraceIndex, tmp_path: Path, build_config
 ) -> None:
     other = build_config(run={"seed": 99}, replay=replay_section(BUILTIN[:2]))
     config = offline_config(run, spec(tmp_path, other.model_dump(mode="json", exclude_none=True)))
@@ -70,17 +67,17 @@ def test_a_whole_run_lends_its_teachers_but_not_its_seed(
 def test_a_whole_run_stands_for_traces_that_have_none(tmp_path: Path, build_config) -> None:
     other = build_config(run={"seed": 99}, replay=replay_section(BUILTIN))
     table = other.model_dump(mode="json", exclude_none=True)
-    assert offline_config(Known(), spec(tmp_path, table)).run.seed == 99
+    assert offline_config(known(), spec(tmp_path, table)).run.seed == 99
 
 
-def test_model_ids_are_openrouters_and_all_of_them_are_asked(run: Known) -> None:
+def test_model_ids_are_openrouters_and_all_of_them_are_asked(run: TraceIndex) -> None:
     config = offline_config(run, "a/one, b/two:free,c/three,d/four", (), 1.0)
     assert names(config) == ["a/one", "b/two:free", "c/three", "d/four"]
     assert {teacher.kind for teacher in config.replay.teachers} == {"openrouter"}
     assert config.replay.ask == 4
 
 
-def test_overrides_come_last(run: Known) -> None:
+def test_overrides_come_last(run: TraceIndex) -> None:
     config = offline_config(run, None, ["replay.ask=2", "replay.budget.usd=3"], 1.0)
     assert (config.replay.ask, config.replay.budget.usd) == (2, 3.0)
 
@@ -88,10 +85,10 @@ def test_overrides_come_last(run: Known) -> None:
 def test_a_run_whose_channel_was_off_can_be_replayed(tmp_path: Path, build_config) -> None:
     config = build_config(replay={**replay_section(BUILTIN), "beta": 0.0})
     (tmp_path / "config.toml").write_text(dump_toml(config))
-    assert offline_config(Known(tmp_path), None).replay.on
+    assert offline_config(known(tmp_path), None).replay.on
 
 
-def test_a_model_and_a_section_that_are_gone_since_are_not_missed(run: Known) -> None:
+def test_a_model_and_a_section_that_are_gone_since_are_not_missed(run: TraceIndex) -> None:
     assert run.run is not None
     path = run.run / "config.toml"
     text = path.read_text().replace(
@@ -116,22 +113,22 @@ def test_teachers_that_cannot_be_asked_are_refused(
 ) -> None:
     (tmp_path / "config.toml").write_text(dump_toml(build_config()))
     with pytest.raises((ConfigError, ReplayRefused), match=says):
-        offline_config(Known(tmp_path), teachers, (), usd)
+        offline_config(known(tmp_path), teachers, (), usd)
 
 
 @pytest.mark.parametrize("usd", [None, 0.0])
-def test_paid_teachers_need_money(run: Known, tmp_path: Path, usd: float | None) -> None:
+def test_paid_teachers_need_money(run: TraceIndex, tmp_path: Path, usd: float | None) -> None:
     with pytest.raises(ConfigError, match=r"budget\.usd is 0 but teacher 'far' costs money"):
         offline_config(run, spec(tmp_path, ONLY_TEACHERS), (), usd)
 
 
 def test_traces_without_a_run_need_teachers() -> None:
     with pytest.raises(ReplayRefused, match="no teachers are given and the traces lie in no run"):
-        offline_config(Known(), None)
+        offline_config(known(), None)
 
 
 def test_a_task_that_nobody_knows_is_refused_with_its_name() -> None:
-    config = offline_config(Known(task="chess"), "a/one,b/two", (), 1.0)
+    config = offline_config(known(task="chess"), "a/one,b/two", (), 1.0)
     with pytest.raises(UnusableTask, match=r"data\.task is 'chess': write"):
         make_task(config)
 
@@ -169,14 +166,14 @@ HARMFUL = {
 }
 
 
-def stranger(folder: Path, build_config, replay: dict) -> Known:
+def stranger(folder: Path, build_config, replay: dict) -> TraceIndex:
     """A run whose config no run of this account has written."""
     table = build_config(run={"seed": 11}).model_dump(mode="json", exclude_none=True)
     table["replay"] |= {"beta": 0.1, **replay}
     table["policy"]["cache_dir"] = "/home/viewer"
     (folder / "run").mkdir()
     (folder / "run" / "config.toml").write_text(tomli_w.dumps(table))
-    return Known(folder / "run")
+    return known(folder / "run")
 
 
 def test_a_strangers_config_never_says_who_gets_keys(tmp_path: Path, build_config) -> None:
@@ -249,7 +246,7 @@ def test_a_config_that_was_changed_after_its_run_wrote_it_is_a_strangers(
     path, content = tmp_path / "run" / "config.toml", dump_toml(config).encode()
     path.write_bytes(content)
     sign(path, content)
-    assert names(offline_config(Known(tmp_path / "run"), None)) == ["far", "farther"]
+    assert names(offline_config(known(tmp_path / "run"), None)) == ["far", "farther"]
     path.write_bytes(content.replace(b"teacher.test", b"elsewhere.test"))
     with pytest.raises(ReplayRefused, match="not written by a run of this account"):
-        offline_config(Known(tmp_path / "run"), None)
+        offline_config(known(tmp_path / "run"), None)

@@ -30,7 +30,7 @@ from composer_mesh.services.partial_runs.stored_steps import (
     as_trained,
 )
 from composer_mesh.services.replay.late_rewards import Corrections
-from composer_mesh.services.replay.parts import make_pair_stream
+from composer_mesh.services.replay.pair_stream import make_pair_stream
 from composer_mesh.services.run.resume_loader import trained_steps
 from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
