@@ -18,7 +18,6 @@ from composer_mesh.plugins.dashboard.tokens import (
     tokens_of,
 )
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.store.divergence_files import read_divergences
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, TraceRow
 from composer_mesh.services.traces.command import config_of, find
@@ -180,7 +179,8 @@ def _divergences(root: Path, rollout: Rollout) -> tuple[Divergences, str]:
     if step is None:
         return {}, "no step has trained this rollout, so none of its turns was distilled"
     try:
-        found = read_divergences(root, step - 1)
+        with RunReader(root) as reader:
+            found = reader.divergences(step - 1)
     except DamagedRecord as error:
         return {}, str(error)
     own: Divergences = {one.turn: one.values for one in found if one.trace_id == trace_id}

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.sqlite_file import SqliteFile
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import Trace, TurnDivergences
 from composer_mesh.services.directory.report import STORE_FILE, Evaluation
 from composer_mesh.services.store.group_files import read_group
 from composer_mesh.services.store.row_values import (
     Values,
     damaged,
+    divergences_row,
     evaluation_row,
     group_row,
     object_row,
@@ -279,6 +280,11 @@ class RunReader:
     def evaluations(self) -> list[Evaluation]:
         """Return the evaluations that are not superseded, in order."""
         return [evaluation_row(row) for row in self._paged("evaluations", "state != 'superseded'")]
+
+    def divergences(self, step: int) -> list[TurnDivergences]:
+        """Return those of a step's hinted turns, empty if it has distilled none."""
+        found = self._found("divergences", "step = ?", (step,), "place")
+        return [divergences_row(row) for row in found]
 
     def poisoned(self) -> list[dict[str, Any]]:
         """Return the quarantined episodes, as in `poisoned.jsonl`."""

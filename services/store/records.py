@@ -22,7 +22,7 @@ from pathlib import Path
 from composer_mesh.actors.checkpoints.quarantine import quarantine
 from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json, pair_to_json
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import Trace, TurnDivergences
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.group_files import (
     FOLDER,
@@ -33,6 +33,7 @@ from composer_mesh.services.store.group_files import (
     write_group,
 )
 from composer_mesh.services.store.reading import RunReader
+from composer_mesh.services.store.row_values import half_precision
 from composer_mesh.services.store.rows import DamagedRecord, GroupRow, GroupState
 from composer_mesh.services.store.schema import COLUMNS, KIND, WHY, set_rows_aside
 
@@ -50,6 +51,7 @@ SUPERSEDE = (
     "UPDATE pairs SET state = 'waiting', step = NULL WHERE state IN ('trained', 'expired') "
     "AND step >= ?",
     "UPDATE rewards SET state = 'waiting', step = NULL WHERE state != 'waiting' AND step >= ?",
+    "DELETE FROM divergences WHERE step >= ?",
 )
 FORGET_GROUP = (
     "UPDATE groups SET finished_at = NULL, traces = 0, bytes = 0, crc = 0, worded = NULL, "
@@ -231,6 +233,18 @@ class RunRecords:
     def add_poisoned(self, body: bytes) -> None:
         with self.file.transaction() as rows:
             rows.execute("INSERT INTO poisoned (body) VALUES (?)", (body,))
+
+    def add_divergences(self, step: int, found: Sequence[TurnDivergences]) -> None:
+        """Store what the SDPO channel saw at each token of a step's hinted turns, in 16 bits each.
+
+        Only for people to look at: no part of a run reads it.
+        """
+        with self.file.transaction() as rows:
+            rows.execute("DELETE FROM divergences WHERE step = ?", (step,))
+            rows.executemany(
+                "INSERT INTO divergences (step, trace_id, turn, body) VALUES (?, ?, ?, ?)",
+                [(step, one.trace_id, one.turn, half_precision(one.values)) for one in found],
+            )
 
 
 def index_row(trace: Trace) -> tuple[object, ...]:

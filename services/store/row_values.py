@@ -3,14 +3,17 @@
 A checksum says that a row is as it was written, not that this program wrote it.
 """
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
+from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.directory.report import STORE_FILE, Evaluation
 from composer_mesh.services.store.rows import (
     DamagedRecord,
@@ -81,6 +84,21 @@ def teacher_query_row(row: Values, pairs: tuple[str, ...]) -> TeacherQueryRow:
 
 def evaluation_row(row: Values) -> Evaluation:
     return _checked(_EVALUATION, "evaluations", row[0], _json("evaluations", row[0], row[3]))
+
+
+def half_precision(values: Sequence[float]) -> bytes:
+    """Return numbers in 16 bits each, little-endian; larger ones as the largest."""
+    largest = float(np.finfo(np.float16).max)
+    found = np.nan_to_num(np.asarray(values, np.float32), nan=np.nan, posinf=largest)
+    return bytes(np.clip(found, -largest, largest).astype("<f2").tobytes())
+
+
+def divergences_row(row: Values) -> TurnDivergences:
+    place, _, trace_id, turn, body = row
+    try:
+        return TurnDivergences(trace_id, turn, array("f", np.frombuffer(body, "<f2").tolist()))
+    except (ValueError, TypeError) as error:
+        raise damaged("divergences", place, short_reason(error)) from None
 
 
 def object_row(table: str, row: Values) -> dict[str, Any]:

@@ -33,6 +33,7 @@ COLUMNS = {
     "steps": "place, step, state, recipe, metrics",
     "evaluations": "place, step, state, body",
     "poisoned": "place, body",
+    "divergences": "place, step, trace_id, turn, body",
 }
 """Columns of each table except its checksum."""
 
@@ -68,6 +69,9 @@ TABLES = (
     "state TEXT NOT NULL DEFAULT 'done' CHECK (state IN ('done', 'superseded')), "
     "body BLOB NOT NULL, seal INTEGER)",
     "CREATE TABLE poisoned (place INTEGER PRIMARY KEY, body BLOB NOT NULL, seal INTEGER)",
+    "CREATE TABLE divergences (place INTEGER PRIMARY KEY, step INTEGER NOT NULL, "
+    "trace_id TEXT NOT NULL, turn INTEGER NOT NULL, body BLOB NOT NULL, seal INTEGER)",
+    "CREATE INDEX divergences_of_steps ON divergences (step, place)",
 )
 
 

@@ -35,8 +35,6 @@ from composer_mesh.services.directory.report import (
 )
 from composer_mesh.services.directory.status import goes_on
 from composer_mesh.services.inspection.page import plain_text
-from composer_mesh.services.store.divergence_files import REPAIR as REMOVE
-from composer_mesh.services.store.divergence_files import damaged_divergences
 from composer_mesh.services.store.group_files import FOLDER, read_group
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import NO_ROW, index_row, orphans, unindexed
@@ -58,7 +56,7 @@ AGAIN_WRITTEN = "train --resume writes it again"
 LINES = (EVENTS_FILE, TIMELINE_FILE)
 WHOLE = {CONFIG_FILE: AGAIN_WRITTEN, SUMMARY_FILE: "a run writes it again at its end"}
 CHECKED = (
-    *("*.sqlite", "traces/", "checkpoints/", "divergences/", METRICS_FILE, EVALUATIONS_FILE),
+    *("*.sqlite", "traces/", "checkpoints/", METRICS_FILE, EVALUATIONS_FILE),
     *(POISONED_FILE, *LINES, *WHOLE),
 )
 NOT_CHECKED = "logs, status, signatures, pictures, trackers' files and quarantine/"
@@ -93,7 +91,7 @@ def verify_run(root: Path, live: bool = False) -> list[Finding]:
     ]
     if not any(one.where == STORE_FILE for one in found):
         found += _store(root, live)
-    return [*found, *_files(root, live), *_divergences(root), *_checkpoints(root)]
+    return [*found, *_files(root, live), *_checkpoints(root)]
 
 
 def _outward_links(root: Path) -> Iterator[Finding]:
@@ -226,12 +224,6 @@ def _files(root: Path, live: bool) -> Iterator[Finding]:
             yield Finding("missing", name, f"{one.size} bytes were written", repair)
         except OSError as error:
             yield Finding("damaged", name, f"it cannot be read: {error.strerror}", repair)
-
-
-def _divergences(root: Path) -> Iterator[Finding]:
-    for path, why in damaged_divergences(root):
-        kind = "damaged" if path.exists() else "missing"
-        yield Finding(kind, str(path.relative_to(root)), why, REMOVE)
 
 
 def _checkpoints(root: Path) -> Iterator[Finding]:

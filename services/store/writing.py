@@ -32,7 +32,6 @@ from composer_mesh.services.directory.report import (
     TIMELINE_FILE,
     Evaluation,
 )
-from composer_mesh.services.store.divergence_files import write_divergences
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.records import (
@@ -121,7 +120,7 @@ class RunStore:
 
     def add_divergences(self, step: int, divergences: Sequence[TurnDivergences]) -> None:
         """Store the divergences of a step's hinted turns; of no use to the run itself."""
-        self._thread.tell(partial(write_divergences, self.root, step, divergences))
+        self._thread.tell(partial(self._records.add_divergences, step, divergences))
 
     def add_poisoned(self, poisoned: PoisonedInput) -> None:
         """Store one episode that was quarantined because it failed repeatedly in the same way."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from dashboards import Page, client, dashboard
 from inspected_runs import a_trace, group_of, write_run
 
+from composer_mesh.actors.sqlite_file import checksum_of
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.dashboard.catalog import Catalog, differing, state_of
@@ -28,9 +31,9 @@ from composer_mesh.plugins.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.directory.curve import sampled_metrics
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
-from composer_mesh.services.store.divergence_files import divergences_path, write_divergences
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import Where
+from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 
@@ -302,7 +305,8 @@ async def test_the_divergence_of_a_token_is_what_its_step_has_stored(
     with RunReader(run / "run") as reader:
         trace = next(one for one in reader.traces(0) if one.sample == 0)
     values = array("f", [0.25] * len(trace.turns[0].action_ids))
-    write_divergences(run / "run", 0, [TurnDivergences(trace.trace_id, 0, values)])
+    with RunStore(run / "run", build_config()) as store:
+        store.add_divergences(0, [TurnDivergences(trace.trace_id, 0, values)])
     _, app = dashboard(run)
     async with client(app) as browser:
         address = "/runs/run/rollouts/0/{}?colour=divergence"
@@ -311,7 +315,9 @@ async def test_the_divergence_of_a_token_is_what_its_step_has_stored(
         assert "step 1 distilled no turn" in (await browser.get(address.format(1))).text
         untrained = await browser.get("/runs/run/rollouts/3/0?colour=divergence")
         assert "no step has trained this rollout" in untrained.text
-        divergences_path(run / "run", 0).write_bytes(b"no arrays")
+        with closing(sqlite3.connect(run / "run" / "run.sqlite")) as rows, rows:
+            rows.create_function("seal_of", -1, checksum_of)
+            rows.execute("UPDATE divergences SET body = x'00'")
         assert "is damaged" in (await browser.get(address.format(0))).text
 
 

@@ -18,7 +18,6 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.hosts.roster import Record, announce
 from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed
 from composer_mesh.services.directory.curve import draw_reward_curve
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics, write_summary
@@ -65,7 +64,6 @@ async def _stored(root: Path, config: Config) -> None:
     with RunStore(root, config) as store:
         store.add_event("run_started")
         store.add_timeline({"step": 1})
-        store.add_divergences(0, [TurnDivergences("a", 0, [0.5])])
         store.finish()
 
 

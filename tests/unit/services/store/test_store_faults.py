@@ -218,6 +218,10 @@ def test_a_row_that_says_something_else_is_moved_and_the_run_goes_on(
     with database(run) as rows:
         if table == "poisoned":
             rows.execute("INSERT INTO poisoned (body) VALUES (x'7b7d')")
+        if table == "divergences":
+            rows.execute(
+                "INSERT INTO divergences (step, trace_id, turn, body) VALUES (0, 'a', 0, x'')"
+            )
         change = changed.get(table, "body = CAST('{}x' AS BLOB)")
         last = f"(SELECT MAX(rowid) FROM {table})"
         without_seal(rows, table, f"UPDATE {table} SET {change} WHERE rowid = {last}")

@@ -19,7 +19,6 @@ from composer_mesh.actors.sqlite_file import checksum_of
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.report import write_summary
 from composer_mesh.services.store.group_files import path_of
@@ -65,7 +64,7 @@ def test_a_whole_run_has_nothing_to_tell(run: Path, capsys: pytest.CaptureFixtur
 
 FLIPPED = (
     *("config.toml", "evaluations.jsonl", "metrics.jsonl", "poisoned.jsonl", "events.jsonl"),
-    *("timeline.jsonl", "summary.json", "divergences/000/000000.safetensors"),
+    *("timeline.jsonl", "summary.json"),
 )
 
 
@@ -75,7 +74,6 @@ def finished(root: Path, config: Config) -> None:
         store.add_event("a", "b", "c", {"d": 1})
         store.add_timeline({"step": 1})
         store.add_poisoned(PoisonedInput(Episode("toolbox", "train", 1), "kind", "why", "", 2))
-        store.add_divergences(0, [TurnDivergences("a", 0, [0.5, 0.25])])
     write_summary(root, wall_s=1.0)
 
 
@@ -96,10 +94,8 @@ def test_each_flipped_bit_of_a_file_is_found(name: str, run: Path, build_config:
     assert verify_run(run)
 
 
-@pytest.mark.parametrize("name", ["divergences/000/checksums.jsonl", "checksums.json"])
-def test_another_value_in_a_file_of_checksums_is_found(
-    name: str, run: Path, build_config: Any
-) -> None:
+def test_another_value_in_the_file_of_checksums_is_found(run: Path, build_config: Any) -> None:
+    name = "checksums.json"
     finished(run, build_config())
     content = (run / name).read_text()
     for one in re.findall(r'[^\s{}":,]+', content):
