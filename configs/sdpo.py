@@ -81,8 +81,8 @@ class HintWriterConfig(ChatEndpoint):
     """Maximum dollars in the run; 0 allows free answers only."""
 
     assumed_usd: Dollars = 0.001
-    """Dollars reserved for a request in flight, more once a request has cost more; charged if the
-    provider reports no price."""
+    """Dollars reserved for a request in flight if the provider lists no price, more once a request
+    has cost more; charged if the provider reports no cost."""
 
     cache: FilePath | None = None
     """SQLite cache of answers, shared by runs; hints.sqlite in the run directory if not set."""

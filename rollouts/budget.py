@@ -176,13 +176,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class BudgetReport:
-    """Contents of a ledger: one run in total and by teacher, and all its runs by UTC day.
-
-    `abandoned` is the part of the run's `reserved` that no live process will settle; it stays
-    counted, because its requests may have been charged.
-    """
+    """What a ledger says about one run, in total and by teacher."""
 
     run: Account
     teachers: dict[str, Account]
-    days: dict[str, Account]
-    abandoned: int

@@ -15,7 +15,6 @@ The prompt contains the error's own data and the turn, never the verified answer
 are untrusted: facts are sent as one JSON object, replies are reduced to one line of content.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,11 +219,6 @@ class HintRequest:
     """One request to a writer. Equal messages share one answer, so they are paid for once."""
 
     messages: list[Message]
-
-    def key(self, model: str) -> str:
-        """Return a hash of everything that the answer depends on."""
-        content = json.dumps([model, self.messages], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

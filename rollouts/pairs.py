@@ -90,13 +90,14 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TeacherFailure:
-    """Failed query of a teacher; it does not vote."""
+    """Failed query of a teacher; it does not vote. `sent` unless its last attempt was not sent."""
 
     teacher: str
     kind: FailureKind
     text: str
     latency_s: float
     usd: float = 0.0
+    sent: bool = False
 
 
 TeacherReply = TeacherAnswer | TeacherFailure

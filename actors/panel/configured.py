@@ -30,7 +30,9 @@ class PanelSettings:
     alone, without a `cache` no answer is stored. `replicas` panels share the teachers' concurrency
     and rate limits. `own` names the teachers that the run serves itself: they are free, so they are
     neither metered nor cached. `tools_of` holds the tools of tasks that have their own. Errors call
-    the models by their `role`, and name keys of `section`.
+    the models by their `role`, and name keys of `section`; `budget_repair` is what to do where its
+    budget is spent, if not what [replay] says. With `any_address` an answer is cached for the model
+    at whatever URL.
     """
 
     teachers: tuple[TeacherEndpoint, ...]
@@ -47,6 +49,8 @@ class PanelSettings:
     tools_of: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     role: str = "teacher"
     section: str = "replay"
+    budget_repair: str = ""
+    any_address: bool = False
 
     def __post_init__(self) -> None:
         names = Counter(teacher.name for teacher in self.teachers)

@@ -2,61 +2,38 @@
 
 `rollouts.budget` decides whether a request fits, in the transaction that writes its reservation.
 Each transaction is synced to disk before a request is sent, so a power cut loses no money that may
-have been spent. Synchronous; `metering` is the asyncio interface.
+have been spent. `rollouts.budget` refuses requests; `provider.errors` defines what a failed one is
+charged.
 
-Whether the process that owns open ledger reservations is still alive.
-
-A process is identified by its id and start time, because ids are reused. Only processes of this
-machine are found.
-
-Asyncio interface of the ledger that batches many reservations into few disk writes.
-
-A thread owns the ledger. Calls that arrive while it writes are executed in one transaction, so a
-thousand calls wait for a few writes. `rollouts.budget` refuses requests; `provider.errors` defines
-what a failed one is charged.
+`Ledger` is synchronous; `LedgerMeter` is its asyncio interface, in which many calls wait for one
+write.
 """
 
 import asyncio
-import os
 import sqlite3
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.actors.provider.errors import ProviderBudgetError
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile, StoreError
-from composer_mesh.mesh.processes import is_alive, start_ticks
 from composer_mesh.rollouts.budget import (
     Account,
     BudgetRefusal,
     BudgetReport,
     BudgetRules,
     LargestExcess,
+    OverBudget,
     Reservation,
     SettledTwice,
     Taken,
 )
 from composer_mesh.rollouts.money import LARGEST_CHARGE
 
-
-def started_at(pid: int) -> str:
-    """Return a process's boot id and start time; "" if the system does not report it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-    ticks = start_ticks(pid)
-    return f"{boot} {ticks}" if ticks else ""
-
-
-def owner_lives(pid: int, started: str) -> bool:
-    """Return whether exactly this process is still running."""
-    return is_alive(pid) and started_at(pid) == started
+T = TypeVar("T")
 
 
 LEDGER = FileKind(
@@ -65,9 +42,6 @@ LEDGER = FileKind(
     application_id=0x434D4C31,
     version=1,
     tables=(
-        """CREATE TABLE owners (
-            id INTEGER PRIMARY KEY, pid INTEGER NOT NULL, started TEXT NOT NULL,
-            closed INTEGER NOT NULL DEFAULT 0)""",
         """CREATE TABLE accounts (
             run TEXT NOT NULL, teacher TEXT NOT NULL, day TEXT NOT NULL,
             spent INTEGER NOT NULL, reserved INTEGER NOT NULL,
@@ -76,9 +50,7 @@ LEDGER = FileKind(
         "CREATE INDEX accounts_of_a_day ON accounts (day)",
         """CREATE TABLE reservations (
             id INTEGER PRIMARY KEY, run TEXT NOT NULL, teacher TEXT NOT NULL, day TEXT NOT NULL,
-            owner INTEGER NOT NULL REFERENCES owners (id),
             bound INTEGER NOT NULL, amount INTEGER NOT NULL, charge INTEGER)""",
-        "CREATE INDEX open_reservations ON reservations (run, owner) WHERE charge IS NULL",
         """CREATE TABLE raises (
             run TEXT NOT NULL, teacher TEXT NOT NULL,
             millionths INTEGER NOT NULL, least INTEGER NOT NULL,
@@ -112,21 +84,9 @@ class Ledger:
         run: str,
         *,
         day: Callable[[], str] = utc_day,
-        owner: tuple[int, str] | None = None,
     ) -> None:
         self.rules, self.run, self._day = rules, run, day
-        self._file, self._closed = SqliteFile(path, LEDGER), False
-        pid, started = owner or (os.getpid(), started_at(os.getpid()))
-        with self._file.transaction() as rows:
-            self._owner = rows.execute(
-                "INSERT INTO owners (pid, started) VALUES (?, ?)", (pid, started)
-            ).lastrowid
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Run the block as one transaction: written once, or not at all."""
-        with self._file.transaction():
-            yield
+        self.file = SqliteFile(path, LEDGER)
 
     def reserve(self, teacher: str, bound: int | None) -> Reservation:
         """Reserve a request's maximum cost; raises BudgetRefusal if it must not be sent.
@@ -134,7 +94,7 @@ class Ledger:
         A refusal changes nothing.
         """
         bound = self.rules.bound(bound)
-        with self._file.transaction() as rows:
+        with self.file.transaction() as rows:
             day = self._day()
             amount = self._raise_of(rows, teacher).amount(bound)
             self.rules.check(teacher, self._taken(rows, teacher, day), amount)
@@ -144,9 +104,9 @@ class Ledger:
                 (self.run, teacher, day, amount),
             )
             made = rows.execute(
-                "INSERT INTO reservations (run, teacher, day, owner, bound, amount) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (self.run, teacher, day, self._owner, bound, amount),
+                "INSERT INTO reservations (run, teacher, day, bound, amount) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (self.run, teacher, day, bound, amount),
             )
             return Reservation(int(made.lastrowid or 0), amount)
 
@@ -160,7 +120,7 @@ class Ledger:
         """
         if charge is not None and charge < 0:
             raise ValueError(f"charge is {charge}, below 0: a request cannot earn money")
-        with self._file.transaction() as rows:
+        with self.file.transaction() as rows:
             run, teacher, day, bound, amount = self._open(rows, reservation)
             claimed = amount if charge is None else min(charge, LARGEST_CHARGE)
             charge = claimed
@@ -177,41 +137,24 @@ class Ledger:
                 self._keep_raise(rows, run, teacher, bound, claimed)
             return charge
 
-    def add_earlier(self, teacher: str, spent: int, requests: int) -> None:
-        """Add what the run spent before this ledger was created, counted as today's; call once."""
-        with self._file.transaction() as rows:
-            values = (self.run, teacher, self._day(), spent, requests)
-            rows.execute("INSERT INTO accounts VALUES (?, ?, ?, ?, 0, ?, 0)", values)
-
     def run_account(self) -> Account:
         """Return the run's current sums."""
-        with self._file.reading() as rows:
+        with self.file.reading() as rows:
             sums = rows.execute(f"SELECT {SUMS} FROM accounts WHERE run = ?", (self.run,))
             return Account(*sums.fetchone())
 
     def report(self) -> BudgetReport:
-        """Return spent and reserved amounts: this run's by teacher, and all runs' by day."""
-        with self._file.transaction() as rows:
+        """Return this run's spent and reserved amounts, in total and by teacher."""
+        with self.file.reading() as rows:
             by_teacher = rows.execute(
                 f"SELECT teacher, {SUMS} FROM accounts WHERE run = ? GROUP BY teacher", (self.run,)
             )
             teachers = {name: Account(*sums) for name, *sums in by_teacher}
-            by_day = rows.execute(f"SELECT day, {SUMS} FROM accounts GROUP BY day")
-            days = {day: Account(*sums) for day, *sums in by_day}
-            return BudgetReport(
-                sum(teachers.values(), Account()), teachers, days, self._abandoned(rows)
-            )
+        return BudgetReport(sum(teachers.values(), Account()), teachers)
 
     def close(self) -> None:
         """Close the file; idempotent. Open reservations stay counted."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            with self._file.transaction() as rows:
-                rows.execute("UPDATE owners SET closed = 1 WHERE id = ?", (self._owner,))
-        finally:
-            self._file.close()
+        self.file.close()
 
     def _taken(
         self, rows: sqlite3.Connection, teacher: str, day: str, run: str | None = None
@@ -258,133 +201,87 @@ class Ledger:
             (run, teacher, raised.millionths, raised.least),
         )
 
-    def _abandoned(self, rows: sqlite3.Connection) -> int:
-        left_open = rows.execute(
-            "SELECT pid, started, closed, SUM(amount) FROM reservations JOIN owners "
-            "ON owners.id = owner WHERE run = ? AND charge IS NULL GROUP BY owner",
-            (self.run,),
-        )
-        return sum(
-            amount
-            for pid, started, closed, amount in left_open
-            if closed or not owner_lives(pid, started)
-        )
-
-
-@dataclass(slots=True)
-class _Asked:
-    """One call to the ledger, and the future that awaits its result."""
-
-    work: Callable[[], Any]
-    answer: asyncio.Future[Any]
-    value: Any = None
-    error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self.value = self.work()
-        except (BudgetRefusal, SettledTwice, ValueError) as error:  # these errors changed nothing
-            self.error = error
-
-    def tell(self, failure: BaseException | None) -> None:
-        if (error := failure or self.error) is not None:
-            self.answer.set_exception(error)
-        else:
-            self.answer.set_result(self.value)
-
 
 class LedgerMeter:
     """A Meter over a ledger, which it closes. Belongs to one event loop.
 
     A cancelled caller leaves no reservation open: its reservation is settled at 0, because the
-    request was never sent. A charge that cannot be written is counted in `unwritten`, and its
-    reservation stays open. `run` holds the run's sums at the last write.
+    request was never sent; a settlement is written in any case. A charge that cannot be written is
+    counted in `unwritten`, and its reservation stays open. `run` holds the run's sums at the last
+    write. With `give_up`, a reservation that does not fit waits until it is set while others are
+    open, because a request usually costs far less than it reserves.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._loop = ledger, asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, "ledger")
-        self._asked: list[_Asked] = []
-        self._writing: asyncio.Future[None] | None = None
+    def __init__(self, ledger: Ledger, give_up: asyncio.Event | None = None) -> None:
+        self._ledger, self._writes = ledger, GroupCommit(ledger.file)
+        self._give_up, self._settled = give_up, asyncio.Event()
+        self._pending: set[asyncio.Future[Any]] = set()
         self._amounts: dict[int, int] = {}
-        self.unwritten, self._closed = 0, False
-        self.run = ledger.run_account()
+        self.unwritten, self.run = 0, ledger.run_account()
 
     async def reserve(self, teacher: str, bound: int | None) -> int:
-        made = self._ask(partial(self._ledger.reserve, teacher, bound))
-        try:
-            reservation: Reservation = await asyncio.shield(made)
-        except asyncio.CancelledError:
-            made.add_done_callback(self._never_sent)
-            raise
-        except (BudgetRefusal, StoreError) as error:
-            raise ProviderBudgetError(teacher, str(error)) from None
-        self._amounts[reservation.number] = reservation.amount
-        return reservation.number
+        while True:
+            made = self._start(partial(self._ledger.reserve, teacher, bound))
+            try:
+                reservation = await asyncio.shield(made)
+            except asyncio.CancelledError:
+                made.add_done_callback(self._never_sent)
+                raise
+            except (BudgetRefusal, StoreError) as error:
+                if isinstance(error, OverBudget) and await self._one_settled():
+                    continue
+                raise ProviderBudgetError(teacher, str(error)) from None
+            self._amounts[reservation.number] = reservation.amount
+            return reservation.number
+
+    async def _one_settled(self) -> bool:
+        """Wait until an open reservation is settled; return False where none is waited for."""
+        if self._give_up is None or self._give_up.is_set() or not self._amounts:
+            return False
+        await self._settled.wait()
+        return not self._give_up.is_set()
+
+    def wake(self) -> None:
+        """Let waiting reservations look again: one was settled, or `give_up` is set."""
+        self._settled.set()
+        self._settled = asyncio.Event()
 
     async def settle(self, reservation: int, charge: int | None) -> int:
-        amount = self._amounts.pop(reservation, 0)
-        written = self._ask(partial(self._ledger.settle, reservation, charge))
-        written.add_done_callback(_look_at)
         try:
-            charged: int = await asyncio.shield(written)
+            return await asyncio.shield(
+                self._start(partial(self._ledger.settle, reservation, charge))
+            )
         except StoreError:
             self.unwritten += 1
-            return amount
-        return charged
+            return self._amounts.get(reservation, 0)
+        finally:
+            self._amounts.pop(reservation, None)
+            self.wake()
 
     async def report(self) -> BudgetReport:
         """Return the ledger's report on the run, including other processes."""
-        report: BudgetReport = await asyncio.shield(self._ask(self._ledger.report))
-        return report
+        return await asyncio.shield(self._start(self._ledger.report))
 
     async def aclose(self) -> None:
         """Wait for pending writes, then close the ledger; idempotent."""
-        while self._writing is not None:
-            await asyncio.wait([self._writing])
-        if self._closed:
-            return
-        self._closed = True
-        await self._loop.run_in_executor(self._thread, self._ledger.close)
-        self._thread.shutdown(wait=False)
+        while self._pending:
+            await asyncio.wait(self._pending)
+        await asyncio.to_thread(self._writes.close)
+        await asyncio.to_thread(self._ledger.close)
 
-    def _ask(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        asked = _Asked(work, self._loop.create_future())
-        self._asked.append(asked)
-        if self._writing is None:
-            self._write_next()
-        return asked.answer
+    def _start(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        def job(_: sqlite3.Connection) -> T:
+            value = work()
+            self.run = self._ledger.run_account()
+            return value
 
-    def _write_next(self) -> None:
-        batch, self._asked = self._asked, []
-        self._writing = self._loop.run_in_executor(self._thread, self._write, batch)
-        self._writing.add_done_callback(partial(self._written, batch))
+        return self._kept(self._writes.start(job))
 
-    def _write(self, batch: list[_Asked]) -> None:
-        """Run the complete batch in one transaction, on the ledger's thread."""
-        try:
-            with self._ledger.together():
-                for asked in batch:
-                    asked.run()
-                self.run = self._ledger.run_account()
-        except StoreError as error:
-            for asked in batch:
-                asked.error = error
-
-    def _written(self, batch: list[_Asked], writing: asyncio.Future[None]) -> None:
-        self._writing = None
-        for asked in batch:
-            asked.tell(writing.exception())
-        if self._asked:
-            self._write_next()
+    def _kept(self, pending: asyncio.Future[T]) -> asyncio.Future[T]:
+        self._pending.add(pending)
+        pending.add_done_callback(self._pending.discard)
+        return pending
 
     def _never_sent(self, made: asyncio.Future[Reservation]) -> None:
-        if not made.cancelled() and made.exception() is None:
-            settle = partial(self._ledger.settle, made.result().number, 0)
-            self._ask(settle).add_done_callback(_look_at)
-
-
-def _look_at(answer: asyncio.Future[Any]) -> None:
-    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
-    if not answer.cancelled():
-        answer.exception()
+        if made.exception() is None:
+            self._kept(asyncio.ensure_future(self.settle(made.result().number, 0)))

@@ -26,6 +26,7 @@ import httpx
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.panel.response_cache import ResponseCache, asked_of, question_key
+from composer_mesh.actors.provider.breaker import Verdict
 from composer_mesh.actors.provider.client import (
     ClientClosed,
     ProviderClient,
@@ -134,7 +135,9 @@ class TeacherPanel:
         meter: LedgerMeter,
         kept: ResponseCache | None,
         opened: AsyncExitStack,
+        give_up: asyncio.Event | None = None,
     ) -> None:
+        self._give_up = give_up
         self._settings, self._slots, self._opened = settings, slots, opened
         self._client, self._meter, self._kept = client, meter, kept
         self._asking = RequestCoalescer[TeacherReply]()
@@ -152,9 +155,11 @@ class TeacherPanel:
     ) -> Self:
         """Check keys, addresses and files, and fetch prices; sends no completion request.
 
-        Raises a ProviderError for a teacher that cannot be queried, StoreError for a file that
-        cannot be used. Waits for the price list if one has to be read.
+        With `timeouts.line_s` queries wait for suspended teachers, and for reserved money, until
+        `stop_waiting`. Raises a ProviderError for a teacher that cannot be queried, StoreError for
+        a file that cannot be used. Waits for the price list if one has to be read.
         """
+        give_up = asyncio.Event() if settings.timeouts.line_s > 0 else None
         async with AsyncExitStack() as opened:
             # Beside the loop: it reads the certificates of all authorities, half a second of work.
             client = await asyncio.to_thread(
@@ -164,12 +169,15 @@ class TeacherPanel:
                 settings.breaker,
                 environ=environ,
                 transport=transport,
+                give_up=give_up,
             )
             opened.push_async_callback(client.aclose)
             for teacher in settings.teachers:
                 client.check(teacher)
             slots = await _slots(client, settings)
-            meter = await _open_meter(settings)
+            path = settings.ledger if settings.pays else None
+            ledger = await asyncio.to_thread(Ledger, path, settings.budget, settings.run)
+            meter = LedgerMeter(ledger, give_up)
             opened.push_async_callback(meter.aclose)
             kept = None
             if settings.cache is not None and settings.pays:
@@ -178,7 +186,7 @@ class TeacherPanel:
                 opened.callback(kept.close)
             # Once more, because it must be the first to close: it then has charges to write.
             opened.push_async_callback(client.aclose)
-            return cls(settings, slots, client, meter, kept, opened.pop_all())
+            return cls(settings, slots, client, meter, kept, opened.pop_all(), give_up)
 
     @property
     def teachers(self) -> list[TeacherEndpoint]:
@@ -210,6 +218,12 @@ class TeacherPanel:
                 return await self._reply(slot, FrozenState("", list(messages), 0))
         known = ", ".join(self._tallies)
         raise ValueError(f"there is no {self._settings.role} {name!r}: name one of {known}")
+
+    def stop_waiting(self) -> None:
+        """Let queries wait no longer for suspended teachers, and for money that is reserved."""
+        if self._give_up is not None:
+            self._give_up.set()
+            self._meter.wake()
 
     async def report(self) -> BudgetReport:
         """Return the ledger's report on this run, over all its processes."""
@@ -250,11 +264,14 @@ class TeacherPanel:
         if isinstance(reply, TeacherAnswer):
             # Which of several callers is first is chance, and free requests save nothing.
             reply = replace(reply, usd_known=True, cached=not slot.own)
+        else:
+            reply = replace(reply, sent=False)
         self._tallies[slot.teacher.name].count(reply)
         return reply
 
     def _key(self, slot: TeacherSlot, state: FrozenState) -> str:
-        key = question_key(slot.teacher, slot.copy, state, self._tools(state))
+        asked = replace(slot.teacher, base_url="") if self._settings.any_address else slot.teacher
+        key = question_key(asked, slot.copy, state, self._tools(state))
         return f"{key} {state.seed}" if slot.own else key  # free teachers are queried by seed
 
     async def _find(self, slot: TeacherSlot, state: FrozenState, key: str) -> TeacherReply:
@@ -271,8 +288,10 @@ class TeacherPanel:
                 reply = replace(reply, latency_s=self._clock() - began)
         except ProviderError as error:
             usd, took = dollars(error.charged), self._clock() - began
-            text = error.for_role(self._settings.role, self._settings.section)
-            reply = TeacherFailure(teacher.name, error.kind, text, took, usd)
+            about = self._settings
+            text = error.for_role(about.role, about.section, about.budget_repair)
+            sent = error.verdict is not Verdict.NOTHING
+            reply = TeacherFailure(teacher.name, error.kind, text, took, usd, sent)
         except StoreError as error:  # else each query would pay again
             took = self._clock() - began
             reply = TeacherFailure(teacher.name, FailureKind.BUDGET, str(error), took)
@@ -327,9 +346,3 @@ def _share(teacher: TeacherEndpoint, replicas: int) -> TeacherEndpoint:
         concurrency=max(1, teacher.concurrency // replicas),
         requests_per_minute=None if rate is None else max(1, rate // replicas),
     )
-
-
-async def _open_meter(settings: PanelSettings) -> LedgerMeter:
-    path = settings.ledger if settings.pays else None
-    ledger = await asyncio.to_thread(Ledger, path, settings.budget, settings.run)
-    return LedgerMeter(ledger)

@@ -1,11 +1,8 @@
-"""Cache of teachers' answers by content, so that the same request is never paid twice.
+"""Cache of models' answers by content in SQLite: repeated and resumed runs pay once.
 
 The key is all that an answer depends on: endpoint, model settings and messages. It excludes the
-seed and the teacher's name.
-
-A content-addressed cache of paid results in SQLite: repeated and resumed runs pay once.
-
-Values are JSON, and the first value of a key stays. Several processes may share a file.
+seed and the teacher's name. Values are JSON, and the first value of a key stays. Several processes
+may share a file.
 """
 
 import hashlib
@@ -13,8 +10,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
@@ -28,48 +23,6 @@ def content_key(content: Any) -> str:
     """Return a hash of JSON content; the order of keys does not matter."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-class ContentCache:
-    """Thread-safe cache; opened by its constructor, closed by `close`.
-
-    `what` describes the values and `setting` is the config key of the file, both for error
-    messages.
-    """
-
-    def __init__(self, path: Path, *, what: str, setting: str) -> None:
-        kind = FileKind(
-            purpose=f"keep {what}",
-            repair=f"name another file with {setting}, or move this one away",
-            application_id=0x434D4331,
-            version=1,
-            tables=(TABLE,),
-        )
-        self._file = SqliteFile(path, kind)
-
-    def get(self, key: str) -> Any:
-        """Return the cached value or None; raises StoreError if the file cannot be read."""
-        with self._file.reading() as rows:
-            found = rows.execute("SELECT value FROM kept WHERE key = ?", (key,)).fetchone()
-        if found is None:
-            return None
-        try:
-            return json.loads(found[0])
-        except (TypeError, ValueError, RecursionError):
-            raise self.damaged(key) from None
-
-    def put(self, key: str, value: Any) -> None:
-        """Store a value unless the key exists; raises StoreError if the file cannot be written."""
-        text = json.dumps(value)
-        with self._file.transaction() as rows:
-            rows.execute("INSERT OR IGNORE INTO kept VALUES (?, ?)", (key, text))
-
-    def damaged(self, key: str) -> Exception:
-        """Return the error for a value that cannot be parsed."""
-        return self._file.error(f"the value of {key[:12]} is damaged")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 _ADAPTER = fail_fast(TeacherAnswer)
@@ -98,25 +51,41 @@ def question_key(
 
 
 class ResponseCache:
-    """A thread-safe cache of teachers' answers."""
+    """A thread-safe cache of models' answers; opened by its constructor, closed by `close`.
+
+    `setting` is the config key of the file, for error messages.
+    """
 
     def __init__(self, path: Path, setting: str = "replay.cache") -> None:
-        self._kept = ContentCache(path, what="teachers' answers", setting=setting)
+        kind = FileKind(
+            purpose="keep models' answers",
+            repair=f"name another file with {setting}, or move this one away",
+            application_id=0x434D4331,
+            version=1,
+            tables=(TABLE,),
+        )
+        self._file = SqliteFile(path, kind)
 
     def get(self, key: str, teacher: str) -> TeacherAnswer | None:
-        """Return the cached answer under this teacher's name, at no cost; StoreError if damaged."""
-        value = self._kept.get(key)
-        if value is None:
+        """Return the cached answer under this teacher's name, at no cost.
+
+        Raises StoreError if the file cannot be read, or its value is damaged.
+        """
+        with self._file.reading() as rows:
+            found = rows.execute("SELECT value FROM kept WHERE key = ?", (key,)).fetchone()
+        if found is None:
             return None
         try:
-            answer = _ADAPTER.validate_python(value)
-        except ValidationError:
-            raise self._kept.damaged(key) from None
+            answer = _ADAPTER.validate_json(found[0])
+        except ValueError:
+            raise self._file.error(f"the value of {key[:12]} is damaged") from None
         return replace(answer, teacher=teacher, usd=0.0, usd_known=True, cached=True)
 
     def put(self, key: str, answer: TeacherAnswer) -> None:
         """Store an answer unless the key exists; raises StoreError if the file is unusable."""
-        self._kept.put(key, _ADAPTER.dump_python(answer, mode="json"))
+        text = _ADAPTER.dump_json(answer).decode()
+        with self._file.transaction() as rows:
+            rows.execute("INSERT OR IGNORE INTO kept VALUES (?, ?)", (key, text))
 
     def close(self) -> None:
-        self._kept.close()
+        self._file.close()

@@ -37,7 +37,6 @@ from composer_mesh.actors.provider.errors import (
 from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
 from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
 from composer_mesh.actors.provider.money import (
-    BackgroundWrites,
     Bill,
     Meter,
     bound,
@@ -122,13 +121,15 @@ class ProviderClient:
         *,
         environ: Mapping[str, str] = os.environ,
         transport: httpx.AsyncBaseTransport | None = None,
+        give_up: asyncio.Event | None = None,
     ) -> None:
+        """With `give_up` queries wait for suspended teachers until it is set."""
         self._timeouts, self._retries, self._rules = timeouts, retries, breaker
+        self._give_up = give_up
         self._environ = environ
         self._limiters: dict[str, RequestLimiter] = {}
         self._warned: set[Path] = set()
         self._overcharged: dict[str, str] = {}
-        self._books = BackgroundWrites()
         self._transport = HttpTransport(timeouts, transport)
 
     async def __aenter__(self) -> Self:
@@ -138,12 +139,8 @@ class ProviderClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections, so that running requests fail.
-
-        Waits until the charges of cancelled queries are written.
-        """
+        """Close the connections, so that running requests fail."""
         await self._transport.aclose()
-        await self._books.finish()
 
     def check(self, teacher: TeacherEndpoint) -> None:
         """Raise any error that would stop all requests to this teacher; sends nothing."""
@@ -169,13 +166,13 @@ class ProviderClient:
         charges everything it had reserved.
         """
         limiter, started = self._limiter(teacher), time.perf_counter()
-        bill = Bill(None, teacher.name, None, self._books)
+        bill = Bill(None, teacher.name, None)
         try:
             self.check(teacher)
             self._refuse_overcharging(teacher)
             question = _question(teacher, messages, tools, seed)
             most = bound(teacher, len(question.content))
-            bill = Bill(meter, teacher.name, most, self._books)
+            bill = Bill(meter, teacher.name, most)
             answer = await self._persist(limiter, partial(self._ask, limiter, question, bill))
         except ProviderError as error:
             error.charged = bill.charged
@@ -243,6 +240,7 @@ class ProviderClient:
                 f"{question.request_id}-{number}",
             )
             async with bill.attempt() as attempt:
+                deadline.leave_line()
                 reply = await self._transport.send(outgoing, deadline.left_s)
                 reading = read_reply(teacher, reply, question.call_id)
                 attempt.charge = reading.charge
@@ -260,6 +258,7 @@ class ProviderClient:
     ) -> dict[str, Any]:
         """Make one attempt to read the provider's model list."""
         async with limiter.turn(deadline):
+            deadline.leave_line()
             outgoing = Outgoing(teacher, "models", read_key(teacher, self._environ))
             reply = await self._transport.send(outgoing, deadline.left_s)
             if isinstance(reply, NoResponse):
@@ -269,7 +268,7 @@ class ProviderClient:
     def _limiter(self, teacher: TeacherEndpoint) -> RequestLimiter:
         limiter = self._limiters.get(teacher.name)
         if limiter is None:
-            limiter = RequestLimiter(teacher, self._rules)
+            limiter = RequestLimiter(teacher, self._rules, self._give_up)
             self._limiters[teacher.name] = limiter
         elif limiter.teacher != teacher:
             raise ValueError(

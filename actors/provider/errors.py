@@ -53,9 +53,13 @@ class ProviderError(Exception):
     def __str__(self) -> str:
         return self.for_role("teacher", "replay")
 
-    def for_role(self, role: str, section: str) -> str:
-        """Return the error of a model with a role, which is configured in a section."""
-        repair = self.repair.replace("replay.", f"{section}.").replace("teacher", role)
+    def for_role(self, role: str, section: str, budget: str = "") -> str:
+        """Return the error of a model with a role, which is configured in a section.
+
+        `budget` is the repair for a spent budget, where its keys are not those of [replay].
+        """
+        own = budget if self.kind is FailureKind.BUDGET else ""
+        repair = own or self.repair.replace("replay.", f"{section}.").replace("teacher", role)
         return f"{role} {self.teacher!r}: {self.text}: {repair}"
 
     @property
@@ -134,7 +138,7 @@ class ProviderSuspended(ProviderError):
     """Not sent: the teacher failed too often in a row and is suspended for a while."""
 
     kind = FailureKind.SUSPENDED
-    repair = "see to what it last failed with; replay.breaker settles when it is tried again"
+    repair = "see to what it last failed with; its breaker settles when it is tried again"
     verdict = Verdict.NOTHING
 
 

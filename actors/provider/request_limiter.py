@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,16 @@ from composer_mesh.actors.provider.errors import (
     ProviderError,
     ProviderSuspended,
 )
+from composer_mesh.rollouts.pairs import FailureKind
 
 MINUTE_S = 60.0
 SPREAD = 0.25
 """Fraction of a pause over which unthrottled requests start after it."""
 LEAST_SPACING_S = 1e-6
+RESTS = 3
+"""Suspensions in a row, without an answer between them, that a patient request waits for."""
+BY_A_PERSON = (FailureKind.AUTH, FailureKind.PAYMENT)
+"""Failures that only a person can fix."""
 
 
 class StartLimiter:
@@ -96,10 +101,17 @@ class Deadline:
 
 
 class RequestLimiter:
-    """Request limiter of one event loop; `counts` has the results of queries by kind."""
+    """Request limiter of one event loop; `counts` has the results of queries by kind.
 
-    def __init__(self, teacher: TeacherEndpoint, rules: BreakerRules) -> None:
+    With `give_up` requests wait for a suspended teacher until it is set, at most `RESTS` times in a
+    row, unless its failure needs a person.
+    """
+
+    def __init__(
+        self, teacher: TeacherEndpoint, rules: BreakerRules, give_up: asyncio.Event | None = None
+    ) -> None:
         self.teacher, self.counts = teacher, Counter[str]()
+        self._give_up, self._in_vain = give_up, 0.0
         self._rules, self._clock = rules, asyncio.get_running_loop().time
         self._slots = asyncio.Semaphore(teacher.concurrency)
         self._starts = StartLimiter(teacher.requests_per_minute, teacher.concurrency)
@@ -112,9 +124,9 @@ class RequestLimiter:
 
         The breaker records how the block ends, and a Retry-After pauses all requests. Raises
         ProviderSuspended while the breaker is open, and ProviderCrowded if the limits leave no
-        start in time.
+        start in time. The block calls `deadline.leave_line` when it is about to send.
         """
-        self.refuse_while_resting()
+        await self._until_rested()
         self._waiting += 1
         try:
             most = self.teacher.concurrency
@@ -126,17 +138,20 @@ class RequestLimiter:
             self._refuse_a_longer_pause(deadline)
             late = "no request may start in the time that it had, at this many a minute"
             await self._in_time(self._starts.acquire(), deadline, late)
-            self.refuse_while_resting()
-            deadline.leave_line()
+            await self._until_rested()
             with self._counted():
                 yield
         finally:
             self._slots.release()
 
-    def refuse_while_resting(self) -> None:
-        """Raise ProviderSuspended if the breaker refuses requests now."""
-        now = self._clock()
-        if self._breaker.refuses(now):
+    async def _until_rested(self) -> None:
+        """Raise ProviderSuspended if the breaker refuses requests, and they are not to wait."""
+        while self._breaker.refuses(now := self._clock()):
+            if self._give_up is not None and self._in_vain <= RESTS and not self._give_up.is_set():
+                with suppress(TimeoutError):
+                    rest_s = self._breaker.rest_s(now) or self._rules.rest_s
+                    await asyncio.wait_for(self._give_up.wait(), rest_s)
+                continue
             rest_s = self._breaker.rest_s(now)
             next_try = f"the next one waits {rest_s:.3g} s" if rest_s else "one tries again now"
             raise ProviderSuspended(
@@ -187,13 +202,15 @@ class RequestLimiter:
         """Count one running request, and report its result to the breaker."""
         permit = self._breaker.start(self._clock())
         assert permit is not None, "a resting teacher was asked"
-        verdict = Verdict.NOTHING
+        verdict, opened = Verdict.NOTHING, self._breaker.opened
         self._under_way += 1
         try:
             yield
-            verdict = Verdict.ANSWERED
+            verdict, self._in_vain = Verdict.ANSWERED, 0.0
         except ProviderError as error:
             verdict = error.verdict
+            if error.kind in BY_A_PERSON:
+                self._in_vain = math.inf
             self._pause(error)
             if verdict is Verdict.FAILED:
                 self._last_failure = error.text
@@ -201,6 +218,7 @@ class RequestLimiter:
         finally:
             self._under_way -= 1
             self._breaker.end(permit, verdict, self._clock())
+            self._in_vain += self._breaker.opened - opened
 
 
 def _now() -> float:

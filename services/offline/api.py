@@ -103,7 +103,7 @@ async def replay_trace(
             environ=environ,
             transport=transport,
         ) as panel:
-            teacher_client = TeacherClient(panel, concurrency, config.replay.breaker.rest_s)
+            teacher_client = TeacherClient(panel, concurrency)
             async with asyncio.TaskGroup() as asking:
                 tasks = {
                     state.state_id: asking.create_task(teacher_client.query(state, count))
@@ -172,7 +172,7 @@ async def replay_and_normalize_trace(
             environ=environ,
             transport=transport,
         ) as panel:
-            teacher_client = TeacherClient(panel, concurrency, config.replay.breaker.rest_s)
+            teacher_client = TeacherClient(panel, concurrency)
             job = await asyncio.to_thread(OfflineJob, config, teacher_client, concurrency)
             await job.run(source.groups(), limit)
     return [_row(pair, tools) for pair in job.pairs]

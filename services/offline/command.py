@@ -108,9 +108,7 @@ class _Work:
         watch_this_loop("controller")
         async with self._panel(output) as panel:
             plan = self._plan(panel.teachers)
-            teacher_client = TeacherClient(
-                panel, self.options.concurrency, self.config.replay.breaker.rest_s
-            )
+            teacher_client = TeacherClient(panel, self.options.concurrency)
             with ReplayView(plan, self.config.replay.budget.usd, self.console) as view:
                 job = await asyncio.to_thread(  # it imports the libraries of the filters
                     OfflineJob, self.config, teacher_client, self.options.concurrency, view.tell

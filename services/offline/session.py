@@ -2,20 +2,15 @@
 
 The panel is the same as in a run, in this process and without a mesh.
 
-The client bounds concurrency, and waits for budget and suspensions. A request reserves its highest
-possible cost, usually far more than its actual cost. If a teacher was refused for the budget while
-paid requests are in flight, the state waits for those to be settled and queries again; the refusal
-is final when no request in flight could free budget. If a teacher is suspended after too many
-failures, the state waits for the suspension and queries again; after `RESTS` waits in a row without
-an answer it is not waited for any more. Answers that a state already has are kept.
+The client bounds concurrency. The panel waits for suspended teachers, and for budget where reserved
+money may be freed.
 """
 
 import asyncio
 import math
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +34,6 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import (
     FailureKind,
     FrozenState,
-    TeacherAnswer,
     TeacherFailure,
     TeacherReply,
 )
@@ -144,15 +138,12 @@ async def priced_teachers(
             raise ReplayRefused(str(error)) from error
 
 
-RESTS = 3
-BY_A_PERSON = (FailureKind.AUTH, FailureKind.PAYMENT)
-"""Failures that only a person can fix."""
-
-
 class QueriedPanel(Protocol):
     """The queried object, a `TeacherPanel` outside tests."""
 
     async def ask(self, state: FrozenState, n: int) -> list[TeacherReply]: ...
+
+    def stop_waiting(self) -> None: ...
 
 
 class Stopped(Exception):
@@ -160,124 +151,56 @@ class Stopped(Exception):
 
 
 class TeacherClient:
-    """A `Teachers` port for one event loop. `rest_s` is the duration of a teacher's suspension."""
+    """A `Teachers` port for one event loop, over a panel that waits for its teachers."""
 
-    def __init__(self, panel: QueriedPanel, concurrency: int, rest_s: float) -> None:
+    def __init__(self, panel: QueriedPanel, concurrency: int) -> None:
         self._panel, self._slots = panel, asyncio.Semaphore(concurrency)
-        self._rests = _Rests(rest_s)
-        self._stopping = asyncio.Event()
-        self._asking = self._settled = 0
-        self._changed = asyncio.Event()
+        self._stopping, self._asking = False, 0
+        self._idle = asyncio.Event()
 
     def stop(self) -> None:
         """Send no new query. Queries in flight complete before waiting ones raise `Stopped`."""
-        self._stopping.set()
-        self._tell()
+        self._stopping = True
+        self._panel.stop_waiting()
 
     async def idle(self) -> None:
         """Wait until nothing is in flight."""
         while self._asking:
-            await self._changed.wait()
+            await self._idle.wait()
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        """Return the replies of `n` teachers. Waits for a slot, answers, budget and suspensions.
+        """Return the replies of `n` teachers. Waits for a slot and for the panel.
 
-        Raises `Stopped` if the client was stopped first.
+        Raises `Stopped` if the client was stopped before all of them were asked.
         """
         async with self._slots:
-            seen, replies = self._settled, await self._ask(state, n)
-            while await self._may_ask_again(replies, seen):
-                seen = self._settled
-                replies = together(replies, await self._ask(state, n))
+            replies = [] if self._stopping else await self._ask(state, n)
+            if self._stopping and (not replies or any(map(_was_refused, replies))):
+                await self.idle()  # a caller that fails on this must not cancel paid answers
+                raise Stopped
             return replies
 
     async def _ask(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        if self._stopping.is_set():
-            await self.idle()  # a caller that fails on this must not cancel paid answers
-            raise Stopped
         self._asking += 1
+        self._idle.clear()
         try:
-            replies = await self._panel.ask(state, n)
+            return await self._panel.ask(state, n)
         finally:
             self._asking -= 1
-            self._tell()
-        self._settled += any(_was_paid(reply) for reply in replies)
-        self._rests.answered(replies)
-        return replies
-
-    async def _may_ask_again(self, replies: Sequence[TeacherReply], seen: int) -> bool:
-        """Wait for the cause of a refusal to pass; return False if no retry can help."""
-        if is_short(replies) and await self._settled_since(seen):
-            return True
-        return await self._rests.over(_refused(replies, FailureKind.SUSPENDED), self._stopping)
-
-    async def _settled_since(self, seen: int) -> bool:
-        """Return whether a paid request was settled since; wait while one may still be."""
-        while self._settled == seen and self._asking and not self._stopping.is_set():
-            await self._changed.wait()
-        return self._settled != seen or self._stopping.is_set()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-class _Rests:
-    """Counts the waits for each suspended teacher without an answer, over all states."""
-
-    def __init__(self, rest_s: float) -> None:
-        self._rest_s = rest_s
-        self._in_vain: Counter[str] = Counter()
-        self._counted: dict[str, float] = {}
-
-    def answered(self, replies: Sequence[TeacherReply]) -> None:
-        """Record which teachers are worth waiting for."""
-        for reply in replies:
-            if isinstance(reply, TeacherFailure):
-                if reply.kind in BY_A_PERSON:
-                    self._in_vain[reply.teacher] = RESTS
-            elif not reply.cached:
-                self._in_vain.pop(reply.teacher, None)
-
-    async def over(self, teachers: Sequence[str], stopping: asyncio.Event) -> bool:
-        """Wait one suspension, or until the client stops; return False if no wait can help."""
-        hopeful = [teacher for teacher in teachers if self._in_vain[teacher] < RESTS]
-        if not hopeful:
-            return False
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), self._rest_s)
-        now = asyncio.get_running_loop().time()
-        for teacher in hopeful:
-            if now - self._counted.get(teacher, -self._rest_s) >= self._rest_s:
-                self._in_vain[teacher] += 1
-                self._counted[teacher] = now
-        return True
+            if not self._asking:
+                self._idle.set()
 
 
 def is_short(replies: Sequence[TeacherReply]) -> bool:
     """Return whether a teacher was not queried because of the budget."""
-    return bool(_refused(replies, FailureKind.BUDGET))
+    return any(
+        isinstance(reply, TeacherFailure) and reply.kind is FailureKind.BUDGET for reply in replies
+    )
 
 
-def together(earlier: Sequence[TeacherReply], later: Sequence[TeacherReply]) -> list[TeacherReply]:
-    """Merge two rounds: answers are kept, failures are replaced by the later reply."""
-    again = {reply.teacher: reply for reply in later}
-    return [_better(reply, again.get(reply.teacher, reply)) for reply in earlier]
-
-
-def _better(earlier: TeacherReply, later: TeacherReply) -> TeacherReply:
-    if isinstance(earlier, TeacherAnswer) or later is earlier:
-        return earlier
-    return replace(later, usd=earlier.usd + later.usd)
-
-
-def _was_paid(reply: TeacherReply) -> bool:
-    return isinstance(reply, TeacherAnswer) and reply.usd > 0
-
-
-def _refused(replies: Sequence[TeacherReply], kind: FailureKind) -> list[str]:
-    return [
-        reply.teacher
-        for reply in replies
-        if isinstance(reply, TeacherFailure) and reply.kind is kind
-    ]
+def _was_refused(reply: TeacherReply) -> bool:
+    """Return whether a teacher was not queried although it might have been after a wait."""
+    return isinstance(reply, TeacherFailure) and reply.kind in (
+        FailureKind.BUDGET,
+        FailureKind.SUSPENDED,
+    )

@@ -1,4 +1,4 @@
-"""Teacher panel settings, built from a run's config, with the paths of its ledger and answer cache.
+"""Panel settings of a run's teachers and of its hint writer, with the paths of ledgers and caches.
 
 Opens no files but the ledger id, and sends no queries.
 """
@@ -20,9 +20,15 @@ from composer_mesh.actors.provider.breaker import BreakerRules
 from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeouts
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import TeacherConfig
+from composer_mesh.rollouts.budget import BudgetRules
+from composer_mesh.rollouts.hints import HINT_WRITER
 from composer_mesh.tasks.loading import make_task
 
 LEDGER_FILE = "teachers.sqlite"
+HINTS_FILE, HINT_LEDGER_FILE = "hints.sqlite", "hint_writer.sqlite"
+HINT_RETRIES = Retries(attempts=1)
+"""Hints are not retried: a template is the fallback."""
+HINT_BREAKER = BreakerRules(failures=4, rest_s=30.0)
 
 
 def panel_settings(
@@ -56,3 +62,40 @@ def _endpoint(teacher: TeacherConfig, expert_url: str) -> TeacherEndpoint:
     if teacher.kind != "builtin":
         return endpoint
     return replace(endpoint, base_url=expert_url, model=teacher.name, api_key_env=TOKEN_ENV)
+
+
+def hint_settings(config: Config, expert_url: str, run: Path) -> PanelSettings:
+    """Return the panel settings of the hint writer of the run in directory `run`.
+
+    A writer of kind "builtin" is at `expert_url`.
+    """
+    writer = config.sdpo.hints.active_writer
+    assert writer is not None
+    builtin, key_file = writer.kind == "builtin", writer.api_key_file
+    endpoint = TeacherEndpoint(
+        "hint writer",
+        expert_url if builtin else str(writer.url),
+        HINT_WRITER if builtin else str(writer.model),
+        TOKEN_ENV if builtin else writer.key_variable,
+        key_file.absolute() if key_file else None,
+        concurrency=writer.max_concurrent,
+        routing={} if writer.kind == "openrouter" else None,
+    )
+    return PanelSettings(
+        teachers=(endpoint,),
+        timeouts=Timeouts(writer.timeout_s),
+        retries=HINT_RETRIES,
+        breaker=HINT_BREAKER,
+        budget=BudgetRules(
+            usd=writer.budget_usd,
+            unknown_prices="allow",
+            assumed_usd=writer.assumed_usd,
+            requests=writer.budget_requests,
+        ),
+        ledger=(run / HINT_LEDGER_FILE).absolute(),
+        cache=(writer.cache or run / HINTS_FILE).absolute(),
+        role="model",
+        section="sdpo.hints.llm",
+        budget_repair="raise sdpo.hints.llm.budget_requests or sdpo.hints.llm.budget_usd",
+        any_address=True,
+    )

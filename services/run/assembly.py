@@ -357,8 +357,6 @@ class Run:
         self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat, heldout: Sequence[int]
     ) -> None:
         past = self._past
-        if mesh.hints is not None:
-            mesh.hints.spent = past.words_spent
         resumed_from = past.checkpoint
         await mesh.load(
             folder, task, self.store.root, resumed_from.folder if resumed_from else None

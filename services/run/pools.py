@@ -1,6 +1,6 @@
 """The actor pools of a run: number and kind of processes, environment and restart rules.
 
-The hint writer of a run: its pool of one process, its endpoint, cache and port.
+The hint writer of a run: its pool of one process, and its port.
 
 Used only with writer = "llm"; `hint_writing` makes the requests and uses the replies.
 
@@ -20,12 +20,10 @@ from typing import Any
 
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.environment import EnvironmentActor
-from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.judge import JudgeActor
 from composer_mesh.actors.panel.configured import judge_settings
-from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.rollouts import RolloutActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
@@ -38,7 +36,7 @@ from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks, together
 from composer_mesh.planning.mesh_layout import rollout_workers
 from composer_mesh.rollouts.budget import BudgetReport
-from composer_mesh.rollouts.hints import HINT_WRITER, HintReply, HintRequest
+from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.rollouts.money import dollars
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
@@ -46,30 +44,21 @@ from composer_mesh.services.episodes.workers import call_serving
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.replicas import PoolPeers, Replica
 from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.replay.teacher_settings import hint_settings
 from composer_mesh.services.service import Service
-
-CACHE_FILE = "hints.sqlite"
 
 
 @dataclass
 class MeshHintWriter:
-    """Implements the controller's hint-writer port with the writer's actor.
-
-    `spent` are the requests and dollars that the run spent before; they count against its budget.
-    """
+    """Implements the controller's hint-writer port with the writer's actor."""
 
     pool: Service
     config: Config
     keys: Keys = field(repr=False)
-    spent: tuple[int, float] = (0, 0.0)
 
     async def load(self, expert_url: str, run: Path) -> None:
-        """Open its cache and connections; raises if the key, address or file is unusable."""
-        writer_config = self.config.sdpo.hints.active_writer
-        assert writer_config is not None
-        cache = writer_config.cache or run / CACHE_FILE
-        writer = writer_endpoint(self.config, expert_url)
-        await self.pool.load(writer, writer_config, cache.absolute(), *self.spent, self.keys)
+        """Open its files and connections; raises if the key, address or file is unusable."""
+        await self.pool.load(hint_settings(self.config, expert_url, run), self.keys)
 
     async def write(self, requests: Sequence[HintRequest]) -> list[HintReply]:
         """Return one reply per request. Waits at most the writer's own timeout."""
@@ -80,22 +69,6 @@ class MeshHintWriter:
         pool = self.pool.options(deadline_s=deadline_s)
         replies: list[HintReply] = await pool.write(list(requests))
         return replies
-
-
-def writer_endpoint(config: Config, expert_url: str) -> TeacherEndpoint:
-    """Return the endpoint of the configured writer."""
-    writer_config = config.sdpo.hints.active_writer
-    assert writer_config is not None
-    if writer_config.kind == "builtin":
-        return TeacherEndpoint("hint writer", expert_url, HINT_WRITER, TOKEN_ENV)
-    return TeacherEndpoint(
-        "hint writer",
-        str(writer_config.url),
-        str(writer_config.model),
-        writer_config.key_variable,
-        writer_config.api_key_file.absolute() if writer_config.api_key_file else None,
-        routing={} if writer_config.kind == "openrouter" else None,
-    )
 
 
 @dataclass

@@ -51,9 +51,8 @@ class ResumeContents:
     `again` are the finished steps since the checkpoint, in order, `known` earlier ones that late
     rewards may still correct. `groups` are those of all these steps and of the `planned` one;
     `waiting` are those that no step has taken. `taken` counts groups whose teacher queries are
-    settled. `sizes` are those of the last step's groups, `words_spent` requests and dollars of the
-    hint writer. `next_group` is the first group that no step has taken. `results` are what the
-    groups of each step have measured, for a curriculum.
+    settled. `sizes` are those of the last step's groups. `next_group` is the first group that no
+    step has taken. `results` are what the groups of each step have measured, for a curriculum.
     """
 
     checkpoint: Checkpoint | None = None
@@ -66,7 +65,6 @@ class ResumeContents:
     pairs: Mapping[str, PreferencePair] = field(default_factory=dict)
     taken: int = 0
     sizes: list[int] = field(default_factory=list)
-    words_spent: tuple[int, float] = (0, 0.0)
     evaluations: list[Evaluation] = field(default_factory=list)
     poisoned: list[dict[str, Any]] = field(default_factory=list)
     next_group: int = 0
@@ -209,7 +207,6 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> R
         _pairs(reader) if config.replay.on else {},
         last.taken.asked if last and last.taken else 0,
         [stored[n].traces for n in (*last.groups, *last.dropped)] if last else [],
-        _words_spent(reader, stored) if config.asks_for_hints else (0, 0.0),
         reader.evaluations(),
         reader.poisoned(),
         next_group,
@@ -284,15 +281,6 @@ def _known(
 
 def _pairs(reader: RunReader) -> dict[str, PreferencePair]:
     return {row.pair_id: stored_pair(row) for row in reader.pairs()}
-
-
-def _words_spent(reader: RunReader, stored: Iterable[int]) -> tuple[int, float]:
-    found = [
-        worded_from_json(body)
-        for body in map(reader.hint_writer_output, stored)
-        if body is not None
-    ]
-    return sum(one.requests for one in found), sum(one.usd for one in found)
 
 
 def _traces(reader: RunReader, group_id: int) -> list[Trace]:

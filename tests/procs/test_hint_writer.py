@@ -13,15 +13,18 @@ from live_run import launched
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
 from composer_mesh.actors.hint_writer import HintWriterActor
-from composer_mesh.actors.provider.client import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderAuthError
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.sdpo import HintWriterConfig
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.hints import HintRequest
 from composer_mesh.services import service
-from composer_mesh.services.run.pools import CACHE_FILE, MeshHintWriter
+from composer_mesh.services.replay.teacher_settings import (
+    HINT_LEDGER_FILE,
+    HINTS_FILE,
+    hint_settings,
+)
+from composer_mesh.services.run.pools import MeshHintWriter
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -61,19 +64,22 @@ async def test_the_builtin_writer_words_hints_and_remembers_them(
     again = await writer.write([*asked, question("New.")])
     assert [reply.origin for reply in again] == ["cached", "cached", "cached", "none"]
     about = await writer.pool.describe()
-    assert about["replies"] == {"cached": 3, "none": 1}
-    assert (about["kind"], about["activity"], about["requests"]) == ("hint_writer", "idle", 1)
-    assert (tmp_path / CACHE_FILE).is_file()
+    assert about["replies"] == {"cached": 3, "server": 1}
+    assert (about["kind"], about["activity"]) == ("hint_writer", "idle")
+    assert (await writer.pool.report()).run.requests == 3
+    assert (tmp_path / HINTS_FILE).is_file()
+    assert (tmp_path / HINT_LEDGER_FILE).is_file()
     await writer.pool.aclose()
 
 
 async def test_a_missing_key_is_found_by_load(host: MeshHost, tmp_path: Path) -> None:
     actor = await host.spawn("hint_writer", HintWriterActor)
-    config = HintWriterConfig(kind="openai", base_url="https://x.test/v1", model="m")
-    endpoint = TeacherEndpoint("hint writer", "https://x.test/v1", "m", "NO_SUCH_KEY")
+    llm = {"kind": "openai", "base_url": "https://x.test/v1", "model": "m"}
+    sdpo = {"hints": {"writer": "llm", "llm": {**llm, "api_key_env": "NO_SUCH_KEY"}}}
+    config = Config.model_validate({**CONFIG.model_dump(include={"run"}), "sdpo": sdpo})
     with pytest.raises(ProviderAuthError, match="NO_SUCH_KEY is not set"):
-        await actor.call("load", endpoint, config, tmp_path / "c", keys=Keys())
-    with pytest.raises(RuntimeError, match="no writer is loaded: call load first"):
+        await actor.call("load", hint_settings(config, "", tmp_path), Keys())
+    with pytest.raises(RuntimeError, match="the hint_writer is not loaded: call load first"):
         await actor.call("write", [question("x")])
 
 

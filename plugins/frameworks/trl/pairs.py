@@ -175,7 +175,7 @@ class TeacherPairs:
                     transport=self._transport,
                 )
             )
-            client = TeacherClient(panel, CONCURRENCY, self._config.replay.breaker.rest_s)
+            client = TeacherClient(panel, CONCURRENCY)
             self._job = OfflineJob(self._config, client, CONCURRENCY)
             self._stack = stack.pop_all()
 

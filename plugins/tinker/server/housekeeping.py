@@ -8,9 +8,9 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.registry import Registry
 from composer_mesh.plugins.tinker.server.server import TrainingServer
 

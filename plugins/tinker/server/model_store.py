@@ -15,11 +15,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.models.messages import TrainCall
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import TrainBackend
 from composer_mesh.plugins.tinker.server.calls import call_of
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.operations import Operation
 from composer_mesh.plugins.tinker.server.payloads import payload_of
 from composer_mesh.plugins.tinker.server.records import Model

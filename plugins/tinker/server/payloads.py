@@ -10,9 +10,9 @@ import asyncio
 from functools import partial
 from typing import Any
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server import requests
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.operations import Kind, Operation
 from composer_mesh.plugins.tinker.server.training_data import DataLimits, read_training_request
 

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_mesh.actors.engines.port import RequestAborted
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.plugins.tinker.models.messages import ScoreRequest, Scores
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import SERVER_FAULTS, BackendLost, SampleBackend
 from composer_mesh.plugins.tinker.server.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.plugins.tinker.server.fair_queue import MOST_TAKEN, SampleQueue
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.operations import Operation
 from composer_mesh.plugins.tinker.server.payloads import Payloads
 from composer_mesh.plugins.tinker.server.registry import Registry

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.fair_queue import OpenCounts, SampleQueue, TrainingQueue
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.operations import Accepted, Operation, OperationRequest
 from composer_mesh.plugins.tinker.server.payloads import Payloads
 from composer_mesh.plugins.tinker.server.recent_answers import RecentAnswers

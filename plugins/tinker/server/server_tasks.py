@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import SampleBackend, TrainBackend
 from composer_mesh.plugins.tinker.server.executing import Executing
 from composer_mesh.plugins.tinker.server.fair_queue import SampleQueue, TrainingQueue
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.housekeeping import Housekeeping, delete_abandoned
 from composer_mesh.plugins.tinker.server.model_store import ModelStore
 from composer_mesh.plugins.tinker.server.payloads import Payloads

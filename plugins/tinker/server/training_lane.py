@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import CHANGES, TrainCall, TrainResult
@@ -26,7 +27,6 @@ from composer_mesh.plugins.tinker.server.backend import SERVER_FAULTS, BackendLo
 from composer_mesh.plugins.tinker.server.calls import call_of
 from composer_mesh.plugins.tinker.server.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.plugins.tinker.server.fair_queue import TrainingQueue
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.model_store import ModelStore, StateLost
 from composer_mesh.plugins.tinker.server.operations import Operation
 from composer_mesh.plugins.tinker.server.payloads import Payloads

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import openai
 
+from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import (
@@ -30,7 +31,6 @@ from composer_mesh.plugins.tinker.server.access import ClientAccess
 from composer_mesh.plugins.tinker.server.app import make_app
 from composer_mesh.plugins.tinker.server.archives import Archives
 from composer_mesh.plugins.tinker.server.backend import BackendLost
-from composer_mesh.plugins.tinker.server.group_commit import GroupCommit
 from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
 from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
 from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts

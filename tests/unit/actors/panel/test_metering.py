@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from gated_ledger import GatedLedger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.provider.errors import ProviderBudgetError
-from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import Account, BudgetRules, SettledTwice
 from composer_mesh.rollouts.money import dollars
-
-
-class GatedLedger(Ledger):
-    """A ledger whose transactions wait for a gate; counts them."""
-
-    def __init__(self, usd_nano: int) -> None:
-        super().__init__(None, BudgetRules(usd=dollars(usd_nano)), "run")
-        self.gate, self.transactions, self.breaks = threading.Event(), 0, False
-        self.gate.set()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        self.gate.wait()
-        self.transactions += 1
-        with super().together():
-            yield
-            if self.breaks:
-                raise StoreError("ledger", "keep the ledger", "disk full", "make room")
 
 
 @pytest.fixture
@@ -47,7 +27,7 @@ async def ledger() -> GatedLedger:
 async def meter(ledger: GatedLedger) -> AsyncIterator[LedgerMeter]:
     meter = LedgerMeter(ledger)
     yield meter
-    ledger.gate.set()
+    ledger.file.gate.set()
     await meter.aclose()
 
 
@@ -111,26 +91,26 @@ def test_no_interleaving_of_tasks_passes_the_ceiling(
 async def test_what_is_asked_while_the_ledger_writes_is_one_transaction(
     ledger: GatedLedger, meter: LedgerMeter
 ) -> None:
-    ledger.gate.clear()
+    ledger.file.gate.clear()
     asking = [asyncio.create_task(meter.reserve("a", 1)) for _ in range(500)]
     await asyncio.sleep(0)
-    ledger.gate.set()
+    ledger.file.gate.set()
     assert len(set(await asyncio.gather(*asking))) == 500
-    assert ledger.transactions == 2
+    assert ledger.file.transactions == 2
     assert meter.run == Account(reserved=500, requests=500)
 
 
 async def test_a_caller_that_is_cancelled_leaves_no_reservation(
     ledger: GatedLedger, meter: LedgerMeter
 ) -> None:
-    ledger.gate.clear()
+    ledger.file.gate.clear()
     asking = [asyncio.create_task(meter.reserve("a", 100)) for _ in range(20)]
     await asyncio.sleep(0)
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     assert all(task.cancelled() for task in asking)
-    ledger.gate.set()
+    ledger.file.gate.set()
     assert await meter.reserve("b", 0)
     account = (await meter.report()).run
     assert (account.spent, account.reserved) == (0, 0)
@@ -154,12 +134,12 @@ async def test_a_settlement_is_written_though_its_caller_is_cancelled(
     ledger: GatedLedger, meter: LedgerMeter
 ) -> None:
     reservation = await meter.reserve("a", 100)
-    ledger.gate.clear()
+    ledger.file.gate.clear()
     settling = asyncio.create_task(meter.settle(reservation, 40))
     await asyncio.sleep(0)
     settling.cancel()
     await asyncio.gather(settling, return_exceptions=True)
-    ledger.gate.set()
+    ledger.file.gate.set()
     assert (await meter.report()).run == Account(spent=40, requests=1)
 
 
@@ -182,10 +162,10 @@ async def test_nothing_is_sent_and_nothing_is_lost_when_the_ledger_cannot_be_wri
     ledger: GatedLedger, meter: LedgerMeter
 ) -> None:
     reservation = await meter.reserve("a", 100)
-    ledger.breaks = True
+    ledger.file.breaks = True
     with pytest.raises(ProviderBudgetError, match="cannot keep the ledger"):
         await meter.reserve("a", 1)
     assert await meter.settle(reservation, 40) == 100
     assert meter.unwritten == 1
-    ledger.breaks = False
+    ledger.file.breaks = False
     assert (await meter.report()).run == Account(reserved=100, requests=1)

@@ -215,7 +215,7 @@ async def test_what_would_stop_every_question_is_found_before_a_file_is_made(
     with pytest.raises(ValueError, match="teachers holds 'a' more than once"):
         await open_panel(ScriptedProvider(), teachers=(teacher("a"), teacher("a")))
     (tmp_path / "text").write_text("no database " * 99)
-    for name, purpose in (("ledger", "the ledger"), ("cache", "teachers' answers")):
+    for name, purpose in (("ledger", "the ledger"), ("cache", "models' answers")):
         with pytest.raises(StoreError, match=f"cannot keep {purpose}"):
             await open_panel(ScriptedProvider(), **{name: tmp_path / "text"})
 
@@ -236,7 +236,7 @@ async def test_a_cache_that_breaks_costs_neither_the_run_nor_more_money(
     assert isinstance(reply, TeacherAnswer)
     (refused,) = await panel.ask(state(2), 1)
     assert (refused.kind, len(provider.requests)) == (FailureKind.BUDGET, 1)
-    assert "cannot keep teachers' answers" in refused.text
+    assert "cannot keep models' answers" in refused.text
     assert panel.details()["unkept_answers"] == 1
 
 

@@ -23,8 +23,6 @@ from composer_mesh.services.offline.traces import TraceFileError
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.tasks.toolbox import ToolboxTask
 
-REST_S = 0.01
-
 
 class Experts:
     """The builtin teachers without HTTP; each reply waits some turns of the loop, by `seed`."""
@@ -45,6 +43,9 @@ class Experts:
 
     query = ask
 
+    def stop_waiting(self) -> None:
+        pass
+
     def _answer(self, name: str, state: FrozenState) -> TeacherReply:
         if name == "hasty" and state.seed % 7 == 0:
             return failure(name)
@@ -64,7 +65,7 @@ def groups(toolbox: ToolboxTask) -> list[list[Trace]]:
 
 
 def job_with(config: Any, experts: Experts, concurrency: int = 5) -> OfflineJob:
-    return OfflineJob(config, TeacherClient(experts, concurrency, REST_S), concurrency)
+    return OfflineJob(config, TeacherClient(experts, concurrency), concurrency)
 
 
 async def in_a_run(config: Any, groups: Sequence[Sequence[Trace]], experts: Experts) -> list[str]:
@@ -131,7 +132,10 @@ async def test_a_cancelled_job_leaves_no_question_under_way(
                 under_way.pop()
             return []
 
-    job = OfflineJob(config, TeacherClient(Silent(), 4, REST_S), 4)
+        def stop_waiting(self) -> None:
+            pass
+
+    job = OfflineJob(config, TeacherClient(Silent(), 4), 4)
     running = asyncio.create_task(job.run(groups))
     await full.wait()
     running.cancel()
@@ -145,7 +149,7 @@ async def test_figures_count_every_state_once_and_every_pair(
 ) -> None:
     told = []
     job = OfflineJob(
-        config, TeacherClient(Experts(toolbox), 5, REST_S), 5, lambda of: told.append(of.groups)
+        config, TeacherClient(Experts(toolbox), 5), 5, lambda of: told.append(of.groups)
     )
     await job.run(groups)
     figures = job.figures

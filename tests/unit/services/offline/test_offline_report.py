@@ -49,7 +49,7 @@ def plan(*teachers: TeacherEndpoint, skipped: int = 3, saved: int = 2, **replay:
 
 def money(spent: float = 0.0, requests: int = 0, ceiling: float = 1.0) -> Money:
     account = Account(spent=round(spent * NANO), requests=requests)
-    return Money.of(BudgetReport(account, {"a": account}, {}, 0), ceiling)
+    return Money.of(BudgetReport(account, {"a": account}), ceiling)
 
 
 def counted(*states: Any) -> ReplayFigures:

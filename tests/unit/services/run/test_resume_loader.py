@@ -158,17 +158,6 @@ async def test_steps_are_read_once_and_in_order_or_the_run_is_refused(
         await looked(tmp_path, config)
 
 
-async def test_what_the_hint_writer_has_spent_counts_on(tmp_path: Path, build_config: Any) -> None:
-    hints = {"writer": "llm", "llm": {"kind": "builtin"}}
-    config = build_config(sdpo={"alpha": 0.1, "hints": hints})
-    with opened(tmp_path, config) as store:
-        await filled(store)
-        for group in (0, 3, 8):
-            await store.add_worded(group, worded_to_json(WordedHints({}, 2, 0.25)))
-    past, _ = await looked(tmp_path, config)
-    assert past.words_spent == (6, 0.75)
-
-
 async def test_a_damaged_checkpoint_is_set_aside_and_more_steps_are_trained_again(
     tmp_path: Path, config: Config
 ) -> None:

@@ -65,16 +65,16 @@ class Generators(Pool):
 
 
 class Mesh(SimpleNamespace):
-    """A loaded mesh without rollout workers; `loads` are what its hint writer had then spent."""
+    """A loaded mesh without rollout workers."""
 
     def __init__(self, *ranks: Rank) -> None:
         none = dict.fromkeys(("teachers", "replay", "reference", "judges"))
         pools = {"generators": Generators([]), "environments": Pool([]), "rollouts": Pool([])}
-        host, hints = SimpleNamespace(activity=ActivityLog()), SimpleNamespace(spent=(0, 0.0))
-        super().__init__(trainers=Ranks(*ranks), host=host, hints=hints, loads=[], **pools, **none)
+        host = SimpleNamespace(activity=ActivityLog())
+        super().__init__(trainers=Ranks(*ranks), host=host, hints=None, **pools, **none)
 
     async def load(self, *_: Any) -> None:
-        self.loads.append(self.hints.spent)
+        pass
 
 
 def parts_of(store: RunStore, config: Config, task: ToolboxTask, *ranks: Rank) -> RunParts:
@@ -145,7 +145,7 @@ async def stopped(root: Path, config: Config, task: ToolboxTask, past: ResumeCon
         run: Any = Run(config, store, cast(RunView, view))
         view.run, run._past = run, evaluated
         await run._train_from(mesh, root, task, chat, [0])
-    return SimpleNamespace(run=run, heeded=view.heeded, loads=mesh.loads)
+    return SimpleNamespace(run=run, heeded=view.heeded)
 
 
 async def test_training_heeds_the_stop_of_its_run(
@@ -153,13 +153,6 @@ async def test_training_heeds_the_stop_of_its_run(
 ) -> None:
     ended = await stopped(tmp_path, build_config(), toolbox, ResumeContents())
     assert (ended.heeded, ended.run.stopping.stopped) == (True, True)
-
-
-async def test_a_hint_writer_is_loaded_with_what_the_run_has_spent(
-    tmp_path: Path, build_config: Any, toolbox: ToolboxTask
-) -> None:
-    past = ResumeContents(words_spent=(6, 0.75))
-    assert (await stopped(tmp_path, build_config(), toolbox, past)).loads == [(6, 0.75)]
 
 
 async def test_a_query_whose_teacher_is_killed_is_made_again_on_another() -> None:

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from in_process_host import InProcessHost
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.hint_writer import (
-    ONCE,
-    PATIENCE,
-    HintCache,
-    HintService,
-    HintWriterActor,
-    open_meter,
-)
-from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
+from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.panel.configured import PanelSettings
+from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.provider.keys import Keys
-from composer_mesh.configs.sdpo import HintWriterConfig
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services.run.pools import MeshHintWriter
 from composer_mesh.services.steps.ports import HintWriter
 
-WRITER = TeacherEndpoint("hint writer", "https://writer.test/v1", "some/model")
-LLM = {"kind": "builtin"}
+LLM = {"kind": "openai", "base_url": "https://writer.test/v1", "model": "some/model"}
 
 
 class FakeWriter:
@@ -44,18 +36,26 @@ class FakeWriter:
 class ScriptedHintWriter(HintWriterActor):
     """The real actor, in front of a provider in this process that answers, or is down."""
 
+    works: ClassVar[bool]
+
     @concurrent_endpoint
-    async def load(self, cache: Path, works: bool) -> None:  # type: ignore[override]
+    async def load(self, settings: PanelSettings, keys: Keys | None = None) -> None:
         def provider(_: httpx.Request) -> httpx.Response:
-            if not works:
+            if not self.works:
                 return httpx.Response(500, json={"error": {"message": "it is down"}})
             message = {"role": "assistant", "content": "Look again."}
             return httpx.Response(200, json={"choices": [{"index": 0, "message": message}]})
 
         transport = httpx.MockTransport(provider)
-        client = ProviderClient(Timeouts(20.0), ONCE, PATIENCE, transport=transport)
-        meter = open_meter(WRITER, HintWriterConfig.model_validate(LLM))
-        self._hint_service = HintService(client, WRITER, HintCache(cache), meter)
+        self._panel = await TeacherPanel.open(settings, environ=keys or {}, transport=transport)
+
+
+class WorkingWriter(ScriptedHintWriter):
+    works: ClassVar[bool] = True
+
+
+class FailingWriter(ScriptedHintWriter):
+    works: ClassVar[bool] = False
 
 
 @pytest.fixture(params=["works", "is down"])
@@ -70,10 +70,11 @@ async def writer(
     if request.param == "fake":
         yield FakeWriter(works)  # type: ignore[misc]
         return
-    pool = await InProcessHost().serve(ScriptedHintWriter)
-    await pool.load(tmp_path / "hints.sqlite", works)
+    pool = await InProcessHost().serve(WorkingWriter if works else FailingWriter)
     config = build_config(sdpo={"alpha": 0.1, "hints": {"writer": "llm", "llm": LLM}})
-    yield MeshHintWriter(pool, config, Keys({}))
+    mesh_writer = MeshHintWriter(pool, config, Keys({}))
+    await mesh_writer.load("", tmp_path)
+    yield mesh_writer
     await pool.call("aclose")
 
 

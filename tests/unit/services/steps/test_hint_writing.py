@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.directory.report import summarize, summary_table
 from composer_mesh.services.replay.late_rewards import Corrections
-from composer_mesh.services.run.pools import writer_endpoint
+from composer_mesh.services.replay.teacher_settings import hint_settings
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
@@ -251,11 +252,11 @@ def test_the_builtin_writer_is_served_beside_the_experts(
 
 
 def test_a_writer_is_asked_where_the_config_says(build_config: Any, config: Config) -> None:
-    own = writer_endpoint(config, "http://127.0.0.1:1/v1")
+    (own,) = hint_settings(config, "http://127.0.0.1:1/v1", Path("run")).teachers
     assert (own.base_url, own.model) == ("http://127.0.0.1:1/v1", HINT_WRITER)
     llm = {"kind": "openai", "base_url": "https://x.test/v1", "model": "m", "api_key_env": "KEY"}
     other = build_config(sdpo={"alpha": 0.1, "hints": {"writer": "llm", "llm": llm}})
-    found = writer_endpoint(other, "")
+    (found,) = hint_settings(other, "", Path("run")).teachers
     assert (found.base_url, found.model, found.api_key_env) == ("https://x.test/v1", "m", "KEY")
 
 

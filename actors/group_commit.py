@@ -29,7 +29,7 @@ class GroupCommit:
         self._file = file
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[Waiting | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="operation-log", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="group-commit", daemon=True)
         self._thread.start()
 
     async def run(self, job: Callable[[sqlite3.Connection], T]) -> T:
