@@ -184,14 +184,11 @@ def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
             "--set run.telemetry=true"
         )
     try:
-        reply = telemetry_client.ask(Path(status.telemetry_socket), sql)
+        return telemetry_client.query(Path(status.telemetry_socket), sql)
     except telemetry_client.StoreUnreachable as error:
         raise RunUnavailable(str(error)) from error
-    if "rows" not in reply:
-        raise RunUnavailable(f"the query was refused: {plain_text(str(reply.get('refused')))}")
-    if reply["more"]:
-        sys.stderr.write(f"only the first {len(reply['rows'])} rows: add a LIMIT or a WHERE\n")
-    return list(reply["rows"])
+    except telemetry_client.QueryRefused as error:
+        raise RunUnavailable(f"the query was refused: {plain_text(str(error))}") from error
 
 
 def tui_command(run: Path | None) -> int:
