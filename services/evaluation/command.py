@@ -31,7 +31,6 @@ from composer_mesh.services.evaluation.in_process import (
     InProcessEvaluation,
     Script,
     ScriptedEvaluation,
-    endpoint_failure,
 )
 from composer_mesh.services.evaluation.report import (
     evaluation_json,
@@ -109,16 +108,7 @@ def evaluate_endpoint(
             ProviderClient(timeouts, environ=environ, transport=transport) as client,
         ):
             evaluation = EndpointEvaluation(config, task, store, client, endpoint, samples, meter)
-            try:
-                await evaluation.run(left)
-            except ProviderError as error:
-                evaluation.failures.append(endpoint_failure(endpoint, error))
-                return _told(evaluation, FAILED)
-            except (JudgesSpent, LoopBlocked) as error:
-                evaluation.failures.append(str(error))
-                return _told(evaluation, FAILED)
-            played = len(left) * samples
-            return _told(evaluation, FAILED if len(evaluation.failures) == played > 0 else 0)
+            return await _played(evaluation, left, samples)
 
     with _judged(config, task, output, transport) as store:
         return asyncio.run(until_interrupted(play(), signals))
@@ -150,17 +140,9 @@ def evaluate_script(
     """Play episodes by a scripted policy; the exit status is 1 where none could be played."""
     signals.hold()
 
-    async def play() -> int:
-        evaluation = ScriptedEvaluation(config, task, store, script)
-        try:
-            await evaluation.run(left)
-        except (JudgesSpent, LoopBlocked) as error:
-            evaluation.failures.append(str(error))
-            return _told(evaluation, FAILED)
-        return _told(evaluation, FAILED if len(evaluation.failures) == len(left) > 0 else 0)
-
     with _judged(config, task, output) as store:
-        return asyncio.run(until_interrupted(play(), signals))
+        playing = _played(ScriptedEvaluation(config, task, store, script), left, 1)
+        return asyncio.run(until_interrupted(playing, signals))
 
 
 @contextmanager
@@ -177,8 +159,14 @@ def _judged(
         raise EvalRefused(error.for_role("judge", "judges")) from None
 
 
-def _told(evaluation: InProcessEvaluation, code: int) -> int:
-    """Print what failed and what it cost; return the exit status."""
+async def _played(evaluation: InProcessEvaluation, left: Sequence[int], samples: int) -> int:
+    """Play episodes, print what failed and what it cost; return the exit status."""
+    try:
+        await evaluation.run(left)
+        code = FAILED if len(evaluation.failures) == len(left) * samples > 0 else 0
+    except (ProviderError, JudgesSpent, LoopBlocked) as error:
+        evaluation.failures.append(evaluation.failure_of(error))
+        code = FAILED
     if evaluation.failures:
         last = plain_text(evaluation.failures[-1])
         failed = f"{len(evaluation.failures):,} samples failed"

@@ -69,6 +69,10 @@ class InProcessEvaluation(ABC):
     async def _policy(self, episode: Episode, name: str) -> Policy:
         """Return who acts in a sample; `name` is that of its trace."""
 
+    def failure_of(self, error: Exception) -> str:
+        """Return what a sample, or all of them, failed with."""
+        return str(error)
+
     async def run(self, indices: Sequence[int]) -> None:
         """Play and store these episodes. Waits for all.
 
@@ -192,8 +196,19 @@ class EndpointEvaluation(InProcessEvaluation):
         except (ProviderAuthError, ProviderPaymentError, ProviderBudgetError):
             raise
         except ProviderError as error:
-            self.failures.append(endpoint_failure(self._endpoint, error))
+            self.failures.append(self.failure_of(error))
         return None
+
+    def failure_of(self, error: Exception) -> str:
+        """Return what the endpoint failed with, and what to look at in this command."""
+        if isinstance(error, ProviderBudgetError):
+            return f"{error.text}: raise --max-usd, and go on with --resume"
+        if not isinstance(error, ProviderError):
+            return str(error)
+        return (
+            f"{self._endpoint.base_url}, model {self._endpoint.model!r}: {error.text}: check that "
+            "it answers, and --model, --api-key-env, --max-tokens and --timeout"
+        )
 
     async def _policy(self, _episode: Episode, name: str) -> Policy:
         async def ask(running: RunningEpisode, turn: int) -> str:
@@ -205,16 +220,6 @@ class EndpointEvaluation(InProcessEvaluation):
             return answer.action_text
 
         return ask
-
-
-def endpoint_failure(endpoint: TeacherEndpoint, error: ProviderError) -> str:
-    """Return what an endpoint failed with, and what to look at in this command."""
-    if isinstance(error, ProviderBudgetError):
-        return f"{error.text}: raise --max-usd, and go on with --resume"
-    return (
-        f"{endpoint.base_url}, model {endpoint.model!r}: {error.text}: check that it answers, and "
-        "--model, --api-key-env, --max-tokens and --timeout"
-    )
 
 
 Script = Literal["gold", "empty"]
