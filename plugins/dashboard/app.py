@@ -27,14 +27,12 @@ from composer_mesh.plugins.dashboard import replay_views, rollout_views, run_vie
 from composer_mesh.plugins.dashboard.access import Guard, Sessions, UserOf, local_path
 from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
 from composer_mesh.plugins.dashboard.charted import charts_of_runs
-from composer_mesh.plugins.dashboard.live import LiveConnections
-from composer_mesh.plugins.dashboard.live_parts import PartsOfRun, PartsOfRuns
-from composer_mesh.plugins.dashboard.open_runs import OpenRun, OpenRuns
+from composer_mesh.plugins.dashboard.live import LiveConnections, Parts, parts_of_run
+from composer_mesh.plugins.dashboard.open_runs import OpenRun, open_run
 from composer_mesh.plugins.dashboard.options import DashboardOptions
 from composer_mesh.plugins.dashboard.pages import render
 from composer_mesh.plugins.dashboard.requests import (
     SMOOTHINGS,
-    SORTS,
     ChartOptions,
     RolloutFilter,
     colouring_of,
@@ -42,7 +40,6 @@ from composer_mesh.plugins.dashboard.requests import (
 )
 from composer_mesh.plugins.dashboard.series import AXES, AXIS_TITLES
 from composer_mesh.plugins.dashboard.table import RunTable
-from composer_mesh.plugins.dashboard.tokens import COLOURINGS, Tokenizers
 from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.scale_command import read_sizes
@@ -53,10 +50,7 @@ MOST_COMPARED = 8
 UNREADABLE = (RunUnavailable, StoreMissing, StoreError, DamagedRecord)
 """Errors of a run's files that a page shows, with what to do."""
 LONGEST_FORM = 4096
-OVERVIEW = ("figures", "actors", "charts")
-MESH = ("figures", "mesh", "timeline")
-EVENTS = ("figures", "events")
-"""Live parts of the pages of a run."""
+Endpoint = Callable[[Request], Response]
 ORDER_S = 3.0
 """Seconds that a page waits until a run has done what a form asked for."""
 
@@ -68,26 +62,27 @@ class Dashboard:
     options: DashboardOptions
     sessions: Sessions
     catalog: Catalog
-    open_runs: OpenRuns
     live: LiveConnections
-    rollouts: rollout_views.RolloutReader
 
     @classmethod
     def of(cls, options: DashboardOptions, sessions: Sessions) -> Dashboard:
-        catalog, reader = Catalog(options.folder), rollout_views.RolloutReader(Tokenizers())
-        return cls(options, sessions, catalog, OpenRuns(), LiveConnections(), reader)
+        return cls(options, sessions, Catalog(options.folder), LiveConnections())
 
     def found(self, request: Request) -> tuple[RunSummary, OpenRun]:
         """Return the run of an address; raises 404 for an unknown one."""
         summary = self.catalog.run(request.path_params["run"])
         if summary is None:
             raise HTTPException(404, "there is no such run here")
-        return summary, self.open_runs.of(summary.root)
+        return summary, open_run(summary.root)
 
     def page(self, name: str, context: Mapping[str, Any], status: int = 200) -> HTMLResponse:
         """Return a page."""
-        about = {"control": self.options.control, "form": self.sessions.form}
-        return HTMLResponse(render(name, {**about, **context}), status)
+        return HTMLResponse(render(name, {**self.about, **context}), status)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What all templates show."""
+        return {"control": self.options.control, "form": self.sessions.form}
 
 
 class _Pages:
@@ -112,14 +107,18 @@ class _Pages:
         }
 
     def live_runs(self, request: Request) -> Response:
-        table = RunTable.of(request.query_params)
-        return self._on.live.response(PartsOfRuns(self._on.catalog, table, self._runs))
+        catalog, table = self._on.catalog, RunTable.of(request.query_params)
+        parts = Parts(
+            lambda: {"runs": [(run.slug, run.state, run.updated) for run in catalog.runs()]},
+            lambda _: render("_runs.html", self._runs(table, table.shown(catalog.runs()))),
+        )
+        return self._on.live.response(parts)
 
     def compare(self, request: Request) -> Response:
         slugs = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED]
         runs = [run for slug in slugs if (run := self._on.catalog.run(slug)) is not None]
         options = ChartOptions.of(request.query_params)
-        columns = [(run, self._on.open_runs.of(run.root).columns) for run in runs]
+        columns = [(run, open_run(run.root).columns) for run in runs]
         context = {
             "runs": runs,
             "every": self._on.catalog.runs(),
@@ -130,76 +129,51 @@ class _Pages:
         }
         return self._on.page("compare.html", context)
 
-    def overview(self, request: Request) -> Response:
-        choices = _chart_choices(ChartOptions.of(request.query_params))
-        return self._on.page("overview.html", {**self._parts(request, OVERVIEW), **choices})
+    def of_run(self, template: str, *parts: str) -> Endpoint:
+        """Return the handler of a page of a run with these parts, below the run's figures."""
 
-    def live_overview(self, request: Request) -> Response:
-        return self._live(request, OVERVIEW)
+        def page(request: Request) -> Response:
+            return self._on.page(template, self._parts(request, ("figures", *parts)))
 
-    def mesh(self, request: Request) -> Response:
-        choices = {"choices": run_views.TIMELINE_STEPS}
-        return self._on.page("mesh.html", {**self._parts(request, MESH), **choices})
+        return page
 
-    def live_mesh(self, request: Request) -> Response:
-        return self._live(request, MESH)
+    def live(self, *parts: str) -> Endpoint:
+        """Return the handler of the live parts of a page of a run."""
 
-    def events(self, request: Request) -> Response:
-        return self._on.page("events.html", self._parts(request, EVENTS))
+        def stream(request: Request) -> Response:
+            summary, _ = self._on.found(request)
 
-    def live_events(self, request: Request) -> Response:
-        return self._live(request, EVENTS)
+            def html(name: str) -> str:
+                return render(f"_{name}.html", self._on.about | self._parts(request, (name,)))
+
+            return self._on.live.response(parts_of_run(summary.root, parts, html))
+
+        return stream
 
     def _parts(self, request: Request, names: Collection[str]) -> dict[str, Any]:
         """Return what the templates of these parts of a run's page show, and nothing for others."""
         summary, run = self._on.found(request)
-        query = request.query_params
+        query, named, root = request.query_params, request.path_params, summary.root
         made: dict[str, Callable[[], dict[str, Any]]] = {
             "figures": lambda: run_views.figures_of(summary, run),
             "charts": lambda: run_views.charts(summary, run, ChartOptions.of(query)),
+            "choices": lambda: _chart_choices(ChartOptions.of(query)),
             "actors": lambda: run_views.mesh(summary, run),
             "mesh": lambda: run_views.mesh(summary, run),
             "timeline": lambda: run_views.timeline(run, run_views.steps_wanted(query.get("steps"))),
             "events": lambda: run_views.events(run, query.get("kind", ""), page_of(query)),
+            "rollouts": lambda: rollout_views.rollout_list(root, RolloutFilter.of(query)),
+            "rollout": lambda: rollout_views.rollout(
+                root, named["trace"], colouring_of(query), query.get("full") == "1"
+            ),
+            "group": lambda: rollout_views.group(root, named["group"]),
+            "replay": lambda: replay_views.replay(root, run, page_of(query)),
+            "config": lambda: {"text": run_views.config_text(root)},
         }
         found: dict[str, Any] = {"summary": summary}
         for name in names:
             found |= made[name]()
         return found
-
-    def rollouts(self, request: Request) -> Response:
-        return self._on.page("rollouts.html", self._rollouts(request))
-
-    def _rollouts(self, request: Request) -> dict[str, Any]:
-        summary, run = self._on.found(request)
-        wanted = RolloutFilter.of(request.query_params)
-        listed = rollout_views.rollout_list(summary.root, wanted)
-        return {**run_views.figures_of(summary, run), **listed, "sorts": list(SORTS)}
-
-    def rollout(self, request: Request) -> Response:
-        summary, run = self._on.found(request)
-        query, name = request.query_params, request.path_params["trace"]
-        full = query.get("full") == "1"
-        one = self._on.rollouts.one(summary.root, name, colouring_of(query), full)
-        context = {**run_views.figures_of(summary, run), **one, "colourings": COLOURINGS}
-        return self._on.page("rollout.html", context)
-
-    def group(self, request: Request) -> Response:
-        summary, run = self._on.found(request)
-        found = self._on.rollouts.group(summary.root, request.path_params["group"])
-        if found is None:
-            raise HTTPException(404, "the run has stored no rollouts of this group")
-        return self._on.page("group.html", {**run_views.figures_of(summary, run), **found})
-
-    def replay(self, request: Request) -> Response:
-        summary, run = self._on.found(request)
-        found = replay_views.replay(summary.root, run, page_of(request.query_params))
-        return self._on.page("replay.html", {**run_views.figures_of(summary, run), **found})
-
-    def config(self, request: Request) -> Response:
-        summary, run = self._on.found(request)
-        text = run_views.config_text(summary.root)
-        return self._on.page("config.html", {**run_views.figures_of(summary, run), "text": text})
 
     def login_form(self, request: Request) -> Response:
         return self._on.page("login.html", {"where": request.url.path, "refused": False}, 401)
@@ -237,30 +211,22 @@ class _Pages:
             await asyncio.wait_for(ask(summary.root, command, **arguments), ORDER_S)
         return RedirectResponse(f"/runs/{summary.slug}/mesh", 303)
 
-    def _live(self, request: Request, names: Collection[str]) -> Response:
-        about = {"control": self._on.options.control, "form": self._on.sessions.form}
-        summary, _ = self._on.found(request)
-        parts = PartsOfRun(
-            summary.root, names, lambda changed: {**about, **self._parts(request, changed)}
-        )
-        return self._on.live.response(parts)
-
 
 def make_app(dashboard: Dashboard, user_of: UserOf | None = None) -> ASGIApp:
     """Return the application behind the check of the token, or of the user without one."""
     pages = _Pages(dashboard)
     of_run = [
-        Route("/", pages.overview),
-        Route("/live", pages.live_overview),
-        Route("/mesh", pages.mesh),
-        Route("/mesh/live", pages.live_mesh),
-        Route("/events", pages.events),
-        Route("/events/live", pages.live_events),
-        Route("/rollouts", pages.rollouts),
-        Route("/rollouts/{trace:path}", pages.rollout),
-        Route("/groups/{group:int}", pages.group),
-        Route("/replay", pages.replay),
-        Route("/config", pages.config),
+        Route("/", pages.of_run("overview.html", "actors", "charts", "choices")),
+        Route("/live", pages.live("figures", "actors", "charts")),
+        Route("/mesh", pages.of_run("mesh.html", "mesh", "timeline")),
+        Route("/mesh/live", pages.live("figures", "mesh", "timeline")),
+        Route("/events", pages.of_run("events.html", "events")),
+        Route("/events/live", pages.live("figures", "events")),
+        Route("/rollouts", pages.of_run("rollouts.html", "rollouts")),
+        Route("/rollouts/{trace:path}", pages.of_run("rollout.html", "rollout")),
+        Route("/groups/{group:int}", pages.of_run("group.html", "group")),
+        Route("/replay", pages.of_run("replay.html", "replay")),
+        Route("/config", pages.of_run("config.html", "config")),
     ]
     if dashboard.options.control:
         of_run += [

@@ -13,19 +13,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from composer_mesh.configs.changes import flat
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import read_table
+from composer_mesh.configs.regular_files import open_regular
+from composer_mesh.mesh.untrusted_json import MIB, parsed_json
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.curve import sampled_metrics
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
     Evaluation,
     read_evaluations,
+    unreadable_copy,
 )
 from composer_mesh.services.directory.resume import CONFIG_FILE
 from composer_mesh.services.directory.status import ENDED, EVENTS_FILE, STATUS_FILE, read_status
@@ -47,6 +49,9 @@ LAST = ("run", "eval", "placement", "cluster", "supervision")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 MARKS = (CONFIG_FILE, METRICS_FILE, STATUS_FILE, EVENTS_FILE)
 READ = (CONFIG_FILE, METRICS_FILE, STATUS_FILE, EVALUATIONS_FILE, SUMMARY_FILE, EVENTS_FILE)
+LONGEST_LINE = MIB
+LAST_PART = 64 * 1024
+"""Bytes at the end of a file in which its last line is looked for."""
 T = TypeVar("T")
 
 
@@ -200,6 +205,49 @@ def _flat_config(path: Path) -> dict[str, str]:
 
 def _sparks(path: Path) -> list[dict[str, Any]]:
     return sampled_metrics(path, SPARKS)
+
+
+def sampled_metrics(path: Path, most: int) -> list[dict[str, Any]]:
+    """Return about `most` steps, evenly over the bytes of the file, and the last complete one.
+
+    Raises RunDirectoryError for a file that cannot be read, or a line that is no JSON object.
+    """
+    try:
+        with open_regular(path) as file:
+            return _sampled(file, most)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise unreadable_copy(path, error) from None
+
+
+def _sampled(file: BinaryIO, most: int) -> list[dict[str, Any]]:
+    size = file.seek(0, os.SEEK_END)
+    found: dict[int, dict[str, Any]] = {}
+    for place in range(most):
+        at = size * place // most
+        if (line := _line_after(file, at)) is not None:
+            found.setdefault(*line)
+    last = max(0, size - LAST_PART)
+    while (line := _line_after(file, last)) is not None:
+        found.setdefault(*line)
+        last = line[0] + 1
+    return [found[at] for at in sorted(found)]
+
+
+def _line_after(file: BinaryIO, at: int) -> tuple[int, dict[str, Any]] | None:
+    """Return the first whole line that begins at a place or behind it, with its place."""
+    file.seek(max(0, at - 1))
+    if at and not file.readline(LONGEST_LINE).endswith(b"\n"):
+        return None
+    begun = file.tell()
+    line = file.readline(LONGEST_LINE)
+    if not line.endswith(b"\n"):
+        return None
+    value = parsed_json(line)
+    if not isinstance(value, dict):
+        raise ValueError("a line is no JSON object")
+    return begun, value
 
 
 def state_of(root: Path) -> str:

@@ -83,16 +83,12 @@ def charts_of_run(
     columns: Columns, evaluations: Sequence[Evaluation], axis: Axis, smoothing: float
 ) -> list[Chart]:
     """Return the charts of one run; those without a figure are left out."""
-    places = columns.axis(axis)
-    charts = [_success([("held-out", columns, evaluations, 0)], axis)]
-    for spec in SPECS:
-        curves = [
-            curve(label, places, columns.column(key), colour, smoothing)
-            for colour, (key, label) in enumerate(spec.keys)
-        ]
-        charts.append(_chart(spec, curves, axis))
-    charts[0], charts[1] = charts[1], charts[0]
-    return [chart for chart in charts if not chart.empty]
+    held_out = _success([("held-out", columns, evaluations, 0)], axis)
+    drawn = [
+        [(label, columns, key, colour) for colour, (key, label) in enumerate(spec.keys)]
+        for spec in SPECS
+    ]
+    return _charts(held_out, drawn, axis, smoothing)
 
 
 def charts_of_runs(
@@ -100,16 +96,35 @@ def charts_of_runs(
 ) -> list[Chart]:
     """Return the charts of a comparison, one curve for each run."""
     about = [(run.name, columns, run.evaluations, n) for n, (run, columns) in enumerate(runs)]
-    charts = [_success(about, axis)]
-    for spec in SPECS:
-        key, _ = spec.keys[0]
-        curves = [
-            curve(name, columns.axis(axis), columns.column(key), colour, smoothing)
-            for name, columns, _, colour in about
-        ]
-        charts.append(_chart(spec, curves, axis))
-    charts[0], charts[1] = charts[1], charts[0]
-    return [chart for chart in charts if not chart.empty]
+    drawn = [
+        [(name, columns, spec.keys[0][0], colour) for name, columns, _, colour in about]
+        for spec in SPECS
+    ]
+    return _charts(_success(about, axis), drawn, axis, smoothing)
+
+
+def _charts(
+    held_out: Chart,
+    drawn: Sequence[Sequence[tuple[str, Columns, str, int]]],
+    axis: Axis,
+    smoothing: float,
+) -> list[Chart]:
+    """Return the charts with a figure: rewards, held-out success, then the other ones.
+
+    `drawn` has label, columns, key and colour of each curve of each chart.
+    """
+    reward, *others = (
+        _chart(
+            spec,
+            [
+                curve(label, columns.axis(axis), columns.column(key), colour, smoothing)
+                for label, columns, key, colour in curves
+            ],
+            axis,
+        )
+        for spec, curves in zip(SPECS, drawn, strict=True)
+    )
+    return [chart for chart in (reward, held_out, *others) if not chart.empty]
 
 
 def _chart(spec: Spec, curves: Sequence[Curve], axis: Axis) -> Chart:

@@ -11,9 +11,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from composer_mesh.plugins.dashboard.catalog import stamp
+from composer_mesh.services.directory.report import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TIMELINE_FILE,
+)
+from composer_mesh.services.directory.status import EVENTS_FILE, STATUS_FILE
 
 LOOK_S = 1.0
 SHARE = 0.001
@@ -23,21 +33,36 @@ ALIVE_S = 15.0
 MOST_CONNECTIONS = 64
 
 
-class Parts(Protocol):
-    """The parts of one page. Both methods may read files."""
+FILES = {
+    "figures": (METRICS_FILE, EVALUATIONS_FILE, STATUS_FILE, SUMMARY_FILE),
+    "charts": (METRICS_FILE, EVALUATIONS_FILE),
+    "actors": (STATUS_FILE, EVENTS_FILE),
+    "mesh": (STATUS_FILE, EVENTS_FILE),
+    "timeline": (TIMELINE_FILE,),
+    "events": (EVENTS_FILE,),
+}
+"""Files of a run that the parts of its pages are made of, so that none is made anew in vain."""
+PACED = frozenset({"runs", "charts"})
+"""Parts that cost more the more runs there are, and the longer they are: made anew more seldom."""
 
-    @property
-    def paced(self) -> Collection[str]:
-        """Parts that cost more the longer a run is: made anew more seldom then."""
-        ...
 
-    def tokens(self) -> Mapping[str, object]:
-        """Return for each part, by the id of its element, what it was made of: cheap to compare."""
-        ...
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one page; both functions may read files.
 
-    def html(self, name: str) -> str:
-        """Return the content of a part."""
-        ...
+    `tokens` returns for each part, by the id of its element, what it was made of: cheap to compare.
+    `html` returns the content of a part.
+    """
+
+    tokens: Callable[[], Mapping[str, object]]
+    html: Callable[[str], str]
+
+
+def parts_of_run(root: Path, names: Collection[str], html: Callable[[str], str]) -> Parts:
+    """Return parts of a page of one run, each made anew when one of its files has changed."""
+    return Parts(
+        lambda: {name: [stamp(root / file) for file in FILES[name]] for name in names}, html
+    )
 
 
 class Changes:
@@ -64,7 +89,7 @@ class Changes:
             began = self._cpu()
             html = self._parts.html(name)
             self._tokens[name] = token
-            if name in self._parts.paced:
+            if name in PACED:
                 self._next[name] = now + min(LONGEST_WAIT_S, (self._cpu() - began) / SHARE)
             if self._sent.get(name) != hash(html):
                 self._sent[name] = hash(html)

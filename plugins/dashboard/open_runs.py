@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +91,17 @@ class PacedLook:
             return self._seen
 
 
-class OpenRuns:
-    """The runs that were looked at last; thread-safe."""
+@lru_cache(maxsize=RUNS_KEPT)
+def _kept(root: Path) -> OpenRun:
+    return OpenRun(root)
 
-    def __init__(self, most: int = RUNS_KEPT) -> None:
-        self._most, self._lock = most, threading.Lock()
-        self._kept: OrderedDict[Path, OpenRun] = OrderedDict()
 
-    def of(self, root: Path) -> OpenRun:
-        """Return a run, its columns read up to the end of the file."""
-        with self._lock:
-            found = self._kept.pop(root, None) or OpenRun(root)
-            self._kept[root] = found
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-        with suppress(UnusableFile):  # the table of runs says what is wrong with the file
-            found.columns.read_on()
-        return found
+def open_run(root: Path) -> OpenRun:
+    """Return a run that may have been looked at before, its columns read up to the file's end."""
+    found = _kept(root)
+    with suppress(UnusableFile):  # the table of runs says what is wrong with the file
+        found.columns.read_on()
+    return found
 
 
 class _Tail:

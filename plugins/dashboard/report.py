@@ -21,10 +21,9 @@ from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differi
 from composer_mesh.plugins.dashboard.charted import charts_of_run, charts_of_runs
 from composer_mesh.plugins.dashboard.open_runs import OpenRun
 from composer_mesh.plugins.dashboard.pages import render
-from composer_mesh.plugins.dashboard.rollout_views import RolloutReader
+from composer_mesh.plugins.dashboard.rollout_views import rollout
 from composer_mesh.plugins.dashboard.run_views import figures_of
 from composer_mesh.plugins.dashboard.series import Axis
-from composer_mesh.plugins.dashboard.tokens import Tokenizers
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import StoreMissing, Where
@@ -77,7 +76,6 @@ def report_html(options: ReportOptions) -> str:
         run.columns.read_on()
     runs = [summary for summary, _ in found]
     style = STYLE.read_text(encoding="utf-8")
-    reader = RolloutReader(Tokenizers())
     if len(found) == 1:
         (summary, run) = found[0]
         charts = charts_of_run(run.columns, summary.evaluations, options.axis, options.smoothing)
@@ -93,7 +91,7 @@ def report_html(options: ReportOptions) -> str:
         "figures": [figures_of(*one) for one in found],
         "charts": charts,
         "differences": differing(runs),
-        "rollouts": list(_rollouts(reader, options)),
+        "rollouts": list(_rollouts(options)),
     }
     return render("report.html", context)
 
@@ -107,7 +105,7 @@ def _summary(root: Path) -> RunSummary:
     return found[0]
 
 
-def _rollouts(reader: RolloutReader, options: ReportOptions) -> list[dict[str, Any]]:
+def _rollouts(options: ReportOptions) -> list[dict[str, Any]]:
     named = options.rollouts or [
         f"{root}:{trace}" for root in options.runs for trace in _chosen(root, options.samples)
     ]
@@ -121,7 +119,7 @@ def _rollouts(reader: RolloutReader, options: ReportOptions) -> list[dict[str, A
                 f"--rollout {text!r}: {place!r} is none of the runs of this report: name it as one"
             )
         try:
-            one = reader.one(root, trace, "none", full=False)
+            one = rollout(root, trace, "none", full=False)
         except RunUnavailable as error:
             raise ReportRefused(f"--rollout {text!r}: {error}") from None
         found.append({"run": root.name, **one})

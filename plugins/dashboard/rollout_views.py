@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,15 @@ from composer_mesh.configs.base import CustomFunction
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.dashboard.requests import PAGE_SIZE, SORTS, RolloutFilter
 from composer_mesh.plugins.dashboard.tokens import (
+    COLOURINGS,
     Colouring,
     Token,
-    Tokenizers,
     advantage_of,
+    tokenizer_of,
     tokens_of,
 )
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, TraceRow
 from composer_mesh.services.traces.command import config_of, find
@@ -48,6 +49,7 @@ def rollout_list(root: Path, wanted: RolloutFilter) -> dict[str, Any]:
         "wanted": wanted,
         "first": first,
         "more": first + len(rows) < totals.count,
+        "sorts": list(SORTS),
     }
 
 
@@ -67,77 +69,72 @@ def _row(one: Listed) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class RolloutReader:
-    """Reads rollouts of runs, with the tokenizers that show their tokens."""
+def rollout(root: Path, name: str, colouring: Colouring, full: bool) -> dict[str, Any]:
+    """Return one rollout turn by turn.
 
-    tokenizers: Tokenizers
+    Raises RunUnavailable where there is none of this name, StoreMissing, or DamagedRecord.
+    """
+    config = config_of(root)
+    with RunReader(root) as reader:
+        row = find(reader, name)
+        found = whole_rollout(reader, root, _listed(reader, row), config)
+    notes = list(found.notes)
+    advantages: Advantages = {}
+    if colouring == "advantage":
+        advantages, why = _advantages(config, found.group)
+        notes += [why] if why else []
+    divergences: Divergences = {}
+    if colouring == "divergence":
+        divergences, why = _divergences(root, found)
+        notes += [why] if why else []
+    conversation = acted(found.trace)
+    folder = own_tokenizer(root, config.policy.folder if config is not None else None)
+    tokenizer = tokenizer_of(folder)
+    newest = max(found.trace.versions(), default=0)
 
-    def one(self, root: Path, name: str, colouring: Colouring, full: bool) -> dict[str, Any]:
-        """Return one rollout turn by turn.
+    def tokens(turn: Acted) -> list[Token]:
+        advantage = advantage_of(found.trace, turn.number, advantages)
+        own = divergences.get(turn.number, ())
+        return tokens_of(turn.turn, colouring, tokenizer, newest, advantage, own)
 
-        Raises RunUnavailable where there is none of this name, StoreMissing, or DamagedRecord.
-        """
-        config = config_of(root)
-        with RunReader(root) as reader:
-            row = find(reader, name)
-            rollout = whole_rollout(reader, root, _listed(reader, row), config)
-        notes = list(rollout.notes)
-        advantages: Advantages = {}
-        if colouring == "advantage":
-            advantages, why = _advantages(config, rollout.group)
-            notes += [why] if why else []
-        divergences: Divergences = {}
-        if colouring == "divergence":
-            divergences, why = _divergences(root, rollout)
-            notes += [why] if why else []
-        conversation = acted(rollout.trace)
-        tokenizer = self.tokenizers.of(
-            own_tokenizer(root, config.policy.folder if config is not None else None)
-        )
-        newest = max(rollout.trace.versions(), default=0)
+    return {
+        "rollout": found,
+        "trace": found.trace,
+        **_row(found.listed),
+        "siblings": found.group,
+        "opening": conversation.opening,
+        "turns": [
+            {**_turn(found, turn), "tokens": tokens(turn) if colouring != "none" else []}
+            for turn in conversation.turns
+        ],
+        "notes": notes,
+        "full": full,
+        "colouring": colouring,
+        "colourings": COLOURINGS,
+    }
 
-        def tokens(turn: Acted) -> list[Token]:
-            advantage = advantage_of(rollout.trace, turn.number, advantages)
-            own = divergences.get(turn.number, ())
-            return tokens_of(turn.turn, colouring, tokenizer, newest, advantage, own)
 
-        return {
-            "rollout": rollout,
-            "trace": rollout.trace,
-            **_row(rollout.listed),
-            "siblings": rollout.group,
-            "opening": conversation.opening,
-            "turns": [
-                {**_turn(rollout, turn), "tokens": tokens(turn) if colouring != "none" else []}
-                for turn in conversation.turns
-            ],
-            "notes": notes,
-            "full": full,
-            "colouring": colouring,
-        }
-
-    def group(self, root: Path, group_id: int) -> dict[str, Any] | None:
-        """Return the rollouts of a group side by side; None where there is none stored."""
-        with RunReader(root) as reader:
-            traces = reader.traces(group_id)
-            stored = reader.group(group_id)
-        if not traces or stored is None:
-            return None
-        return {
-            "group_id": group_id,
-            "group": stored,
-            "question": question(traces[0]),
-            "answer": traces[0].answer,
-            "columns": [
-                {
-                    "trace": trace,
-                    "turns": acted(trace).turns,
-                    "failed": {site.turn: site.error_kind for site in trace.error_sites},
-                }
-                for trace in traces
-            ],
-        }
+def group(root: Path, group_id: int) -> dict[str, Any]:
+    """Return the rollouts of a group side by side; raises RunUnavailable without any."""
+    with RunReader(root) as reader:
+        traces = reader.traces(group_id)
+        stored = reader.group(group_id)
+    if not traces or stored is None:
+        raise RunUnavailable("the run has stored no rollouts of this group")
+    return {
+        "group_id": group_id,
+        "group": stored,
+        "question": question(traces[0]),
+        "answer": traces[0].answer,
+        "columns": [
+            {
+                "trace": trace,
+                "turns": acted(trace).turns,
+                "failed": {site.turn: site.error_kind for site in trace.error_sites},
+            }
+            for trace in traces
+        ],
+    }
 
 
 def _turn(rollout: Rollout, turn: Acted) -> dict[str, Any]:

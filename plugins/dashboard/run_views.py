@@ -117,7 +117,8 @@ def _process(process: Mapping[str, Any]) -> dict[str, Any]:
 
 def timeline(run: OpenRun, steps: int) -> dict[str, Any]:
     """Return the lanes of the last steps."""
-    return {"timeline": timeline_of(run.timeline(steps)), "timeline_steps": steps}
+    found = timeline_of(run.timeline(steps))
+    return {"timeline": found, "timeline_steps": steps, "choices": TIMELINE_STEPS}
 
 
 def events(run: OpenRun, kind: str, page: int) -> dict[str, Any]:

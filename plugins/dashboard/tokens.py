@@ -9,10 +9,9 @@ divergence  between the policy and the SDPO teacher, which saw a hint, in turns 
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -43,25 +42,17 @@ class Token:
     told: str
 
 
-class Tokenizers:
-    """The tokenizers of the runs that were read last; thread-safe."""
+def tokenizer_of(folder: Path | None) -> Tokenizer | None:
+    """Return the tokenizer of a folder, kept while its file is as it was; None without one."""
+    if folder is None:
+        return None
+    file = folder / TOKENIZER_FILE
+    return _tokenizer(file, file.stat().st_mtime_ns)
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Path, int], Tokenizer] = OrderedDict()
-        self._lock = threading.Lock()
 
-    def of(self, folder: Path | None) -> Tokenizer | None:
-        """Return the tokenizer of a folder; None without one."""
-        if folder is None:
-            return None
-        file = folder / TOKENIZER_FILE
-        key = (file, file.stat().st_mtime_ns)
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = Tokenizer.from_file(str(file))
-                while len(self._kept) > TOKENIZERS_KEPT:
-                    self._kept.popitem(last=False)
-            return self._kept[key]
+@lru_cache(maxsize=TOKENIZERS_KEPT)
+def _tokenizer(file: Path, _changed_ns: int) -> Tokenizer:
+    return Tokenizer.from_file(str(file))
 
 
 def tokens_of(

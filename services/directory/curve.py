@@ -1,18 +1,15 @@
 """Reward curve of a run as a PNG: reward, held-out success, and the loss of each channel.
 
 Draws with matplotlib objects and no global state, so it needs no display.
-
-Reads a sample of the lines of a `metrics.jsonl`, in time that does not grow with the file.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,58 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from composer_mesh.configs.regular_files import open_regular
 from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.mesh.untrusted_json import MIB, parsed_json
-from composer_mesh.services.directory.report import Evaluation, channels_of, unreadable_copy
-
-LONGEST_LINE = MIB
-LAST_PART = 64 * 1024
-"""Bytes at the end of a file in which its last line is looked for."""
-
-
-def sampled_metrics(path: Path, most: int) -> list[dict[str, Any]]:
-    """Return about `most` steps, evenly over the bytes of the file, and the last complete one.
-
-    Raises RunDirectoryError for a file that cannot be read, or a line that is no JSON object.
-    """
-    try:
-        with open_regular(path) as file:
-            return _sampled(file, most)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise unreadable_copy(path, error) from None
-
-
-def _sampled(file: BinaryIO, most: int) -> list[dict[str, Any]]:
-    size = file.seek(0, os.SEEK_END)
-    found: dict[int, dict[str, Any]] = {}
-    for place in range(most):
-        at = size * place // most
-        if (line := _line_after(file, at)) is not None:
-            found.setdefault(*line)
-    last = max(0, size - LAST_PART)
-    while (line := _line_after(file, last)) is not None:
-        found.setdefault(*line)
-        last = line[0] + 1
-    return [found[at] for at in sorted(found)]
-
-
-def _line_after(file: BinaryIO, at: int) -> tuple[int, dict[str, Any]] | None:
-    """Return the first whole line that begins at a place or behind it, with its place."""
-    file.seek(max(0, at - 1))
-    if at and not file.readline(LONGEST_LINE).endswith(b"\n"):
-        return None
-    begun = file.tell()
-    line = file.readline(LONGEST_LINE)
-    if not line.endswith(b"\n"):
-        return None
-    value = parsed_json(line)
-    if not isinstance(value, dict):
-        raise ValueError("a line is no JSON object")
-    return begun, value
-
+from composer_mesh.services.directory.report import Evaluation, channels_of
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 MARGIN = 0.1  # share of the steps, left and right of the curve

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from composer_mesh.plugins.dashboard.live import LiveConnections
+from composer_mesh.plugins.dashboard.live import LiveConnections, Parts
 from composer_mesh.plugins.dashboard.run_views import with_dead
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
@@ -43,16 +43,8 @@ def test_a_process_that_has_died_is_seen_though_another_one_has_its_place() -> N
     assert with_dead([], events, now=100.0) == []
 
 
-class OneFigure:
-    """A page of one part that never changes."""
-
-    paced = ()
-
-    def tokens(self) -> dict[str, object]:
-        return {"figures": 1}
-
-    def html(self, name: str) -> str:
-        return f"<p>{name}</p>"
+ONE_FIGURE = Parts(lambda: {"figures": 1}, lambda name: f"<p>{name}</p>")
+"""A page of one part that never changes."""
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -60,7 +52,7 @@ async def test_a_page_that_is_left_frees_its_place(most: int) -> None:
     live = LiveConnections(most, look_s=0.02)
 
     def page(_: Request) -> Response:
-        return live.response(OneFigure())
+        return live.response(ONE_FIGURE)
 
     def end() -> None:
         live.closing = True

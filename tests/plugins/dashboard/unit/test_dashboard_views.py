@@ -7,7 +7,7 @@ import math
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,20 @@ from inspected_runs import a_trace, group_of, write_run
 from composer_mesh.actors.sqlite_file import checksum_of
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.dashboard.catalog import Catalog, differing, state_of
+from composer_mesh.plugins.dashboard.catalog import (
+    Catalog,
+    differing,
+    sampled_metrics,
+    state_of,
+)
 from composer_mesh.plugins.dashboard.charts import Chart, figure, sparkline, ticks
-from composer_mesh.plugins.dashboard.live import Changes
-from composer_mesh.plugins.dashboard.live_parts import PartsOfRun
+from composer_mesh.plugins.dashboard.live import Changes, Parts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import PacedLook
 from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
 from composer_mesh.plugins.dashboard.series import Columns, Curve, curve, reduced
 from composer_mesh.plugins.dashboard.timeline import timeline_of
 from composer_mesh.plugins.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.rollouts.traces import TurnDivergences
-from composer_mesh.services.directory.curve import sampled_metrics
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import Where
@@ -346,34 +349,29 @@ async def test_pages_of_a_run_without_a_store_say_what_is_missing(tmp_path: Path
 
 
 async def test_a_live_part_is_made_anew_only_when_its_files_have_changed(run: Path) -> None:
-    asked: list[list[str]] = []
+    asked: list[str] = []
 
-    def context(names: Collection[str]) -> dict[str, Any]:
-        asked.append(list(names))
-        return {"timeline": None, "hosts": []}
+    def html(name: str) -> str:
+        asked.append(name)
+        return name
 
-    changes = Changes(PartsOfRun(run / "run", ("timeline", "actors"), context))
+    changes = Changes(parts_of_run(run / "run", ("timeline", "actors"), html))
     assert set(changes.look()) == {"timeline", "actors"}
     assert changes.look() == {}
     (run / "run" / "timeline.jsonl").write_text('{"step": 1}\n')
     assert changes.look() == {}  # read again, and the same
-    assert asked == [["timeline"], ["actors"], ["timeline"]]
+    assert asked == ["timeline", "actors", "timeline"]
 
 
 def test_what_costs_more_the_longer_a_run_is_is_sent_more_seldom() -> None:
     now, cpu = [0.0], [0.0]
 
-    class Parts:
-        paced = ("charts",)
+    def html(name: str) -> str:
+        cpu[0] += 0.005  # five seconds of a thousandth of a core
+        return f"{name} at {now[0]}"
 
-        def tokens(self) -> dict[str, object]:
-            return {"figures": now[0], "charts": now[0]}
-
-        def html(self, name: str) -> str:
-            cpu[0] += 0.005  # five seconds of a thousandth of a core
-            return f"{name} at {now[0]}"
-
-    changes = Changes(Parts(), lambda: now[0], lambda: cpu[0])
+    parts = Parts(lambda: {"figures": now[0], "charts": now[0]}, html)
+    changes = Changes(parts, lambda: now[0], lambda: cpu[0])
     sent = []
     for second in range(11):
         now[0] = float(second)
