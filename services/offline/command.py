@@ -38,7 +38,6 @@ from composer_mesh.services.offline.report import (
     FINISHED,
     OUT_OF_BUDGET,
     STOPPED,
-    Money,
     plan_lines,
     plan_page,
     replay_report,
@@ -141,9 +140,10 @@ class _Work:
         self, job: OfflineJob, plan: ReplayPlan, panel: TeacherPanel, ending: "_Ending"
     ) -> dict[str, Any]:
         state = OUT_OF_BUDGET if job.figures.short_of_budget else FINISHED
-        money = Money.of(await panel.report(), self.config.replay.budget.usd)
+        ledger, usd = await panel.report(), self.config.replay.budget.usd
         seconds = time.monotonic() - ending.began
-        return replay_report(job.figures, plan, money, STOPPED if ending.early else state, seconds)
+        state = STOPPED if ending.early else state
+        return replay_report(job.figures, plan, ledger, usd, state, seconds)
 
     def _tell(self, output: ReplayOutput, report: dict[str, Any]) -> None:
         self.console.print(report_page(report))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.actors.panel.panel import chosen_teachers
+from composer_mesh.actors.panel.panel import Tally, chosen_teachers
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.money import bound
 from composer_mesh.configs.replay import ReplayConfig
@@ -152,32 +152,17 @@ ABSTAINED = ("failed", "malformed", "undecided")
 
 
 @dataclass
-class Agreement:
-    """Number of agreements out of a total."""
+class TeacherFigures(Tally):
+    """Figures of one teacher: what became of its queries, and how it voted.
 
-    agreed: int = 0
-    of: int = 0
-
-    def add(self, agreed: bool) -> None:
-        self.agreed, self.of = self.agreed + agreed, self.of + 1
-
-    @property
-    def share(self) -> float | None:
-        return self.agreed / self.of if self.of else None
-
-
-@dataclass
-class TeacherFigures:
-    """Figures of one teacher. `malformed` answers cannot vote; `usd` is the cost of this pass."""
+    `malformed` answers cannot vote. `majority` and `student` say of each vote whether it agreed
+    with the majority, where there was one, and with the student.
+    """
 
     asked: int = 0
-    answered: int = 0
-    cached: int = 0
     malformed: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    majority: Agreement = field(default_factory=Agreement)
-    student: Agreement = field(default_factory=Agreement)
-    usd: float = 0.0
+    majority: list[bool] = field(default_factory=list)
+    student: list[bool] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     example: str = ""
 
@@ -185,34 +170,28 @@ class TeacherFigures:
         """Count an actual vote's side; `majority` says whether there was a majority."""
         self.asked += 1
         self.malformed += voice.kind == "malformed"
-        if voice.kind in ABSTAINED:
-            return
-        self.student.add(voice.with_student)
-        if majority:
-            self.majority.add(voice.with_majority)
+        if voice.kind not in ABSTAINED:
+            self.student.append(voice.with_student)
+            self.majority += [voice.with_majority] if majority else []
 
-    def add_reply(self, reply: TeacherReply) -> None:
+    def count(self, reply: TeacherReply) -> None:
         """Count the outcome of a query."""
-        self.usd += reply.usd
+        super().count(reply)
         if isinstance(reply, TeacherFailure):
-            self.failures[reply.kind.value] += 1
             self.example = self.example or reply.text
-            return
-        self.answered += 1
-        self.cached += reply.cached
-        if not reply.cached:
+        elif not reply.cached:
             self.latencies.append(reply.latency_s)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report's object. Latencies exclude cached answers."""
         return {
             "asked": self.asked,
-            "answered": self.answered,
+            "answered": self.answered + self.cached,
             "cached": self.cached,
             "malformed": self.malformed,
-            "failures": dict(sorted(self.failures.items())),
-            "agrees_with_majority": self.majority.share,
-            "agrees_with_student": self.student.share,
+            "failures": dict(sorted(self.failed.items())),
+            "agrees_with_majority": share_of(self.majority),
+            "agrees_with_student": share_of(self.student),
             "usd": self.usd,
             "latency_p50_s": percentile(self.latencies, 0.5),
             "latency_p95_s": percentile(self.latencies, 0.95),
@@ -252,7 +231,7 @@ class ReplayFigures:
         for voice in decision.provenance.voices:
             self._of(voice.teacher).add_voice(voice, decision.outcome in MAJORITY)
         for reply in replies:
-            self._of(reply.teacher).add_reply(reply)
+            self._of(reply.teacher).count(reply)
 
     def add_group(self, skipped: int, dropped: Mapping[str, int], kept: int) -> None:
         """Count the results of selection and filtering for one group."""
@@ -263,6 +242,11 @@ class ReplayFigures:
 
     def _of(self, teacher: str) -> TeacherFigures:
         return self.teachers.setdefault(teacher, TeacherFigures())
+
+
+def share_of(votes: Sequence[bool]) -> float | None:
+    """Return the share of votes that agreed; None without votes."""
+    return sum(votes) / len(votes) if votes else None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

@@ -5,7 +5,6 @@ codes are removed and markup is not interpreted.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -27,32 +26,24 @@ HOW_PRICED = (
 )
 
 
-@dataclass(frozen=True)
-class Money:
-    """Ledger sums of this replay in dollars, over all its repetitions."""
-
-    ceiling: float
-    spent: float
-    reserved: float
-    per_question: Mapping[str, float]
-
-    @classmethod
-    def of(cls, report: BudgetReport, ceiling: float) -> "Money":
-        means = {
-            name: dollars(account.spent) / account.requests
-            for name, account in report.teachers.items()
-            if account.requests
-        }
-        return cls(ceiling, dollars(report.run.spent), dollars(report.run.reserved), means)
-
-
 def replay_report(
-    figures: ReplayFigures, plan: ReplayPlan, money: Money, state: str, seconds: float
+    figures: ReplayFigures,
+    plan: ReplayPlan,
+    ledger: BudgetReport,
+    ceiling: float,
+    state: str,
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the figures as one object, for `report.json` and `--json`.
 
-    Savings are estimates: the number of queries avoided times the mean cost of such queries.
+    The ledger's sums are over all repetitions of the replay; `ceiling` is in dollars. Savings are
+    estimates: the number of queries avoided times the mean cost of such queries.
     """
+    means = {
+        name: dollars(account.spent) / account.requests
+        for name, account in ledger.teachers.items()
+        if account.requests
+    }
     made = figures.outcomes["pair"]
     return {
         "state": state,
@@ -69,32 +60,24 @@ def replay_report(
         "teachers": {name: of.as_dict() for name, of in sorted(figures.teachers.items())},
         "usd": {
             "this_time": figures.usd,
-            "spent": money.spent,
-            "set_aside": money.reserved,
-            "ceiling": money.ceiling,
-            "saved_by_cache": _saved_by_cache(figures, money),
-            "saved_by_gate": _saved_by_gate(plan, money),
+            "spent": dollars(ledger.run.spent),
+            "set_aside": dollars(ledger.run.reserved),
+            "ceiling": ceiling,
+            "saved_by_cache": _cost({n: of.cached for n, of in figures.teachers.items()}, means),
+            "saved_by_gate": _saved_by_gate(plan, means),
         },
         "short_of_budget": figures.short_of_budget,
     }
 
 
-def _saved_by_cache(figures: ReplayFigures, money: Money) -> float:
-    return sum(
-        teacher.cached * money.per_question.get(name, 0.0)
-        for name, teacher in figures.teachers.items()
-    )
+def _cost(queries: Mapping[str, int], means: Mapping[str, float]) -> float:
+    return sum(count * means.get(name, 0.0) for name, count in queries.items())
 
 
-def _saved_by_gate(plan: ReplayPlan, money: Money) -> float:
+def _saved_by_gate(plan: ReplayPlan, means: Mapping[str, float]) -> float:
     """Return the cost of the queries that the gate avoided, at the mean of selected states."""
-    if not plan.states:
-        return 0.0
-    chosen = sum(
-        teacher.questions * money.per_question.get(name, 0.0)
-        for name, teacher in plan.teachers.items()
-    )
-    return chosen / plan.states * plan.saved
+    chosen = _cost({name: of.questions for name, of in plan.teachers.items()}, means)
+    return chosen / plan.states * plan.saved if plan.states else 0.0
 
 
 def report_page(report: Mapping[str, Any]) -> RenderableType:

@@ -17,6 +17,7 @@ from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import FrozenState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.offline.figures import share_of
 from composer_mesh.services.offline.job import OfflineJob, selections
 from composer_mesh.services.offline.session import TeacherClient
 from composer_mesh.services.offline.traces import TraceFileError
@@ -158,9 +159,9 @@ async def test_figures_count_every_state_once_and_every_pair(
     assert figures.kept == len(job.pairs)
     assert figures.outcomes["pair"] == figures.kept + sum(figures.dropped.values())
     hasty = figures.teachers["hasty"]
-    assert hasty.asked == hasty.answered + sum(hasty.failures.values()) == 16
-    assert figures.teachers["careful"].majority.share > 0.9
-    assert hasty.failures["rate"] > 0
+    assert hasty.asked == hasty.answered + sum(hasty.failed.values()) == 16
+    assert share_of(figures.teachers["careful"].majority) > 0.9
+    assert hasty.failed["rate"] > 0
 
 
 async def test_a_question_by_first_divergence_decides_all_siblings_and_is_counted_once(
