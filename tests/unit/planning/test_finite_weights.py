@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from composer_mesh.planning.safetensors_header import PIECE_BYTES, SAMPLE_BYTES, not_finite
+from composer_mesh.planning.model_folder import PIECE_BYTES, SAMPLE_BYTES, not_finite
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2)
 

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.planning.model_folder import UnfitModelFolder, check_model_folder
-from composer_mesh.planning.safetensors_header import UnfitHeader, read_shapes
 from composer_mesh.services.cli import main
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -114,6 +113,7 @@ def indexed(**weight_map: Any) -> Callable[[Path], None]:
 
 
 NORM = "model.norm.weight"
+NOT_WHOLE = r"model.safetensors is no whole safetensors file \("
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "config.json that is cut": (
         written("config.json", b'{"model_type"'),
@@ -131,19 +131,27 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a huge vocabulary": (changed("config.json", vocab_size=10**30), "vocab_size = 10000"),
     "quantized": (changed("config.json", quantization_config={}), "in its full precision"),
     "no weights": (gone(WEIGHTS), "model.safetensors is missing: .* with weights as safetensors"),
-    "weights that are cut": (cut, "bytes of tensors but its header describes"),
-    "weights that are empty": (written(WEIGHTS, b""), "says that its header has 0 bytes"),
-    "a huge header": (header(b"{}", 1 << 60), f"its header has {1 << 60} bytes"),
-    "a header of bytes": (header(b"\xff" * 20), "a header that is not JSON"),
-    "a header that is a list": (header(b"[]"), "a header that is no JSON object"),
-    "a tensor that is text": (header(b'{"a": "b"}'), "does not say dtype"),
+    "weights that are cut": (cut, NOT_WHOLE),
+    "weights that are empty": (written(WEIGHTS, b""), "model.safetensors "),
+    "a huge header": (header(b"{}", 1 << 60), NOT_WHOLE),
+    "a header of bytes": (header(b"\xff" * 20), NOT_WHOLE),
+    "a header that is a list": (header(b"[]"), NOT_WHOLE),
+    "a tensor that is text": (header(b'{"a": "b"}'), NOT_WHOLE),
     "a tensor of many dimensions": (
         header(json.dumps({"a": {"dtype": "F32", "shape": [2**62] * 9999}}).encode()),
-        "does not say dtype",
+        NOT_WHOLE,
     ),
     "a tensor without its bytes": (
         header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', rest=bytes(4)),
-        r"has 4 bytes for 'a' of shape \[2\]",
+        NOT_WHOLE,
+    ),
+    "tensors with gaps": (
+        header(
+            b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, '
+            b'"b": {"dtype": "U8", "shape": [1], "data_offsets": [2, 3]}}',
+            rest=bytes(3),
+        ),
+        NOT_WHOLE,
     ),
     "a missing weight": (tensors(lambda found: found.pop(NORM)), "norm.weight is missing"),
     "a wrong shape": (
@@ -229,7 +237,7 @@ def test_check_and_train_refuse_a_broken_folder_before_anything_starts(
     settings = ["--set", f"policy.path={folder}"]
     assert main([command, "configs/quickstart.toml", *settings, *output]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"composer-mesh: policy.path: {folder / WEIGHTS} has ")
+    assert told.startswith(f"composer-mesh: policy.path: {folder / WEIGHTS} is no ")
     assert len(told.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
@@ -243,14 +251,6 @@ def test_check_prints_where_the_tools_are(folder: Path, capsys: Any) -> None:
         assert main(["check", "configs/quickstart.toml", *words]) == 0
         told = capsys.readouterr().out.splitlines()
         assert f'policy: tools_in = "{place}", {written}' in told
-
-
-def test_a_header_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
-    about = {"dtype": "U8", "shape": [1]}
-    table = {"a": {**about, "data_offsets": [0, 1]}, "b": {**about, "data_offsets": [2, 3]}}
-    header(json.dumps(table).encode(), rest=bytes(3))(tmp_path)
-    with pytest.raises(UnfitHeader, match="overlap or leave gaps"):
-        read_shapes(tmp_path / WEIGHTS)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
