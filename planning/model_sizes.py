@@ -7,6 +7,7 @@ The names and shapes of a decoder's weights, in the names of Hugging Face withou
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -131,22 +132,13 @@ def embedding_parameters(sizes: ModelSizes) -> int:
 
 def layer_parameters(sizes: ModelSizes) -> int:
     """Return the number of parameters of one decoder layer."""
-    hidden, queries, keys = sizes.hidden_size, query_width(sizes), key_width(sizes)
-    attention = hidden * queries + 2 * hidden * keys + queries * hidden + _biases(sizes)
-    feed_forward = 3 * hidden * sizes.intermediate_size
-    if sizes.is_mixture:
-        feed_forward = expert_parameters(sizes) + sizes.num_experts * hidden
-    norms = 2 * hidden + (2 * head_width(sizes) if sizes.norms_heads else 0)
-    sinks = sizes.num_attention_heads if sizes.model_type == "gpt_oss" else 0
-    router_bias = sizes.num_experts if sizes.model_type == "gpt_oss" else 0
-    return attention + sinks + feed_forward + router_bias + norms
+    return sum(math.prod(shape) for _, shape in _layer(sizes, trained=True))
 
 
 def expert_parameters(sizes: ModelSizes) -> int:
     """Return the number of parameters of all experts of one layer, without their router."""
-    hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
-    biases = 2 * width + hidden if sizes.model_type == "gpt_oss" else 0
-    return sizes.num_experts * (3 * hidden * width + biases)
+    weights = _layer(sizes, trained=True)
+    return sum(math.prod(shape) for name, shape in weights if name.startswith("mlp.experts."))
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int, targets: Sequence[str]) -> int:
@@ -172,33 +164,33 @@ def cache_numbers(sizes: ModelSizes) -> int:
     return 2 * sizes.num_hidden_layers * key_width(sizes)
 
 
-def _biases(sizes: ModelSizes) -> int:
-    of_inputs = query_width(sizes) + 2 * key_width(sizes)
-    if sizes.model_type == "qwen2":
-        return of_inputs
-    return (of_inputs + sizes.hidden_size) if sizes.attention_bias else 0
-
-
 Weight = tuple[str, tuple[int, ...]]
 
 
-def decoder_weights(sizes: ModelSizes) -> Iterator[Weight]:
-    """Yield the name and shape of every weight that a decoder of these sizes cannot do without."""
+def decoder_weights(sizes: ModelSizes, *, trained: bool = False) -> Iterator[Weight]:
+    """Yield the name and shape of every weight that a decoder of these sizes cannot do without.
+
+    With `trained` those that are trained: all of them, the experts of a layer as one tensor.
+    """
     hidden, vocabulary = sizes.hidden_size, sizes.vocab_size
     yield "embed_tokens.weight", (vocabulary, hidden)
     yield "norm.weight", (hidden,)
     if not sizes.tie_word_embeddings:
         yield "lm_head.weight", (vocabulary, hidden)
     for layer in range(sizes.num_hidden_layers):
-        for name, shape in _layer(sizes):
+        for name, shape in _layer(sizes, trained):
             yield f"layers.{layer}.{name}", shape
 
 
-def _feed_forward(sizes: ModelSizes) -> Iterator[Weight]:
+def _feed_forward(sizes: ModelSizes, trained: bool) -> Iterator[Weight]:
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     if sizes.is_mixture:
         inner = sizes.moe_intermediate_size
         yield "mlp.gate.weight", (sizes.num_experts, hidden)
+    if sizes.is_mixture and trained:
+        yield "mlp.experts.gate_up_proj", (sizes.num_experts, 2 * inner, hidden)
+        yield "mlp.experts.down_proj", (sizes.num_experts, hidden, inner)
+        return
     experts = [f"experts.{one}." for one in range(sizes.num_experts)] or [""]
     for expert in experts:
         yield f"mlp.{expert}gate_proj.weight", (inner, hidden)
@@ -218,13 +210,16 @@ def _experts_in_one(sizes: ModelSizes) -> Iterator[Weight]:
     yield "self_attn.sinks", (sizes.num_attention_heads,)
 
 
-def _layer(sizes: ModelSizes) -> Iterator[Weight]:
+def _layer(sizes: ModelSizes, trained: bool) -> Iterator[Weight]:
     hidden = sizes.hidden_size
     queries, keys = query_width(sizes), key_width(sizes)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
-    yield from _experts_in_one(sizes) if sizes.model_type == "gpt_oss" else _feed_forward(sizes)
+    in_one = sizes.model_type == "gpt_oss"
+    yield from _experts_in_one(sizes) if in_one else _feed_forward(sizes, trained)
     yield "self_attn.o_proj.weight", (hidden, queries)
+    if trained and sizes.attention_bias and sizes.model_type != "qwen2":
+        yield "self_attn.o_proj.bias", (hidden,)
     for part, width in (("q", queries), ("k", keys), ("v", keys)):
         yield f"self_attn.{part}_proj.weight", (width, hidden)
         if sizes.model_type == "qwen2" or sizes.attention_bias:

@@ -4,13 +4,13 @@ The trainer follows the same rules, so that the sums are those of what it alloca
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.trainer import OptimizerName
-from composer_mesh.planning.model_sizes import Weight, decoder_weights
+from composer_mesh.planning.model_sizes import decoder_weights
 
 FLOAT = 4
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
@@ -107,7 +107,7 @@ def optimizer_memory(
 
     torch's allocator of pinned memory rounds each tensor up to a power of two.
     """
-    weights = list(_trained(sizes))
+    weights = list(decoder_weights(sizes, trained=True))
     counts = [math.prod(shape) // shards for _, shape in weights]
     states = [state_bytes(optimizer, *weight) for weight in weights]
     parts = parts_of(counts) if offloaded else [list(range(len(weights)))]
@@ -144,18 +144,3 @@ def _update_bytes(
     others = [count for count, muon in zip(counts, by_muon, strict=True) if not muon]
     adamw = TOGETHER * sum(others) if on_gpu else EACH * max(others, default=0)
     return max(adamw, (OWNING if sharded else ORTHOGONALIZING) * max(matrices, default=0))
-
-
-def _trained(sizes: ModelSizes) -> Iterator[Weight]:
-    """Yield the weights as they are trained: the experts of a layer are one tensor."""
-    hidden, inner = sizes.hidden_size, sizes.moe_intermediate_size
-    for name, shape in decoder_weights(sizes):
-        if ".experts." not in name:
-            yield name, shape
-    if sizes.attention_bias and sizes.model_type != "qwen2":
-        for layer in range(sizes.num_hidden_layers):
-            yield f"layers.{layer}.self_attn.o_proj.bias", (hidden,)
-    for layer in range(sizes.num_hidden_layers if sizes.is_mixture else 0):
-        experts = f"layers.{layer}.mlp.experts"
-        yield f"{experts}.gate_up_proj", (sizes.num_experts, 2 * inner, hidden)
-        yield f"{experts}.down_proj", (sizes.num_experts, hidden, inner)
