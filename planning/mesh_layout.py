@@ -6,7 +6,7 @@ on the machine's network hardware.
 How many rollout workers a run has: more of them, the more episodes it has in flight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,8 +53,8 @@ class ActorRow:
 
     kind: ActorKind
     role: str
-    replicas: int
-    threads: int
+    replicas: int = 1
+    threads: int = 1
 
     @property
     def processes(self) -> int:
@@ -114,91 +114,47 @@ class MeshPlan:
         """Number of compute threads in the mesh."""
         return sum(row.processes * row.threads for row in self.actors)
 
-    def actor(self, kind: ActorKind) -> ActorRow | None:
-        """Return the row of this kind, None if the run has none."""
-        return next((row for row in self.actors if row.kind == kind), None)
-
 
 def plan_mesh(config: Config) -> MeshPlan:
     """Return the mesh that `config` will start; deterministic."""
-    parts = (_ring, _sdpo, _hints, _replay, _judges, _experts)
-    actors = tuple(row for part in parts for row in part(config))
+    actors = (*_ring(config), *_channel_actors(config))
     return MeshPlan(actors, _transports(actors, config), _channels(config))
 
 
-def _ring(config: Config) -> tuple[ActorRow, ...]:
+def _ring(config: Config) -> Iterator[ActorRow]:
     tasks = ", ".join(one.task for one in config.data.tasks)
-    backend = config.trainer.backend
+    backend, trainer, generator = config.trainer.backend, config.trainer, config.generator
     role = "sums the three losses, steps, publishes weights"
-    return (
-        ActorRow(
-            "trainer",
-            role if backend is None else f"{role}, of the model of {backend.import_path}",
-            replicas=config.trainer.ranks,
-            threads=config.trainer.threads,
-        ),
-        ActorRow(
-            "generator",
-            "samples tokens with log-probs and policy versions",
-            replicas=config.generator.replicas,
-            threads=config.generator.threads,
-        ),
-        ActorRow(
-            "environment",
-            f"steps {tasks} episodes, verifies answers, finds error sites",
-            replicas=config.environment.replicas,
-            threads=1,
-        ),
-        ActorRow(
-            "rollouts",
-            "plays episodes between generators and environments",
-            replicas=rollout_workers(config),
-            threads=1,
-        ),
-    )
+    if backend is not None:
+        role = f"{role}, of the model of {backend.import_path}"
+    yield ActorRow("trainer", role, trainer.ranks, trainer.threads)
+    role = "samples tokens with log-probs and policy versions"
+    yield ActorRow("generator", role, generator.replicas, generator.threads)
+    role = f"steps {tasks} episodes, verifies answers, finds error sites"
+    yield ActorRow("environment", role, config.environment.replicas)
+    role = "plays episodes between generators and environments"
+    yield ActorRow("rollouts", role, rollout_workers(config))
 
 
-def _sdpo(config: Config) -> tuple[ActorRow, ...]:
-    if not config.sdpo.has_own_actors:
-        return ()
-    other = config.sdpo.teacher_model
-    role = "reads the hint at error sites, hands over its signal"
-    if other is not None:
-        role = f"{role}, as the model in {other.path}"
-    replicas, threads = config.sdpo.replicas, config.sdpo.threads
-    return (ActorRow("sdpo_teacher", role, replicas=replicas, threads=threads),)
-
-
-def _hints(config: Config) -> tuple[ActorRow, ...]:
-    if not config.asks_for_hints:
-        return ()
-    role = "asks a language model to word hints, within its budget"
-    return (ActorRow("hint_writer", role, replicas=1, threads=1),)
-
-
-def _replay(config: Config) -> tuple[ActorRow, ...]:
-    replay = config.replay
-    if not replay.on:
-        return ()
-    role = f"asks {replay.ask} of {len(replay.teachers)} teachers about frozen states"
-    pool = ActorRow("teacher_replay", role, replicas=replay.actors, threads=1)
-    if not replay.needs_reference:
-        return (pool,)
-    return (pool, ActorRow("reference", "scores pairs as the frozen initial policy", 1, 1))
-
-
-def _judges(config: Config) -> tuple[ActorRow, ...]:
-    judges = config.judges
-    if not judges.on:
-        return ()
-    role = f"asks {len(judges.models)} judges for rewards, within ${judges.budget.usd:,.2f}"
-    return (ActorRow("judge", role, replicas=judges.actors, threads=1),)
-
-
-def _experts(config: Config) -> tuple[ActorRow, ...]:
-    if not config.serves_experts:
-        return ()
-    return (ActorRow("expert_server", "serves the builtin teachers", replicas=1, threads=1),)
+def _channel_actors(config: Config) -> Iterator[ActorRow]:
+    sdpo, replay, judges = config.sdpo, config.replay, config.judges
+    if sdpo.has_own_actors:
+        role = "reads the hint at error sites, hands over its signal"
+        if sdpo.teacher_model is not None:
+            role = f"{role}, as the model in {sdpo.teacher_model.path}"
+        yield ActorRow("sdpo_teacher", role, sdpo.replicas, sdpo.threads)
+    if config.asks_for_hints:
+        yield ActorRow("hint_writer", "asks a language model to word hints, within its budget")
+    if replay.on:
+        role = f"asks {replay.ask} of {len(replay.teachers)} teachers about frozen states"
+        yield ActorRow("teacher_replay", role, replay.actors)
+    if replay.needs_reference:
+        yield ActorRow("reference", "scores pairs as the frozen initial policy")
+    if judges.on:
+        role = f"asks {len(judges.models)} judges for rewards, within ${judges.budget.usd:,.2f}"
+        yield ActorRow("judge", role, judges.actors)
+    if config.serves_experts:
+        yield ActorRow("expert_server", "serves the builtin teachers")
 
 
 def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[TransportRow, ...]:

@@ -59,14 +59,12 @@ def test_another_model_as_teacher_is_told_and_gets_no_weights(tmp_path: Path) ->
     (tmp_path / "config.json").write_text("{}")
     shown = plan("sdpo.teacher=model", f"sdpo.teacher_model.path={tmp_path}")
     assert str(shown.transports[0]).startswith("weights: trainer -> generator: shared memory")
-    teacher = shown.actor("sdpo_teacher")
-    assert teacher is not None
+    (teacher,) = [row for row in shown.actors if row.kind == "sdpo_teacher"]
     assert teacher.role.endswith(f"as the model in {tmp_path}")
 
 
 def test_a_backend_is_told() -> None:
-    trainer = plan("trainer.backend.import_path=mine:Backend").actor("trainer")
-    assert trainer is not None
+    trainer = plan("trainer.backend.import_path=mine:Backend").actors[0]
     assert trainer.role.endswith("of the model of mine:Backend")
 
 
@@ -87,6 +85,5 @@ def test_the_totals_count_every_process_and_thread() -> None:
     wide = plan("generator.replicas=3", "generator.threads=2", "replay.actors=4")
     assert wide.processes == plan().processes + 2 + 2
     assert wide.threads == plan().threads + (3 * 2 - 1) + 2
-    generator = wide.actor("generator")
-    assert generator is not None
+    (generator,) = [row for row in wide.actors if row.kind == "generator"]
     assert (generator.replicas, generator.processes, generator.threads) == (3, 3, 2)
