@@ -4,7 +4,7 @@
 config here. Knows neither torch nor transformers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -17,7 +17,6 @@ from composer_mesh.planning.model_refusals import (
     NoSuchLayers,
     UndividedContext,
     UndividedExperts,
-    UndividedHeads,
     UnfitModel,
     UnknownLayers,
     UnsupportedHead,
@@ -100,127 +99,122 @@ def _call(told: dict[str, Any]) -> AttentionCall:
 def check_model_fits(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where the policy's model cannot do what the config asks for."""
     check_model_trains(facts, config)
-    if config.generator.engine == "embedded":
-        check_embedded_serves(facts, config.policy.max_context)
-    else:
-        _check_vllm_serves(facts, config)
+    embedded = config.generator.engine == "embedded"
+    _refuse(_embedded(facts, config.policy.max_context) if embedded else _vllm(facts, config))
 
 
 def check_model_trains(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where the trainer cannot train the model as configured."""
-    _check_head(facts)
-    _check_rows(facts, config.policy.max_context)
-    _check_positions(facts, config.policy.max_context)
-    _check_chosen_keys(facts, config.policy.max_context)
-    _check_attention(facts, config.trainer.attention)
-    _check_context(facts, config.trainer.context_parallel)
-    _check_experts(facts, config.trainer)
-    _check_layers(facts, config)
-    _check_adapters(facts, config)
-    if config.sdpo.on and config.sdpo.teacher == "trust_region" and facts.softcap:
-        raise CappedInterpolation(facts.name, facts.softcap)
+    _refuse(_reading(facts, config.policy.max_context))
+    _refuse(_training(facts, config))
 
 
 def check_model_teaches(facts: ModelFacts, config: Config) -> None:
     """Raise `UnfitModel` where another model cannot read what the policy writes, or be compared."""
-    _check_head(facts)
-    _check_rows(facts, config.policy.max_context)
-    _check_positions(facts, config.policy.max_context)
-    _check_chosen_keys(facts, config.policy.max_context)
+    _refuse(_reading(facts, config.policy.max_context))
     if config.sdpo.placement == "inline":
-        _check_context(facts, config.trainer.context_parallel)
+        _refuse(_dividing(facts, config.trainer.context_parallel))
 
 
-def _check_head(facts: ModelFacts) -> None:
-    if facts.head is not None:
-        raise UnsupportedHead(facts.name, facts.head)
+def _refuse(problems: Iterable[UnfitModel]) -> None:
+    for problem in problems:
+        raise problem
 
 
-def _check_tried(facts: ModelFacts, use: str) -> None:
+def _tried(facts: ModelFacts, use: str) -> Iterator[UnfitModel]:
+    """Yield the error of a use that a small copy of the model is refused for."""
     if use in facts.tried:
-        raise UnfitModel(facts.tried[use])
+        yield UnfitModel(facts.tried[use])
 
 
-def _check_rows(facts: ModelFacts, context: int) -> None:
-    _check_tried(facts, "rows")
-    if facts.scale is None or context <= facts.scale or "long rows" not in facts.tried:
-        return
-    raise UnfitModel(
-        f"{facts.tried['long rows']}, or lower policy.max_context from {context} to "
-        f"{facts.scale}, beyond which it is so"
-    )
-
-
-def _check_positions(facts: ModelFacts, context: int) -> None:
+def _reading(facts: ModelFacts, context: int) -> Iterator[UnfitModel]:
+    """Yield why a model cannot read rows of so many tokens, or has other logits than its head's."""
+    if facts.head is not None:
+        yield UnsupportedHead(facts.name, facts.head)
+    yield from _tried(facts, "rows")
+    if facts.scale is not None and context > facts.scale and "long rows" in facts.tried:
+        yield UnfitModel(
+            f"{facts.tried['long rows']}, or lower policy.max_context from {context} to "
+            f"{facts.scale}, beyond which it is so"
+        )
     if facts.positions is not None and context > facts.positions:
-        raise UnfitModel(
+        yield UnfitModel(
             f"policy.max_context is {context} but {facts.name} has positions up to "
             f"{facts.positions}: lower policy.max_context to {facts.positions}"
         )
-
-
-def _check_chosen_keys(facts: ModelFacts, context: int) -> None:
     if facts.all_keys is not None and context > facts.all_keys:
-        raise UnfitModel(
+        yield UnfitModel(
             f"policy.max_context is {context} but {facts.name} reads only keys of high scores "
             f"beyond {facts.all_keys} positions, and which of equal ones depends on the padding of "
             f"a row: lower policy.max_context to {facts.all_keys}"
         )
 
 
-def _check_attention(facts: ModelFacts, attention: str) -> None:
-    if attention in facts.implementations:
-        return
+def _training(facts: ModelFacts, config: Config) -> Iterator[UnfitModel]:
+    """Yield why a model that reads such rows cannot be trained as configured."""
+    trainer = config.trainer
+    if trainer.attention not in facts.implementations:
+        yield _other_attention(facts, trainer.attention)
+    yield from _dividing(facts, trainer.context_parallel)
+    if trainer.expert_parallel > 1 and not facts.experts:
+        yield NoExperts(facts.name, trainer.expert_parallel)
+    for count in facts.experts if trainer.expert_parallel > 1 else ():
+        if count % trainer.ranks:
+            yield UndividedExperts(facts.name, count, trainer.ranks)
+    yield from _layer_by_layer(facts, trainer)
+    if trainer.lora is not None:
+        yield from _adapters(facts, trainer.lora.targets)
+    if config.sdpo.on and config.sdpo.teacher == "trust_region" and facts.softcap:
+        yield CappedInterpolation(facts.name, facts.softcap)
+
+
+def _other_attention(facts: ModelFacts, attention: str) -> UnfitModel:
     asked = sorted({name for call in facts.attention or () for name in call.more})
     why = f"which computes no {' and '.join(MEANT[name] for name in asked)}"
     found = " or ".join(repr(name) for name in facts.implementations)
-    raise UnfitModel(
+    return UnfitModel(
         f"{facts.name} cannot have trainer.attention = {attention!r}, "
         f"{why if asked else 'which it does not support'}: set it to {found}"
     )
 
 
-def _check_context(facts: ModelFacts, size: int) -> None:
+def _dividing(facts: ModelFacts, size: int) -> Iterator[UnfitModel]:
+    """Yield why so many ranks cannot divide the positions of a context."""
     if size == 1 or facts.attention is None:
         return  # without facts, the trainer looks when it starts
     plain = all(call.replaceable and not call.more for call in facts.attention)
     if _others(facts, SHARED_KINDS) or len(facts.attention) != facts.layers or not plain:
-        raise UndividedContext(facts.name, size)
+        yield UndividedContext(facts.name, size)
     for call in facts.attention:
         check_heads(facts.name, size, call.heads, call.key_heads)
 
 
-def _check_experts(facts: ModelFacts, trainer: TrainerConfig) -> None:
-    if trainer.expert_parallel == 1:
-        return
-    if not facts.experts:
-        raise NoExperts(facts.name, trainer.expert_parallel)
-    for count in facts.experts:
-        if count % trainer.ranks:
-            raise UndividedExperts(facts.name, count, trainer.ranks)
-
-
 def check_heads(name: str, size: int, heads: int, key_heads: int) -> None:
-    """Raise `UndividedHeads` unless so many ranks can divide heads, and divide or repeat keys'."""
+    """Raise `UnfitModel` unless so many ranks can divide heads, and divide or repeat keys'."""
     if heads % size or (key_heads % size and size % key_heads):
-        raise UndividedHeads(name, size, heads, key_heads)
-
-
-def _check_layers(facts: ModelFacts, config: Config) -> None:
-    trainer = config.trainer
-    if (trainer.sharded or trainer.checkpoints_layers or trainer.compile) and not (facts.listed):
-        raise UnknownLayers(facts.name, facts.layers)
-    if trainer.packing and (states := _others(facts, ATTENTION_KINDS)):
+        every = range(1, heads + 1)
+        fitting = [n for n in every if not heads % n and not (key_heads % n and n % key_heads)]
         raise UnfitModel(
+            f"trainer.context_parallel is {size} but {name} has {heads} heads of queries and "
+            f"{key_heads} of keys, which so many ranks cannot divide: set it to one of "
+            f"{', '.join(map(str, fitting))}"
+        )
+
+
+def _layer_by_layer(facts: ModelFacts, trainer: TrainerConfig) -> Iterator[UnfitModel]:
+    if (trainer.sharded or trainer.checkpoints_layers or trainer.compile) and not facts.listed:
+        yield UnknownLayers(facts.name, facts.layers)
+    if trainer.packing and (states := _others(facts, ATTENTION_KINDS)):
+        yield UnfitModel(
             f"{facts.name} has layers of {states}, which carry a state from one packed sequence "
             "into the next: set trainer.packing to false"
         )
     if trainer.packing:
-        _check_tried(facts, f"packing {trainer.attention}")
+        yield from _tried(facts, f"packing {trainer.attention}")
     if trainer.prefix_sharing and (others := _others(facts, SHARED_KINDS)):
-        raise UnsupportedSharing(facts.name, not_shared(others))
+        yield UnsupportedSharing(facts.name, not_shared(others))
     if trainer.prefix_sharing:
-        _check_tried(facts, "sharing")
+        yield from _tried(facts, "sharing")
 
 
 def not_shared(others: str) -> str:
@@ -231,44 +225,41 @@ def not_shared(others: str) -> str:
     )
 
 
-def _check_adapters(facts: ModelFacts, config: Config) -> None:
-    lora = config.trainer.lora
-    if lora is None:
-        return
-    if lora.targets is None:
-        if not facts.linear:
-            raise NoSuchLayers((), f"{facts.name} has no linear layers in its decoder")
-        return
-    for name in lora.targets:
+def _adapters(facts: ModelFacts, targets: Sequence[str] | None) -> Iterator[UnfitModel]:
+    """Yield why layers of these names, or all linear ones, cannot have adapters."""
+    if targets is None and not facts.linear:
+        yield NoSuchLayers((), f"{facts.name} has no linear layers in its decoder")
+    for name in targets or ():
         if name not in facts.linear:
             why = f"{facts.name} has no layer {name} that can have an adapter"
-            raise NoSuchLayers(lora.targets, why, facts.linear)
+            yield NoSuchLayers(tuple(targets or ()), why, facts.linear)
 
 
-def check_embedded_serves(facts: ModelFacts, context: int) -> None:
-    """Raise `ModelNotServed` for layers whose attention the embedded engine cannot compute."""
+def _embedded(facts: ModelFacts, context: int) -> Iterator[UnfitModel]:
+    """Yield the layers whose attention the embedded engine cannot compute."""
     if others := _others(facts, frozenset({FULL, SLIDING})):
-        raise ModelNotServed(facts.name, f"it has layers of {others}")
+        yield ModelNotServed(facts.name, f"it has layers of {others}")
     for number, call in enumerate(facts.attention or ()):
         if not call.replaceable:
-            raise ModelNotServed(facts.name, f"its layer {number} computes attention of its own")
+            yield ModelNotServed(facts.name, f"its layer {number} computes attention of its own")
         if call.more:
             more = " and ".join(MEANT[name] for name in call.more)
-            raise ModelNotServed(facts.name, f"it has attention with {more}")
+            yield ModelNotServed(facts.name, f"it has attention with {more}")
         if call.window is not None and call.window < context:
             why = f"attention looks back {call.window} tokens but policy.max_context is {context}"
-            raise ModelNotServed(facts.name, why)
+            yield ModelNotServed(facts.name, why)
     if facts.attention is not None and len(facts.attention) != facts.layers:
         why = f"{len(facts.attention)} of its {facts.layers} layers call an attention function"
-        raise ModelNotServed(facts.name, why)
+        yield ModelNotServed(facts.name, why)
     if len({(call.key_heads, call.width) for call in facts.attention or ()}) > 1:
-        raise ModelNotServed(facts.name, "its layers have keys of different shapes")
-    _check_tried(facts, "engine")
+        yield ModelNotServed(facts.name, "its layers have keys of different shapes")
+    yield from _tried(facts, "engine")
 
 
-def _check_vllm_serves(facts: ModelFacts, config: Config) -> None:
+def _vllm(facts: ModelFacts, config: Config) -> Iterator[UnfitModel]:
+    """Yield what vLLM cannot serve as configured."""
     if facts.name in NOT_UPDATED_BY_VLLM and not config.syncs_adapters:
-        raise UnfitModel(
+        yield UnfitModel(
             f"{facts.name} cannot have generator.engine = 'vllm' with weights that change: vLLM "
             "0.32 keeps the experts and sinks that it has loaded when new ones come: train "
             "adapters, with [trainer.lora] and sync = 'adapters'"
@@ -276,12 +267,12 @@ def _check_vllm_serves(facts: ModelFacts, config: Config) -> None:
     on_cpu = not config.placement.gpus("generator")
     if on_cpu and config.syncs_adapters and facts.experts:
         others = "" if facts.name in NOT_UPDATED_BY_VLLM else ", or set it to 'merged'"
-        raise UnfitModel(
+        yield UnfitModel(
             f"{facts.name} cannot have trainer.lora.sync = 'adapters' without GPUs: vLLM's kernels "
             f"for experts beside adapters need Triton: give placement.generator GPUs{others}"
         )
     if on_cpu and config.generator.dtype == "float32" and facts.name.startswith(DELTA_NETS):
-        raise UnfitModel(
+        yield UnfitModel(
             f"{facts.name} cannot have generator.dtype = 'float32' without GPUs: vLLM's kernels "
             "of its linear attention for CPUs compute in bfloat16: set it to 'bfloat16'"
         )

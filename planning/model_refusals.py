@@ -64,26 +64,6 @@ class UndividedContext(Worded, UnfitModel):
     )
 
 
-class UndividedHeads(UnfitModel):
-    """Heads of attention that the ranks of a context cannot divide."""
-
-    def __init__(self, model: str, size: int, heads: int, key_heads: int) -> None:
-        super().__init__(model, size, heads, key_heads)
-
-    def __str__(self) -> str:
-        model, size, heads, key_heads = self.args
-        fitting = [
-            one
-            for one in range(1, heads + 1)
-            if not heads % one and not (key_heads % one and one % key_heads)
-        ]
-        return (
-            f"trainer.context_parallel is {size} but {model} has {heads} heads of queries and "
-            f"{key_heads} of keys, which so many ranks cannot divide: set it to one of "
-            f"{', '.join(map(str, fitting))}"
-        )
-
-
 class NoExperts(Worded, UnfitModel):
     """A model without layers of experts that ranks could divide."""
 
