@@ -7,6 +7,7 @@ bounded before it is read, each path is checked, and nothing is written on this 
 from __future__ import annotations
 
 import asyncio
+import marshal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,16 +49,13 @@ def job_bytes(
     """Return all that the runner has to know; raise ValueError for what no program can be given."""
     if not argv or any("\0" in word for word in (*argv, *environment, *environment.values())):
         raise ValueError("a command has at least one word, and none with a NUL")
-    parts = [records.record(records.ARGUMENT, data=_encoded(word)) for word in argv]
-    for name, value in environment.items():
-        parts.append(records.record(records.VARIABLE, _encoded(name), _encoded(value)))
     for path in tree.files():
         check_path(path)
-        parts.append(records.record(records.FILE, path.encode(), tree.read(path)))
-    for name, number in numbers_of(limits).items():
-        parts.append(records.record(records.LIMIT, name.encode(), b"%d" % number))
-    parts += [records.record(records.STDIN, data=stdin), records.record(records.END)]
-    return b"".join(parts)
+    words = [_encoded(word) for word in argv]
+    variables = {_encoded(name): _encoded(value) for name, value in environment.items()}
+    files = {path.encode(): tree.read(path) for path in tree.files()}
+    job = (words, variables, files, numbers_of(limits), stdin)
+    return records.record(records.JOB, data=marshal.dumps(job))
 
 
 def numbers_of(limits: SandboxLimits) -> dict[str, int]:

@@ -291,8 +291,7 @@ async def _told(status: socket.socket) -> dict[str, Any]:
         said = b""
     if not said:
         raise _unstarted(said)
-    told: dict[str, Any] = json.loads(said)
-    return told
+    return json.loads(said)
 
 
 def result_of(reported: Reported, told: Mapping[str, Any]) -> CommandResult:

@@ -6,7 +6,7 @@ Both ends use this file, so it imports nothing. What comes out of a box is data 
 
 from __future__ import annotations
 
-ARGUMENT, VARIABLE, FILE, STDIN, LIMIT = b"a", b"v", b"f", b"i", b"l"
+JOB, FILE = b"j", b"f"
 STARTED, EXITED, SIGNALLED, LATE, SPENT = b"s", b"x", b"g", b"w", b"c"
 STDOUT, STDERR, CUT, REMOVED, REFUSED, SECONDS = b"o", b"e", b"k", b"r", b"n", b"t"
 END = b"z"

@@ -9,6 +9,7 @@ so the command cannot write to it.
 from __future__ import annotations
 
 import _signal as signal  # type: ignore[import-not-found] # `signal` itself imports enum
+import marshal
 import os
 import select
 import stat
@@ -29,27 +30,18 @@ NO_JOB = 124
 
 
 class Job:
-    """What to run: read from the socket."""
+    """What to run."""
 
-    def __init__(self) -> None:
-        self.argv: list[bytes] = []
-        self.environment: dict[bytes, bytes] = {}
-        self.files: dict[bytes, bytes] = {}
-        self.limits: dict[str, int] = {}
-        self.stdin = b""
-
-    def take(self, kind: bytes, name: bytes, data: bytes) -> None:
-        """Add a record."""
-        if kind == records.ARGUMENT:
-            self.argv.append(data)
-        elif kind == records.VARIABLE:
-            self.environment[name] = data
-        elif kind == records.FILE:
-            self.files[name] = data
-        elif kind == records.LIMIT:
-            self.limits[name.decode()] = int(data)
-        else:
-            self.stdin = data
+    def __init__(
+        self,
+        argv: list[bytes],
+        environment: dict[bytes, bytes],
+        files: dict[bytes, bytes],
+        limits: dict[str, int],
+        stdin: bytes,
+    ) -> None:
+        self.argv, self.environment, self.files = argv, environment, files
+        self.limits, self.stdin = limits, stdin
 
 
 class Streams:
@@ -158,17 +150,13 @@ def load_filter(rules: int) -> None:
 
 
 def read_job() -> Job:
-    """Return all that is sent up to the end record; if the stream ends before, so does the box."""
-    job = Job()
+    """Return what is sent; if the stream ends before, so does the box."""
     with open(0, "rb", buffering=1 << 20, closefd=False) as source:
-        while True:
-            head = source.read(records.HEAD_BYTES)
-            if len(head) < records.HEAD_BYTES:
-                os._exit(NO_JOB)
-            kind, name, data = records.lengths_of(head)
-            if kind == records.END:
-                return job
-            job.take(kind, source.read(name), source.read(data))
+        size = records.lengths_of(source.read(records.HEAD_BYTES))[2]
+        content = source.read(size)
+    if not size or len(content) < size:
+        os._exit(NO_JOB)
+    return Job(*marshal.loads(content))
 
 
 def unpack(files: dict[bytes, bytes]) -> None:

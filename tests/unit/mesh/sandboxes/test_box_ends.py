@@ -27,9 +27,7 @@ def finished(program: str, text: bytes = b"") -> subprocess.CompletedProcess[byt
     )
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", records.ARGUMENT, records.record(records.ARGUMENT, data=b"true")]
-)
+@pytest.mark.parametrize("sent", [b"", records.JOB, records.record(records.JOB, data=b"true")[:-1]])
 def test_a_runner_whose_job_never_comes_whole_ends(sent: bytes) -> None:
     done = finished("from composer_mesh.mesh.sandboxes.runner import read_job; read_job()", sent)
     assert done.returncode == NO_JOB
