@@ -48,46 +48,35 @@ class Source:
     size: int | None = None
 
 
-class EpisodeOrder(Protocol):
-    """Chooses the episode of each training group."""
+class EpisodeOrder:
+    """Chooses the episode of each training group: group i plays episode i.
 
-    def restore(self, group_id: int, episode: int, /) -> None:
-        """Record the choice that an earlier process of the run has made for a group."""
-
-    def choose(self, group_id: int, version: int, /) -> int:
-        """Return the episode of a group that enters while `version` is served."""
-
-    def results(self, groups: Iterable[tuple[int, Sequence[Trace]]], /) -> tuple[GroupResult, ...]:
-        """Return what a step's groups have measured, if anything depends on it."""
-
-    def settle(self, step: int, results: Sequence[GroupResult], /) -> None:
-        """Record the results of all groups that a step has taken, steps in order."""
-
-    def figures(self, results: Sequence[GroupResult], /) -> dict[str, float]:
-        """Return the metrics of the step that was settled last."""
-
-
-class InOrder:
-    """Episodes one after the other: group i plays episode i, or every n-th one of n islands."""
+    Of n islands each plays every n-th one.
+    """
 
     def __init__(self, first: int = 0, every: int = 1) -> None:
         self._first, self._every = first, every
 
-    def restore(self, _group_id: int, _episode: int, /) -> None: ...
+    def restore(self, group_id: int, episode: int, /) -> None:
+        """Record the choice that an earlier process of the run has made for a group."""
 
-    def choose(self, group_id: int, _version: int, /) -> int:
+    def choose(self, group_id: int, version: int, /) -> int:  # noqa: ARG002
+        """Return the episode of a group that enters while `version` is served."""
         return self._first + self._every * group_id
 
-    def results(self, _groups: Iterable[tuple[int, Sequence[Trace]]], /) -> tuple[GroupResult, ...]:
+    def results(self, groups: Iterable[tuple[int, Sequence[Trace]]], /) -> tuple[GroupResult, ...]:  # noqa: ARG002
+        """Return what a step's groups have measured, if anything depends on it."""
         return ()
 
-    def settle(self, _step: int, _results: Sequence[GroupResult], /) -> None: ...
+    def settle(self, step: int, results: Sequence[GroupResult], /) -> None:
+        """Record the results of all groups that a step has taken, steps in order."""
 
-    def figures(self, _results: Sequence[GroupResult], /) -> dict[str, float]:
+    def figures(self, results: Sequence[GroupResult], /) -> dict[str, float]:  # noqa: ARG002
+        """Return the metrics of the step that was settled last."""
         return {}
 
 
-class Curriculum:
+class Curriculum(EpisodeOrder):
     """Prefers episodes and tasks whose measured success is in the config's band.
 
     A group's task is drawn by the tasks' weights, times how near their latest success is to the
@@ -105,8 +94,8 @@ class Curriculum:
         first: int = 0,
         every: int = 1,
     ) -> None:
+        super().__init__(first, every)
         self._config, self._seed, self._episodes = config, seed, episodes
-        self._first, self._every = first, every
         self._parts = {one.task: _Part(one, config, first, every) for one in sources}
         self._choices: dict[int, int] = {}
         self._waiting: deque[tuple[int, Sequence[GroupResult]]] = deque()
@@ -119,7 +108,7 @@ class Curriculum:
     def choose(self, group_id: int, version: int, /) -> int:
         if group_id not in self._choices:
             self._learn(version)
-            place = self._first + self._every * group_id
+            place = super().choose(group_id, version)
             rng = random.Random(seed_of(self._seed, f"curriculum-{place}"))
             by_weight, by_chance = rng.random(), rng.random()
             part = self._drawn(by_weight)

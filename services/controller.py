@@ -28,7 +28,7 @@ from typing import Any
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_thread
-from composer_mesh.rollouts.curriculum import EpisodeOrder, InOrder
+from composer_mesh.rollouts.curriculum import EpisodeOrder
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
@@ -89,7 +89,7 @@ class Controller:
     judge_rest: dict[str, float] = field(default_factory=dict)
     """Figures of the judges after the last step."""
     stopping: Stopping = field(default_factory=Stopping)
-    order: EpisodeOrder = field(default_factory=InOrder)
+    order: EpisodeOrder = field(default_factory=EpisodeOrder)
     """Chooses the episodes of training groups."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import Busy
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, InOrder, Source
+from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, Source
 from composer_mesh.rollouts.number_words import load_rules
 from composer_mesh.services.checks.task import training_rows
 from composer_mesh.services.controller import Controller, Ports
@@ -58,7 +58,7 @@ def make_episode_order(config: Config, task: Task, past: ResumeContents) -> Epis
     islands = config.islands
     share = (islands.rank, islands.world_size) if islands.on else (0, 1)
     if config.data.curriculum is None:
-        return InOrder(*share)
+        return EpisodeOrder(*share)
     weights = [one.weight for one in config.data.tasks]
     sources = [
         Source(part.name, weight, training_rows(part))

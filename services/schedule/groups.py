@@ -21,7 +21,7 @@ from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.waiting import cancel_and_wait
-from composer_mesh.rollouts.curriculum import EpisodeOrder, InOrder
+from composer_mesh.rollouts.curriculum import EpisodeOrder
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.traces import Split, Trace, equal_rewards
 from composer_mesh.services.directory.report import Evaluation
@@ -88,7 +88,7 @@ class Groups:
         self._config, self._task, self._rollouts, self._store = config, task, rollouts, store
         self._replay, self._hints, self._stored = replay, hints, dict(stored)
         self._heldout, self._on_drop = heldout, on_drop
-        self._order = order or InOrder()
+        self._order = order or EpisodeOrder()
         self._cancelled = 0
         self.running: deque[asyncio.Task[Group]] = deque()
         """Groups that entered and are not collected yet, in order of entry."""

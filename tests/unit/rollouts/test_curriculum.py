@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from composer_mesh.configs.data import CurriculumConfig
-from composer_mesh.rollouts.curriculum import Curriculum, GroupResult, InOrder, Source
+from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, GroupResult, Source
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.tasks.loading import TaskMixture
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -69,7 +69,7 @@ def of_difficulty(episode: int, _step: int) -> float:
 
 
 def test_in_order_group_i_plays_episode_i() -> None:
-    order = InOrder()
+    order = EpisodeOrder()
     assert [order.choose(group, 3) for group in range(5)] == list(range(5))
     assert order.results([(0, [])]) == ()
     assert order.figures(()) == {}

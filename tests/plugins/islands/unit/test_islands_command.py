@@ -312,11 +312,11 @@ def test_a_damaged_file_of_islands_is_refused(tmp_path: Path) -> None:
 
 
 def test_islands_of_the_preset_play_different_prompts() -> None:
-    from composer_mesh.rollouts.curriculum import InOrder
+    from composer_mesh.rollouts.curriculum import EpisodeOrder
 
     config = load_config(PRESET)
     assert not config.islands.on
-    orders = [InOrder(rank, 3) for rank in range(3)]
+    orders = [EpisodeOrder(rank, 3) for rank in range(3)]
     played = sorted(order.choose(group, 0) for order in orders for group in range(4))
     assert played == list(range(12))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_mesh import Row, Task
-from composer_mesh.rollouts.curriculum import Curriculum, GroupResult, InOrder
+from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, GroupResult
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.run.parts import make_episode_order
 from composer_mesh.services.run.resume_loader import ResumeContents
@@ -41,7 +41,7 @@ def stored(group_id: int, episode: int) -> StoredGroup:
 
 
 def test_without_a_curriculum_episodes_are_played_in_order(build_config: Any) -> None:
-    assert isinstance(make_episode_order(build_config(), Faulty(), ResumeContents()), InOrder)
+    assert type(make_episode_order(build_config(), Faulty(), ResumeContents())) is EpisodeOrder
 
 
 def test_a_run_goes_on_with_what_its_steps_have_measured_and_its_waiting_groups_play(
