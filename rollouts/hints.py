@@ -40,25 +40,29 @@ class HintTemplateError(KeyError):
         return str(self.args[0])
 
 
-class HintTemplates(Mapping[str, str]):
+class HintTemplates(dict[str, str]):
     """Templates by `hint_template_key`; `{field}` is replaced by a field of the error's data."""
 
     def __init__(self, templates: Mapping[str, str]) -> None:
-        self._texts: dict[str, str] = {}
-        for key, text in templates.items():
-            self.register(key, text)
+        super().__init__({key: checked_template(text) for key, text in templates.items()})
+
+    def __missing__(self, key: str) -> str:
+        raise HintTemplateError(
+            f"no hint template {key!r}: use one of {_listed(self)}, or add it under "
+            "[sdpo.hints.templates]"
+        )
 
     def register(self, key: str, template: str, *, replace: bool = False) -> None:
         """Add a template before a run starts; raise ValueError for a taken key or invalid text."""
-        if key in self._texts and not replace:
+        if key in self and not replace:
             raise ValueError(
                 f"hint template {key!r} is there already: pass replace=True, or name another key"
             )
-        self._texts[key] = checked_template(template)
+        self[key] = checked_template(template)
 
     def extended(self, templates: Mapping[str, str]) -> "HintTemplates":
         """Return a copy with `templates` added; they replace templates with equal keys."""
-        return HintTemplates({**self._texts, **templates})
+        return HintTemplates({**self, **templates})
 
     def fill(self, site: ErrorSite) -> str:
         """Fill the site's template; values are inserted literally, including braces."""
@@ -71,23 +75,6 @@ class HintTemplates(Mapping[str, str]):
                     "these, or let the environment give the field"
                 )
         return template.format_map(site.data)
-
-    def __getitem__(self, key: str) -> str:
-        if key not in self._texts:
-            raise HintTemplateError(
-                f"no hint template {key!r}: use one of {_listed(self._texts)}, or add it under "
-                "[sdpo.hints.templates]"
-            )
-        return self._texts[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._texts
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._texts)
-
-    def __len__(self) -> int:
-        return len(self._texts)
 
 
 TEMPLATES = HintTemplates(
