@@ -7,6 +7,7 @@ from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
     LITERALS,
+    CallFormat,
     Schemas,
     as_json,
     blocks,
@@ -17,7 +18,6 @@ from composer_mesh.rollouts.tool_calls import (
     ParsedAction,
     ToolCall,
     Unreadable,
-    behind_thinking,
     unique,
 )
 
@@ -25,7 +25,7 @@ MOST_DEPTH = 100
 
 
 @dataclass(frozen=True)
-class GemmaCalls:
+class GemmaCalls(CallFormat):
     """Calls between two tokens; mappings have bare keys, and texts stand between quote tokens.
 
     Thinking stands in a channel of its own; it is kept here in `<think>` tags.
@@ -36,11 +36,10 @@ class GemmaCalls:
     closing: str
     quote: str
     channel: tuple[str, str] = ("", "")
-    end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         if not self.channel[0]:
-            return behind_thinking(text, self._read)
+            return super().read(text, _)
         try:
             thinking, rest = self._thinking(text)
             found = self._read(rest)

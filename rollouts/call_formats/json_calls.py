@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
+    CallFormat,
     Schemas,
     as_json,
     blocks,
@@ -15,7 +16,6 @@ from composer_mesh.rollouts.tool_calls import (
     ParsedAction,
     ToolCall,
     Unreadable,
-    behind_thinking,
     call_text,
     json_at,
     read_action,
@@ -24,14 +24,13 @@ from composer_mesh.rollouts.tool_calls import (
 
 
 @dataclass(frozen=True)
-class HermesCalls:
+class HermesCalls(CallFormat):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3, Granite 4.
 
     It is also the form in which everything here keeps calls: its text is never rewritten.
     """
 
     name: str = "hermes"
-    end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         return read_action(text)
@@ -41,7 +40,7 @@ class HermesCalls:
 
 
 @dataclass(frozen=True)
-class ListedJson:
+class ListedJson(CallFormat):
     """A token, and a JSON list of calls: Mistral before v11, Granite 3, Phi-4-mini, Cohere."""
 
     name: str
@@ -50,10 +49,6 @@ class ListedJson:
     named: str = "name"
     given: str = "arguments"
     with_ids: bool = False
-    end_tokens: tuple[str, ...] = ()
-
-    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        return behind_thinking(text, self._read)
 
     def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
@@ -90,14 +85,10 @@ def _listed(text: str) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class LlamaJson:
+class LlamaJson(CallFormat):
     """`{"name": …, "parameters": {…}}` as the whole answer, several with `; ` between: Llama 3."""
 
     name: str = "llama_json"
-    end_tokens: tuple[str, ...] = ()
-
-    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        return behind_thinking(text, self._read)
 
     def _read(self, text: str) -> ParsedAction:
         before, token, code = text.partition(PYTHON_TAG)

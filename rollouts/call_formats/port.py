@@ -6,13 +6,14 @@ untrusted and is never evaluated.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from composer_mesh.rollouts.tool_calls import (
     MalformedCall,
     ParsedAction,
     ToolCall,
     Unreadable,
+    behind_thinking,
     json_at,
     space_ends,
 )
@@ -32,26 +33,26 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-class CallFormat(Protocol):
+class CallFormat:
     """How a family of models writes calls in the text of an action, without its stop token."""
 
-    @property
-    def name(self) -> str:
-        """Its name in `policy.tool_calls`."""
-        ...
+    name: str
+    """Its name in `policy.tool_calls`."""
 
-    @property
-    def end_tokens(self) -> tuple[str, ...]:
-        """Tokens with which templates end an action that are not sampled as its last one."""
-        ...
+    end_tokens: ClassVar[tuple[str, ...]] = ()
+    """Tokens with which templates end an action that are not sampled as its last one."""
 
-    def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
-        """Return what an action says; `schemas` type the arguments of formats without types."""
-        ...
+    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
+        """Return what an action says; the schemas type the arguments of formats without types."""
+        return behind_thinking(text, self._read)
 
     def write(self, spoken: ParsedAction) -> str:
         """Return the action's text, as chat templates write it; the inverse of `read`."""
-        ...
+        raise NotImplementedError
+
+    def _read(self, text: str) -> ParsedAction:
+        """Return what stands behind the thinking; raises `Unreadable`."""
+        raise NotImplementedError
 
 
 def json_object(text: str, what: str) -> dict[str, Any]:

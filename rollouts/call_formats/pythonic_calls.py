@@ -6,13 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from composer_mesh.rollouts.call_formats.port import Schemas, as_json, blocks, one_call
+from composer_mesh.rollouts.call_formats.port import CallFormat, as_json, blocks, one_call
 from composer_mesh.rollouts.tool_calls import (
-    MalformedCall,
     ParsedAction,
     ToolCall,
     Unreadable,
-    behind_thinking,
     unique,
 )
 
@@ -29,7 +27,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
-class PythonicCalls:
+class PythonicCalls(CallFormat):
     """A list of calls with named literals, between two tokens or as the whole answer.
 
     It is parsed and never run. `true`, `false` and `null` are constants too.
@@ -41,10 +39,6 @@ class PythonicCalls:
     quote: str = '"'
     json_values: bool = False
     """Templates write mappings and lists as JSON."""
-    end_tokens: tuple[str, ...] = ()
-
-    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        return behind_thinking(text, self._read)
 
     def _read(self, text: str) -> ParsedAction:
         if self.opening:

@@ -5,8 +5,10 @@ The channels of gpt-oss: thinking, calls and the answer are messages of one acti
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from composer_mesh.rollouts.call_formats.port import (
+    CallFormat,
     Schemas,
     as_json,
     blocks,
@@ -18,7 +20,6 @@ from composer_mesh.rollouts.tool_calls import (
     ParsedAction,
     ToolCall,
     Unreadable,
-    behind_thinking,
 )
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -30,12 +31,12 @@ _TO = re.compile(r"\bto=([^\s<]+)")
 
 
 @dataclass(frozen=True)
-class HarmonyCalls:
+class HarmonyCalls(CallFormat):
     """`analysis` is thinking, kept here in `<think>` tags; `commentary` with a recipient is a call;
     `final` is the answer. An action makes one call, which ends it."""
 
     name: str = "harmony"
-    end_tokens: tuple[str, ...] = (END,)
+    end_tokens: ClassVar[tuple[str, ...]] = (END,)
 
     def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
         try:
@@ -89,7 +90,7 @@ def _call(recipient: str, body: str) -> ToolCall:
 
 
 @dataclass(frozen=True)
-class TokenFramed:
+class TokenFramed(CallFormat):
     """A section of calls, each with a name, a separator and JSON between tokens.
 
     `head` stands before each name and `fence` around the JSON, where the family has them.
@@ -104,10 +105,6 @@ class TokenFramed:
     between: str = ""
     numbered: bool = False
     """Names are written as ids: `functions.NAME:NUMBER`."""
-    end_tokens: tuple[str, ...] = ()
-
-    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        return behind_thinking(text, self._read)
 
     def write(self, spoken: ParsedAction) -> str:
         if not spoken.calls:
@@ -157,14 +154,10 @@ class TokenFramed:
 
 
 @dataclass(frozen=True)
-class MistralArgs:
+class MistralArgs(CallFormat):
     """`[TOOL_CALLS]NAME[ARGS]{…}` for each call: Mistral's tokenizers from v11 on."""
 
     name: str = "mistral_args"
-    end_tokens: tuple[str, ...] = ()
-
-    def read(self, text: str, _: Schemas, /) -> ParsedAction | MalformedCall:
-        return behind_thinking(text, self._read)
 
     def write(self, spoken: ParsedAction) -> str:
         calls = [f"{TOOL_CALLS}{c.name}{ARGS}{as_json(c.arguments)}" for c in spoken.calls]

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from composer_mesh.rollouts.call_formats.port import (
+    CallFormat,
     Schemas,
     as_json,
     one_call,
@@ -28,11 +29,10 @@ from composer_mesh.rollouts.tool_calls import (
 
 
 @dataclass(frozen=True)
-class QwenXml:
+class QwenXml(CallFormat):
     """`<function=NAME>` with `<parameter=KEY>` in it: Qwen3-Coder, Qwen3.5, Nemotron 3."""
 
     name: str = "qwen_xml"
-    end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
         return _read(text, partial(_qwen_call, schemas))
@@ -42,12 +42,11 @@ class QwenXml:
 
 
 @dataclass(frozen=True)
-class GlmXml:
+class GlmXml(CallFormat):
     """The name, then `<arg_key>` and `<arg_value>` in turns: GLM-4.5 and later."""
 
     name: str = "glm"
     between: str = "\n"
-    end_tokens: tuple[str, ...] = ()
 
     def read(self, text: str, schemas: Schemas, /) -> ParsedAction | MalformedCall:
         return _read(text, partial(_glm_call, schemas))
