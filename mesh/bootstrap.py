@@ -19,7 +19,6 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from composer_mesh.mesh.fork_server.protocol import SERVER, run_forked
@@ -31,10 +30,9 @@ if __name__ == "__main__":  # before what takes a tenth of a second is imported
 
 from composer_mesh.mesh.connection_guard import guard_connections
 from composer_mesh.mesh.environment import set_umask, use_import_paths
+from composer_mesh.mesh.hosts.process_lifetime import wait_while_child_of
 from composer_mesh.mesh.monarch_log import open_log
 from composer_mesh.mesh.process_resources import FOLDER, ShareMissing, take_share
-
-LOOK_S = 0.5
 
 
 def main(arguments: Sequence[str], wait_for_parent: Callable[[], None]) -> None:
@@ -81,12 +79,6 @@ def end_after(wait_for_parent: Callable[[], None]) -> None:
     """Exit once this process has lost its parent. Monarch does this too, after it is set up."""
     wait_for_parent()
     os._exit(1)
-
-
-def wait_while_child_of(parent: int) -> None:
-    """Return once this process is no longer a child of `parent`."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
 
 
 def wait_for_end_of(pid: int) -> None:

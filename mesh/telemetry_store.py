@@ -16,12 +16,12 @@ import signal
 import socketserver
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from composer_mesh.mesh.connection_guard import guard_connections
+from composer_mesh.mesh.hosts.process_lifetime import exit_after
 from composer_mesh.mesh.monarch_log import open_in_logs, open_log
 
 LONGEST_REQUEST = 4096
@@ -69,7 +69,6 @@ def _plain(value: Any) -> int | float | str | None:
 
 INGEST, QUERY, LOG = "ingest.sock", "query.sock", "store.log"
 RETENTION_S = 3600
-LOOK_S = 0.25
 REQUEST_S, REPLY_S = 5.0, 60.0
 """How long a client may take to send its request, and to read the reply."""
 
@@ -127,13 +126,6 @@ class _Request(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(reply(line, self.server.tables)).encode() + b"\n")
 
 
-def end_with(parent: int) -> None:
-    """Exit once this process is no longer a child of `parent`."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
-    os._exit(0)
-
-
 def write_to(log: Path) -> None:
     """Write what this process prints to a file, in place of the terminal of the run."""
     file = open_in_logs(log)
@@ -154,5 +146,5 @@ def serve(folder: Path) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_to(Path(sys.argv[1]) / LOG)
-    threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()
+    threading.Thread(target=exit_after, args=[int(sys.argv[2]), 0], daemon=True).start()
     serve(Path(sys.argv[1]))

@@ -13,12 +13,24 @@ import sys
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LOOK_S = 0.05
+LOOK_S, PARENT_LOOK_S = 0.05, 0.5
 
 
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_after(parent: int, status: int) -> None:
+    """Exit with a status once this process is no longer a child of `parent`; for a thread."""
+    wait_while_child_of(parent)
+    os._exit(status)
+
+
+def wait_while_child_of(parent: int) -> None:
+    """Return once this process is no longer a child of `parent`; looks twice a second."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_S)
 
 
 def adopt_orphans() -> None:

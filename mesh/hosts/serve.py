@@ -11,17 +11,15 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.hosts.exit_status import ExitStatuses
-from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
+from composer_mesh.mesh.hosts.process_lifetime import end_with_parent, exit_after
 from composer_mesh.mesh.monarch_log import open_log
 
 FOLDER = "COMPOSER_MESH_WORKER_FOLDER"
 """Environment variable with the worker's folder, set for all processes that it starts."""
-LOOK_S = 0.5
 
 
 def serve(address: str, folder: Path) -> None:
@@ -40,16 +38,9 @@ def serve(address: str, folder: Path) -> None:
     run_worker_loop_forever(address=address, ca="trust_all_connections")
 
 
-def end_with(parent: int) -> None:
-    """End this process once its worker is gone, if the kernel does not."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
-    os._exit(1)
-
-
 if __name__ == "__main__":
     worker = os.getppid()
-    end_with_parent()
+    end_with_parent()  # by the kernel, where it does that
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with, args=[worker], daemon=True).start()
+    threading.Thread(target=exit_after, args=[worker, 1], daemon=True).start()
     serve(sys.argv[1], Path(os.environ[FOLDER]))
