@@ -40,18 +40,6 @@ class RestartRules:
         """Return the rules of a run."""
         return cls(config.restarts, config.window_s, config.backoff_s, config.backoff_max_s, seed)
 
-    def backoff_s_after(self, restarts: int) -> float:
-        """Return the longest wait before a restart that follows `restarts` others."""
-        doubled: float = self.backoff_s * 2.0 ** min(restarts, 60)
-        return min(self.backoff_max_s, doubled)
-
-    def spent(self) -> str:
-        """Return the message for an exhausted budget."""
-        return (
-            f"given up after {self.restarts} restarts within {self.window_s:g} s: see what it died "
-            "of, or raise supervision.restarts"
-        )
-
 
 class RestartBudget:
     """The restarts of one slot. `now` is a reading of any monotonic clock."""
@@ -68,9 +56,9 @@ class RestartBudget:
             self._begun.popleft()
         if len(self._begun) >= self._rules.restarts:
             return None
-        longest = self._rules.backoff_s_after(len(self._begun))
+        doubled = self._rules.backoff_s * 2.0 ** min(len(self._begun), 60)
         self._begun.append(now)
-        return self._rng.uniform(0.0, longest)
+        return self._rng.uniform(0.0, min(self._rules.backoff_max_s, doubled))
 
     def repeats_its_error(self, error: BaseException) -> bool:
         """Whether a start failed by the same deterministic error as the start before it."""
@@ -80,7 +68,10 @@ class RestartBudget:
 
     def spent(self) -> str:
         """Return the message for an exhausted budget."""
-        return self._rules.spent()
+        return (
+            f"given up after {self._rules.restarts} restarts within {self._rules.window_s:g} s: "
+            "see what it died of, or raise supervision.restarts"
+        )
 
     def served(self) -> None:
         """Reset the last error after a successful start."""
