@@ -181,15 +181,15 @@ class FaultTolerantTrainer:
             await self._attempts.interrupt()
             await self._find_begin()
             try:
-                await self._begin_again(cause)
+                await self._restart(cause)
             except Exception as failed:  # noqa: BLE001  supervision boundary: judged by _check
                 cause = await self._ranks.cause_of(failed)
             else:
                 return
 
-    async def _begin_again(self, cause: Exception) -> None:
+    async def _restart(self, cause: Exception) -> None:
         folder, resumed_from = self._begun()
-        version = await self._ranks.begin_again(folder)
+        version = await self._ranks.restart_from(folder)
         if version != resumed_from:
             raise RuntimeError(
                 f"the checkpoint of step {resumed_from} holds version {version}: move it away"

@@ -245,7 +245,7 @@ class TrainerRanks(RankProcesses):
         written = await self.on_all("saved", deadline_s=WRITE_DEADLINE_S)
         return [one for files in written for one in files]
 
-    async def begin_again(self, checkpoint: Path | None) -> int:
+    async def restart_from(self, checkpoint: Path | None) -> int:
         """Replace all ranks with new processes, load a checkpoint and return its version.
 
         A single rank cannot be replaced, as the process group of the others is broken. If not all

@@ -53,8 +53,8 @@ class StepProcess:
     async def serve(self) -> None:
         """The teacher in the trainer has its version."""
 
-    async def begin_again(self) -> None:
-        await self._ranks.begin_again(None)
+    async def restart_from(self) -> None:
+        await self._ranks.restart_from(None)
 
     async def kill(self) -> None:
         self._processes.kill_one()
@@ -76,5 +76,5 @@ async def test_the_processes_of_a_trainer_keep_the_contracts_of_ranks_and_steps(
             raise
     steps = StepProcess(harness)
     for of_steps in STEP_CLAIMS_OF_PROCESSES:
-        await steps.begin_again()
+        await steps.restart_from()
         await of_steps(steps)

@@ -83,7 +83,7 @@ class World:
         self.log.append(("save", int(state.split()[0])))
         return written(draft, [draft / STATE_FILE])
 
-    async def begin_again(self, checkpoint: Path | None) -> int:
+    async def restart_from(self, checkpoint: Path | None) -> int:
         self.generation += 1
         self.dead = None
         try:

@@ -31,7 +31,7 @@ class RanksHarness(Protocol):
         ...
 
     def fail_next_start(self, error: Exception) -> None:
-        """Let the next `begin_again` fail with an error while it starts the processes."""
+        """Let the next `restart_from` fail with an error while it starts the processes."""
         ...
 
 
@@ -142,7 +142,7 @@ async def a_death_that_only_a_caller_heard_of_is_known_afterwards(
 async def a_restart_brings_other_ranks_that_live(harness: RanksHarness, _: Path) -> None:
     before = harness.ranks.names()
     await kill_one(harness)
-    assert await harness.ranks.begin_again(None) == 0
+    assert await harness.ranks.restart_from(None) == 0
     assert not set(before) & set(harness.ranks.names())
     await ranks_that_live_have_no_death(harness, _)
     await work_ends_as_it_ends_while_all_ranks_live(harness, _)
@@ -158,7 +158,7 @@ async def ranks_that_begin_at_a_checkpoint_have_its_version(
     assert files
     assert all((draft / one.path).stat().st_size == one.bytes for one in files)
     await kill_one(harness)
-    assert await harness.ranks.begin_again(draft) == version
+    assert await harness.ranks.restart_from(draft) == version
 
 
 async def a_restart_that_cannot_start_fails_with_its_cause_and_leaves_no_rank(
@@ -169,12 +169,12 @@ async def a_restart_that_cannot_start_fails_with_its_cause_and_leaves_no_rank(
     full = OSError(28, "No space left on device")
     harness.fail_next_start(full)
     with pytest.raises(OSError, match="No space left on device"):
-        await harness.ranks.begin_again(None)
+        await harness.ranks.restart_from(None)
     assert harness.ranks.died() is None
     assert await harness.ranks.cause_of(full) is full
     waiting = asyncio.create_task(harness.ranks.until_one_dies())
     assert await waits(waiting)
-    assert await harness.ranks.begin_again(None) == 0
+    assert await harness.ranks.restart_from(None) == 0
     assert await waits(waiting)
     harness.kill_one()
     await waiting
@@ -187,7 +187,7 @@ async def a_restart_in_which_a_rank_dies_fails_with_its_death(
     dead = ActorDied("trainer", "no memory")
     harness.fail_next_start(dead)
     with pytest.raises(ActorDied, match="no memory"):
-        await harness.ranks.begin_again(None)
+        await harness.ranks.restart_from(None)
     assert harness.ranks.died() is None
     assert await harness.ranks.cause_of(dead) is dead
 

@@ -52,11 +52,11 @@ class SlowWorld(fake_trainer.World):
             self.struck.append((self.training > 0, self.syncing > 0))
             self.kill(ActorDied(self.names()[0], "killed by signal 9"))
 
-    async def begin_again(self, checkpoint: Path | None) -> int:
+    async def restart_from(self, checkpoint: Path | None) -> int:
         assert (self.training, self.syncing) == (0, 0)
         await self.pause()
         self.free.set()
-        return await super().begin_again(checkpoint)
+        return await super().restart_from(checkpoint)
 
     async def train(self, batch: StepBatch, teacher_outputs: bool | None = None) -> dict[str, Any]:
         self.training += 1

@@ -1,7 +1,7 @@
 """What every implementation of the ports `Step` and `Training` does: fakes and real trainers.
 
 Each claim is a coroutine function that takes a harness at version 0. In the order of the lists one
-harness can go through all claims, with `begin_again` before each.
+harness can go through all claims, with `restart_from` before each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepHarness(Protocol):
         """Bring the newest version to the teachers."""
         ...
 
-    async def begin_again(self) -> None:
+    async def restart_from(self) -> None:
         """Bring the trainer, dead or not, to version 0."""
         ...
 
@@ -92,7 +92,7 @@ async def a_step_without_teachers_of_the_mesh_that_needs_none_is_not_lost(
 
 async def a_step_that_is_trained_again_has_the_same_metrics(harness: StepHarness) -> None:
     first = await two_steps(harness)
-    await harness.begin_again()
+    await harness.restart_from()
     again = await two_steps(harness)
     for one, two in zip(first, again, strict=True):
         assert two == pytest.approx(one, rel=1e-6)

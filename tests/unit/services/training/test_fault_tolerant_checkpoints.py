@@ -56,7 +56,7 @@ async def resumed(run: Running, past: list[Trained]) -> None:
     found = newest(run.root)
     folder = None if found is None else found.folder
     run.world.taught_version = 0 if run.world.average is None else -1
-    await run.world.begin_again(folder)
+    await run.world.restart_from(folder)
     run.trainer = run.made(found)
     await run.trainer.catch_up(past)
 

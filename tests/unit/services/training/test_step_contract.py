@@ -59,8 +59,8 @@ class FakeSteps:
     async def serve(self) -> None:
         await self.world.follow()
 
-    async def begin_again(self) -> None:
-        await self.world.begin_again(None)
+    async def restart_from(self) -> None:
+        await self.world.restart_from(None)
         await self.serve()
 
     async def kill(self) -> None:
@@ -73,7 +73,7 @@ class OverFakeRanks:
     def __init__(self, build_config: Any) -> None:
         self._config = config(build_config)
 
-    async def begin_again(self) -> None:
+    async def restart_from(self) -> None:
         self._ring = Ring(self._config, ranks=[0])
         await self._ring.begin()
         self.step = training(self._ring, self._config)
@@ -98,9 +98,9 @@ class OverRealRank:
         self.step = MeshTraining(settings, lambda: self.ranks.all, None)
         self._folder = folder
 
-    async def begin_again(self) -> None:
+    async def restart_from(self) -> None:
         if self.ranks.all:
-            await self.ranks.begin_again(None)
+            await self.ranks.restart_from(None)
             return
         await self.ranks.start()
         await self.ranks.load(self._folder)
@@ -135,7 +135,7 @@ async def test_a_step_of_a_trainer(
     kind: str, claim: StepClaim, build_config: Any, folder: Path
 ) -> None:
     harness = STEPS[kind](build_config, folder)
-    await harness.begin_again()
+    await harness.restart_from()
     await claim(harness)
 
 
@@ -144,7 +144,7 @@ async def test_a_step_that_no_teacher_was_asked_for(
     kind: str, build_config: Any, folder: Path
 ) -> None:
     harness = WITH_TEACHERS_OF_THE_MESH[kind](build_config, folder)
-    await harness.begin_again()
+    await harness.restart_from()
     await a_step_without_teacher_outputs_says_that_it_lacks_them(harness)
 
 
@@ -189,7 +189,7 @@ def fault_tolerant(build_config: Any, root: Path) -> Harness:
 async def lasting_and_real(build_config: Any, root: Path, folder: Path) -> Harness:
     settings = build_config(**NO_RESTART, trainer={"checkpoint_every": 2})
     rank = OverRealRank(settings, folder)
-    await rank.begin_again()
+    await rank.restart_from()
     weights = MeshWeightSync(lambda: rank.ranks.all, None, None, 5.0)
     trainer = FaultTolerantTrainer(
         *(settings, rank.ranks, rank.step, weights, None, root),

@@ -33,7 +33,7 @@ async def test_all_ranks_are_replaced_and_load_the_checkpoint_of_the_same_policy
 ) -> None:
     ranks = await started(host, build_config)
     assert ranks.names() == ["trainer-0", "trainer-1"]
-    assert await ranks.begin_again(Path("step-3")) == 3
+    assert await ranks.restart_from(Path("step-3")) == 3
     assert [actor.name for actor in host.actors] == ranks.names() == ["trainer-0.2", "trainer-1.2"]
     for actor in host.actors:
         connect, load = actor.heard
@@ -64,10 +64,10 @@ async def test_ranks_that_could_not_all_start_leave_none_behind(
     ranks = await started(host, build_config)
     host.refused = {"trainer-1.2"}
     with pytest.raises(ActorDied, match="no memory"):
-        await ranks.begin_again(None)
+        await ranks.restart_from(None)
     assert host.actors == []
     assert ranks.names() == ["trainer-0.2", "trainer-1.2"]
-    assert await ranks.begin_again(None) == 0
+    assert await ranks.restart_from(None) == 0
     assert ranks.names() == ["trainer-0.3", "trainer-1.3"]
 
 
