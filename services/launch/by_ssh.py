@@ -4,7 +4,7 @@ ssh, no tunnel    workers and controller run detached on their hosts, independen
 ssh, a tunnel     the controller is here, and each worker in the ssh that tunnels its port
 no ssh            the controller and workers on loopback are here; others must be running
 
-Launches `train` on this machine in its own session, so that it survives its terminal.
+On this machine `train` has a session of its own, so that it survives its terminal.
 
 Detached local processes: identified, followed and ended.
 
@@ -99,34 +99,6 @@ def end(name: str, grace_s: float) -> None:
         time.sleep(POLL_S)
 
 
-class LocalLauncher(OnlyTheController):
-    """Starts a detached controller on this machine."""
-
-    def plan(self, order: Order) -> Plan:
-        how = ["--resume"] if order.resume else []
-        return Plan(commands=[controller_command(order.python, order.output, *how)])
-
-    def submit(self, order: Order, plan: Plan) -> Handle:
-        (command,) = plan.commands
-        renamed_log(log_file(order.output))
-        return started_here(order, command)
-
-    def reach(self, handle: Handle) -> tuple[str, ...]:
-        return prefix(handle.destination, handle.options) if handle.destination else ()
-
-    def state(self, handle: Handle) -> tuple[State, str]:
-        if lives(handle.job):
-            return "running", f"process {pid_of(handle.job)}"
-        return "ended", f"process {pid_of(handle.job)} is gone"
-
-    def follow(self, handle: Handle) -> Iterator[str]:
-        assert handle.log is not None
-        return lines_of(handle.log, lambda: lives(handle.job))
-
-    def stop(self, handle: Handle, grace_s: float) -> None:
-        end(handle.job, grace_s)
-
-
 def started_here(order: Order, command: Sequence[str]) -> Handle:
     """Start the controller of a run on this machine; it outlives this process."""
     log = log_file(order.output)
@@ -140,8 +112,11 @@ ASK_S = 5.0
 """Seconds between checks whether a remote controller is running, while its log is followed."""
 
 
-class HostsLauncher(LocalLauncher):
-    """Launches a run on hosts whose addresses are configured; its controller may be here."""
+class HostsLauncher(OnlyTheController):
+    """Launches a run on hosts whose addresses are configured; its controller may be here.
+
+    A run on this machine alone has no workers.
+    """
 
     def plan(self, order: Order) -> Plan:
         before, after = _begun_by_us(order)
@@ -165,16 +140,21 @@ class HostsLauncher(LocalLauncher):
             handle = _begin_controller(order, next(commands))
         except programs.ProgramFailed as failed:
             _undo(order, started)
-            raise LaunchFailed(f"{failed}; workers that had been started are ended") from None
+            ended = "; workers that had been started are ended" if started else ""
+            raise LaunchFailed(f"{failed}{ended}") from None
         for one in after:
             pid = pid_of(handle.job)
             words = [str(pid) if word == CONTROLLER else word for word in next(commands)]
             programs.detached(words, one.log(order), order.folder)
         return handle
 
+    def reach(self, handle: Handle) -> tuple[str, ...]:
+        return prefix(handle.destination, handle.options) if handle.destination else ()
+
     def state(self, handle: Handle) -> tuple[State, str]:
         if not handle.destination:
-            return super().state(handle)
+            where = f"process {pid_of(handle.job)}"
+            return ("running", where) if lives(handle.job) else ("ended", f"{where} is gone")
         text = inside(handle.folder, ["kill", "-0", handle.job])
         done = programs.run([*self.reach(handle), text], check=False, deadline_s=STATE_S)
         where = f"process {handle.job} on {handle.destination}"
@@ -183,15 +163,13 @@ class HostsLauncher(LocalLauncher):
         return ("ended" if done.status else "running"), where
 
     def follow(self, handle: Handle) -> Iterator[str]:
-        if not handle.destination:
-            return super().follow(handle)
         assert handle.log is not None
-        goes_on = Paced(lambda: self.state(handle)[0] != "ended", ASK_S)
-        return lines_of(handle.log, goes_on)
+        every_s = ASK_S if handle.destination else 0.0
+        return lines_of(handle.log, Paced(lambda: self.state(handle)[0] != "ended", every_s))
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         if not handle.destination:
-            super().stop(handle, grace_s)
+            end(handle.job, grace_s)
             return
         script = (
             'kill -TERM "$1" 2>/dev/null || exit 0; n=0; '
@@ -229,11 +207,11 @@ def _begin_controller(order: Order, command: Sequence[str]) -> Handle:
 
 def _ssh_of_the_controller(order: Order) -> tuple[str, tuple[str, ...]] | None:
     """Return destination and options of ssh to the controller's host; None for this machine."""
-    ssh, first = order.config.cluster.ssh, workers_of(order)[0]
-    if ssh is None or ssh.tunnel or is_here(first.address):
+    ssh, workers = order.config.cluster.ssh, workers_of(order)
+    if ssh is None or ssh.tunnel or not workers or is_here(workers[0].address):
         return None
-    refuse_unstorable(first.destination, ssh.options)
-    return first.destination, ssh.options
+    refuse_unstorable(workers[0].destination, ssh.options)
+    return workers[0].destination, ssh.options
 
 
 def _start(order: Order, one: WorkerCommand) -> list[str]:

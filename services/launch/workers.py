@@ -226,6 +226,8 @@ class WorkerCommand:
 def workers_of(order: Order) -> list[WorkerCommand]:
     """Return the workers in the order of `cluster.workers`; raises `LaunchRefused`."""
     cluster = order.config.cluster
+    if not cluster.workers:
+        return []
     names = [host.name for host in order.hosts] or [
         f"host-{n}" for n in range(len(cluster.workers))
     ]

@@ -38,7 +38,7 @@ TABLE = {
         "vllm": "composer_mesh.actors.engines.vllm_start:start",
     },
     "launchers": {
-        "local": "composer_mesh.services.launch.by_ssh:LocalLauncher",
+        "local": "composer_mesh.services.launch.by_ssh:HostsLauncher",
         "hosts": "composer_mesh.services.launch.by_ssh:HostsLauncher",
     },
 }

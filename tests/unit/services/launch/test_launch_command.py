@@ -20,7 +20,7 @@ from composer_mesh.services.cli import main
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.directory.claim import claimed, holder
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
-from composer_mesh.services.launch.by_ssh import LocalLauncher, pid_of
+from composer_mesh.services.launch.by_ssh import HostsLauncher, pid_of
 from composer_mesh.services.launch.handle import follow, hints, read_handle, write_handle
 from composer_mesh.services.launch.ports import Handle, Order, Plan, State
 from composer_mesh.services.launch.workers import renamed_log, write_files
@@ -50,10 +50,10 @@ def long_lived(tmp_path: Path) -> Iterator[Handle]:
     (tmp_path / "run" / "launch").mkdir(parents=True)
     config = load_config(QUICKSTART)
     order = Order(config, (), tmp_path / "run", tmp_path, str(script))
-    handle = LocalLauncher().submit(order, LocalLauncher().plan(order))
+    handle = HostsLauncher().submit(order, HostsLauncher().plan(order))
     yield handle
-    LocalLauncher().stop(handle, 5.0)
-    assert LocalLauncher().state(handle)[0] == "ended"
+    HostsLauncher().stop(handle, 5.0)
+    assert HostsLauncher().state(handle)[0] == "ended"
 
 
 def test_a_dry_run_shows_file_and_command_and_changes_nothing(
@@ -173,7 +173,7 @@ def test_a_local_run_is_in_a_session_of_its_own(long_lived: Handle) -> None:
     assert is_alive(pid)
     assert os.getsid(pid) == pid != os.getsid(0)
     other = Handle("local", Path(), f"{pid}@1", "python", Path())
-    assert LocalLauncher().state(other)[0] == "ended"  # another process of that id
+    assert HostsLauncher().state(other)[0] == "ended"  # another process of that id
 
 
 def test_logs_of_earlier_starts_are_kept(folder: Path) -> None:
