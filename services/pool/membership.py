@@ -48,7 +48,9 @@ class Membership:
         self._spec = spec
         self._names = Names(spec.name, spec.numbered, spec.stable_names)
         self._setups = Setups()
-        self._healer = RestartManager.of(spec, self._come_instead, self._give_up)
+        self._healer: RestartManager | None = None
+        if spec.restart is not None:
+            self._healer = RestartManager(spec, spec.restart, self._come_instead, self._give_up)
         self._setting_up, self._resizing = asyncio.Lock(), asyncio.Lock()
         self._last_death = ActorDied(spec.name, "it has no replica yet")
         self._drains: dict[Replica, asyncio.Task[None]] = {}

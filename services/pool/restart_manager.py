@@ -69,11 +69,6 @@ class RestartManager:
         self._tasks = BackgroundTasks(spec.task_failed)
         self._under_way: dict[Replica, asyncio.Task[None]] = {}
 
-    @classmethod
-    def of(cls, spec: ReplicaSpec, come: Come, give_up: GiveUp) -> RestartManager | None:
-        """Return a manager; None where dead replicas are not restarted."""
-        return None if spec.restart is None else cls(spec, spec.restart, come, give_up)
-
     def under_way(self, dead: Replica) -> asyncio.Task[None] | None:
         """Return the task that replaces this dead replica, None if there is none."""
         return self._under_way.get(dead)
@@ -119,7 +114,7 @@ class RestartManager:
         self._record(
             "actor_restarted",
             replica.name,
-            f"process {pid}{_where(replica)}, {how}",
+            f"process {pid}{f' on {replica.host}' if replica.host else ''}, {how}",
             host=self._host_of(replica),
             generation=replica.generation,
             replaces=dead.name,
@@ -137,7 +132,3 @@ class RestartManager:
     def _record(self, event: str, actor: str, detail: str, *, host: str, **fields: object) -> None:
         about = {"host": host, "kind": self._spec.actor_class.kind}
         self._spec.record(event, actor, detail, **about, **fields)
-
-
-def _where(replica: Replica) -> str:
-    return f" on {replica.host}" if replica.host else ""

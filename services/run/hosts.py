@@ -50,14 +50,6 @@ JOIN_S = 60.0
 """Longest wait for a worker that joins a running run."""
 
 
-@dataclass(frozen=True)
-class AttachedWorker:
-    """A worker that the run can attach to."""
-
-    name: str
-    address: str
-
-
 @dataclass
 class RunHosts:
     """The workers of one run; a run without any uses this machine."""
@@ -105,8 +97,8 @@ class RunHosts:
         """
         workers = await self._workers()
         self.mesh.capacity_wait_s = self.config.cluster.attach_s
-        self._listen(workers[0].address)
-        await together(*(self._attach(one) for one in workers))
+        self._listen(workers[0][1])
+        await together(*(self._attach(name, address) for name, address in workers))
 
     def place(self) -> ProcessPlacements:
         """Place the run on its attached hosts."""
@@ -138,9 +130,9 @@ class RunHosts:
                 "once: start the worker on another port"
             )
         number = len(self._used)
-        worker = AttachedWorker(f"joined-{number}", address)
-        await self._attach(worker)
-        return worker.name
+        name = f"joined-{number}"
+        await self._attach(name, address)
+        return name
 
     async def stacks(self, host: str, pids: Sequence[int], native: bool) -> list[StackDump]:
         """Return the Python stacks of processes on an attached host, or why there are none."""
@@ -178,15 +170,15 @@ class RunHosts:
         self._own = addresses.join(scheme, host, port or addresses.free_port(host))
         enable_transport(self._own)
 
-    async def _attach(self, worker: AttachedWorker) -> None:
+    async def _attach(self, name: str, address: str) -> None:
         cluster = self.config.cluster
         if self.shared_memory and self.mesh.hosts:
             raise HostRefused(
-                f"{worker.name} cannot join: the run began on one host, so its weights travel in "
+                f"{name} cannot join: the run began on one host, so its weights travel in "
                 "the memory of that host: resume it with weights.transport = 'rdma'"
             )
-        host = RemoteHost(worker.name, worker.address, cluster.lease_s, self._note_late)
-        self._used.add(worker.address)
+        host = RemoteHost(name, address, cluster.lease_s, self._note_late)
+        self._used.add(address)
         self._all.append(host)
         try:
             await host.attach(cluster.attach_s if self.placements is None else JOIN_S)
@@ -194,14 +186,14 @@ class RunHosts:
         except (MeshError, OSError):
             await host.close(GIVE_BACK_S)
             raise
-        self._attached[worker.name] = host
+        self._attached[name] = host
         self.mesh.join(host)
         if self.placements is not None:
             self.placements.join(_machine(host))
         about = host.known
-        detail = f"{worker.address}, {about.hostname}, {about.machine.cores} cores"
-        self.record("host_joined", "", f"{worker.name}: {detail}", host=worker.name)
-        self._watching.start(f"waiting for the end of {worker.name}", self._until_lost(host))
+        detail = f"{address}, {about.hostname}, {about.machine.cores} cores"
+        self.record("host_joined", "", f"{name}: {detail}", host=name)
+        self._watching.start(f"waiting for the end of {name}", self._until_lost(host))
 
     def _note_late(self, late: ProcessLate) -> None:
         self.record("start_repeated", late.actor, late.why_repeated, host=late.host)
@@ -245,25 +237,28 @@ class RunHosts:
             old.lose(f"a new worker has its name, at {one.address}")
             self._leave(old)
         try:
-            await self._attach(AttachedWorker(one.name, one.address))
+            await self._attach(one.name, one.address)
         except (MeshError, ValueError, OSError) as error:
             refused.add(one.address)
             self.record("host_refused", "", str(error), host=one.name)
 
-    async def _workers(self) -> list[AttachedWorker]:
-        """Return the configured workers, or all expected ones of the roster. Waits for them."""
+    async def _workers(self) -> list[tuple[str, str]]:
+        """Return name and address of the configured workers, or of all expected on the roster.
+
+        Waits for them.
+        """
         cluster = self.config.cluster
         names = [host.name for host in described_hosts(self.config.placement)]
         if cluster.kind == "hosts":
             names = names or [f"host-{number}" for number in range(len(cluster.workers))]
-            return [AttachedWorker(*one) for one in zip(names, cluster.workers, strict=True)]
+            return list(zip(names, cluster.workers, strict=True))
         end = asyncio.get_running_loop().time() + cluster.attach_s
         roster = self.root / ROSTER
         while True:
             found = {one.name: one for one in await asyncio.to_thread(self.read, roster)}
             missing = [name for name in names if name not in found]
             if not missing:
-                return [AttachedWorker(name, found[name].address) for name in names]
+                return [(name, found[name].address) for name in names]
             if asyncio.get_running_loop().time() > end:
                 raise HostRefused(
                     f"{', '.join(missing)} of {len(names)} hosts did not announce themselves in "
