@@ -65,7 +65,7 @@ class Service(Endpoints):
         return self._members.all_replicas
 
     @property
-    def hopeful(self) -> bool:
+    def can_serve(self) -> bool:
         """Whether a call can expect a replica, now or once one has started."""
         return self._members.router.may_find_target
 

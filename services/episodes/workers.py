@@ -236,7 +236,7 @@ class RolloutWorkers:
                 self._connect(name, self._known)
         self._tell_workers()
         for pool in (pools.workers, pools.generators, pools.environments):
-            if not pool.hopeful:
+            if not pool.can_serve:
                 self._give_up(pool.last_death())
         if self._rounds is not None:
             self._rounds.check()  # a complete round may have waited for a generator

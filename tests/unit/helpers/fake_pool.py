@@ -35,7 +35,7 @@ class Pool:
     """A pool whose members a test changes; `asked` are the calls of all members."""
 
     replicas: list[Member]
-    hopeful: bool = True
+    can_serve: bool = True
     changed: list[Callable[[], None]] = field(default_factory=list)
     asked: list[tuple[Any, ...]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Pool:
         self.tell()
 
     def give_up(self) -> None:
-        self.replicas, self.hopeful = [], False
+        self.replicas, self.can_serve = [], False
         self.tell()
 
     def tell(self) -> None:
