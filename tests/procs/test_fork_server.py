@@ -14,9 +14,9 @@ import pytest
 from echo_actors import EchoActor
 
 from composer_mesh.mesh import programs
-from composer_mesh.mesh.bootstrap import LOOK_S
 from composer_mesh.mesh.fork_server.owner import ForkServerFailed
 from composer_mesh.mesh.fork_server.protocol import FOLDER
+from composer_mesh.mesh.hosts.process_lifetime import PARENT_LOOK_S
 from composer_mesh.mesh.processes import children_of, is_alive, wait_gone
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor
@@ -110,7 +110,7 @@ async def test_a_fork_that_could_not_use_a_gpu_starts_anew_and_ends_like_others(
         actor = await host.spawn("echo-0", EchoActor, policy=FaultPolicy.OWNER)
         assert psutil.Process(actor.pid).cmdline()[:3:2] == [sys.executable, "-m"]
         assert "CUDA was initialized before the fork" in capfd.readouterr().err
-        await asyncio.sleep(2 * LOOK_S)  # it looks for its parent as often
+        await asyncio.sleep(2 * PARENT_LOOK_S)  # it looks for its parent as often
         assert await actor.call("say", "hi") == "echo hi"
         (started,) = children_of(os.getpid(), ["composer_mesh.mesh.bootstrap", "echo-0"])
         os.kill(started, signal.SIGKILL)
