@@ -8,8 +8,8 @@ All inputs are untrusted: texts are truncated and stripped of control characters
 
 Parses the JSON of a provider within limits, so that whoever walks it cannot be made to fail.
 
-Deep nesting exhausts the stack of every recursive reader, and millions of tiny values stop the
-event loop for seconds; neither is in any answer of a provider.
+Deep nesting, which the parser refuses, exhausts the stack of every recursive reader, and millions
+of tiny values stop the event loop for seconds; neither is in any answer of a provider.
 """
 
 import json
@@ -31,6 +31,7 @@ from composer_mesh.actors.provider.errors import (
 )
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import highest_prices, token_counts, told_charge
+from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.tool_calls import (
     CLOSE,
@@ -159,8 +160,6 @@ def _is_status(code: str) -> bool:
     return len(code) == 3 and code.isascii() and code.isdecimal()
 
 
-DEEPEST = 64
-"""Levels of lists and objects."""
 MOST_VALUES = 250_000
 """Estimated by the commas and opening brackets, so commas inside texts count as well."""
 
@@ -170,28 +169,10 @@ def json_object(raw: bytes) -> dict[str, Any] | None:
     if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
         return None
     try:
-        value = json.loads(raw.decode())
-    except (ValueError, RecursionError):
+        value = parsed_json(raw)
+    except ValueError:
         return None
-    return value if isinstance(value, dict) and not _is_too_deep(value) else None
-
-
-def _is_too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inside(value: Any) -> list[Any]:
-    """Return the lists and objects directly inside a value."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return []
-    return [inner for inner in value if isinstance(inner, list | dict)]
+    return value if isinstance(value, dict) else None
 
 
 MODEL_CHARS = 120
