@@ -24,26 +24,12 @@ LONGEST_KEY = 16_384
 log = logging.getLogger(__name__)
 
 
-class Keys(Mapping[str, str]):
+class Keys(dict[str, str]):
     """API keys by the names of their variables, as sent to an actor that uses them.
 
     They are an argument of its `load`, over the run's own connections: environments and commands of
     processes are logged, inherited and listed. The text of this mapping shows no key.
     """
-
-    __slots__ = ("_keys",)
-
-    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._keys = dict(keys or {})
-
-    def __getitem__(self, name: str) -> str:
-        return self._keys[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def __repr__(self) -> str:
         return f"Keys({', '.join(self)})"
