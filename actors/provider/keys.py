@@ -15,6 +15,7 @@ from typing import Any
 
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderAuthError
+from composer_mesh.configs.regular_files import read_regular
 
 HIDDEN = "[key]"
 SHORTEST_SECRET = 8
@@ -123,15 +124,7 @@ def warn_if_others_can_read(path: Path) -> None:
 
 def _from_file(teacher: str, path: Path) -> str:
     try:
-        if not path.is_file():  # opening a pipe would block
-            raise ProviderAuthError(teacher, f"the key file {path} is missing or no ordinary file")
-        with path.open("rb") as file:
-            content = file.read(LONGEST_KEY + 1)
+        return read_regular(path, LONGEST_KEY).decode("ascii", errors="replace")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ProviderAuthError(teacher, f"the key file {path} cannot be read ({reason})") from None
-    if len(content) > LONGEST_KEY:
-        raise ProviderAuthError(
-            teacher, f"the key file {path} is longer than {LONGEST_KEY} bytes: it holds no key"
-        )
-    return content.decode("ascii", errors="replace")

@@ -170,11 +170,11 @@ async def test_a_key_that_is_replaced_in_its_file_is_used_at_once(key_file: Path
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "is missing or no ordinary file"),
+        (None, "cannot be read (No such file or directory)"),
         (b"", "is not set or empty"),
         (b"two lines\nof text", "no HTTP header may"),
         (b"\xff\xfe", "no HTTP header may"),
-        (b"x" * (LONGEST_KEY + 1), "it holds no key"),
+        (b"x" * (LONGEST_KEY + 1), f"at most {LONGEST_KEY} are read"),
     ],
 )
 async def test_a_file_without_a_usable_key_is_named(
@@ -192,7 +192,7 @@ async def test_a_file_without_a_usable_key_is_named(
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(ProviderAuthError, match="no ordinary file"):
+    with pytest.raises(ProviderAuthError, match="is a FIFO and not a regular file"):
         client(Script()).check(replace(TEACHER, api_key_file=path))
 
 
