@@ -50,13 +50,6 @@ class Verdict(StrEnum):
     """The request was not sent, or its result was not awaited."""
 
 
-@dataclass(frozen=True, slots=True)
-class Permit:
-    """Permission to send one request, valid for the current breaker state."""
-
-    epoch: int
-
-
 class Breaker:
     """Circuit breaker for one thread; `opened` counts how often it opened."""
 
@@ -80,16 +73,19 @@ class Breaker:
         """Return the seconds until a request may probe; 0 if one may already, or is in flight."""
         return 0.0 if self._rest_until is None else max(0.0, self._rest_until - now)
 
-    def start(self, now: float) -> Permit | None:
-        """Return a permit for one request, or None; half-open allows a single one."""
+    def start(self, now: float) -> int | None:
+        """Return a permit for one request, or None; half-open allows a single one.
+
+        A permit is valid for the current state of the breaker.
+        """
         if self.refuses(now):
             return None
         self._probing = self.state(now) is BreakerState.HALF_OPEN
-        return Permit(self._epoch)
+        return self._epoch
 
-    def end(self, permit: Permit, verdict: Verdict, now: float) -> None:
+    def end(self, permit: int, verdict: Verdict, now: float) -> None:
         """Record the result of a request."""
-        if permit.epoch != self._epoch:
+        if permit != self._epoch:
             return
         if self._probing:
             self._end_probe(verdict, now)

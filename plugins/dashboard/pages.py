@@ -5,7 +5,6 @@ Text of models and tools is shown by `lines`: control codes and marks of directi
 
 from __future__ import annotations
 
-import datetime
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from markupsafe import Markup, escape
 
 from composer_mesh.plugins.dashboard.charts import figure, sparkline
 from composer_mesh.rollouts.traces import Message
+from composer_mesh.services.inspection.events_command import clock
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.text import (
     action_line,
@@ -80,14 +80,6 @@ def number(value: Any, digits: int | None = None) -> str:
 
 def memory(size: float | None) -> str:
     return "–" if size is None else f"{size / (1 << 20):,.0f} MiB"
-
-
-def clock(seconds: Any) -> str:
-    """Format a time of an event, in this machine's zone."""
-    try:
-        return datetime.datetime.fromtimestamp(float(seconds)).strftime("%H:%M:%S")
-    except (TypeError, ValueError, OverflowError, OSError):
-        return "--:--:--"
 
 
 def ago(seconds: float) -> str:

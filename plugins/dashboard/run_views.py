@@ -14,6 +14,7 @@ from composer_mesh.plugins.dashboard.open_runs import OpenRun
 from composer_mesh.plugins.dashboard.requests import ChartOptions
 from composer_mesh.plugins.dashboard.timeline import timeline_of
 from composer_mesh.services.directory.resume import CONFIG_FILE
+from composer_mesh.services.inspection.events_command import further
 
 BAD = ("_died", "_hung", "_given_up", "_failed")
 GOOD = ("_restarted", "_finished", "_started")
@@ -139,18 +140,13 @@ def events(run: OpenRun, kind: str, page: int) -> dict[str, Any]:
 
 def event_view(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return an event as it is shown: with its tone, and the fields that its text lacks."""
-    kind, detail = str(event.get("event", "")), event.get("detail", "")
-    fields = event.get("fields")
+    kind = str(event.get("event", ""))
     return {
         "time": event.get("time"),
         "kind": kind,
         "actor": event.get("actor", ""),
-        "detail": detail,
-        "fields": [
-            (key, value)
-            for key, value in (fields.items() if isinstance(fields, dict) else ())
-            if value != detail
-        ],
+        "detail": event.get("detail", ""),
+        "fields": further(event),
         "tone": "bad" if kind.endswith(BAD) else "good" if kind.endswith(GOOD) else "",
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -125,22 +125,22 @@ def event_line(event: dict[str, Any]) -> Text:
     """Format an event: time, kind, actor, detail, then its further fields."""
     kind = str(event.get("event", ""))
     parts: list[tuple[str, str]] = [
-        (f"{_clock(event.get('time'))}  ", "dim"),
+        (f"{clock(event.get('time'))}  ", "dim"),
         (f"{plain_text(kind):<16}  ", _style(kind)),
         (f"{plain_text(str(event.get('actor', ''))):<16}  ", "bold"),
         (plain_text(str(event.get("detail", "")), LONGEST), ""),
     ]
-    text = Text.assemble(*parts, (_further(event), "dim"))
+    told = (f"  {plain_text(k)}={plain_text(str(v), LONGEST)}" for k, v in further(event))
+    text = Text.assemble(*parts, ("".join(told), "dim"))
     text.rstrip()
     return text
 
 
-def _further(event: dict[str, Any]) -> str:
+def further(event: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the fields that add information to the event's detail."""
     fields = event.get("fields")
     named = fields.items() if isinstance(fields, dict) else ()
-    new = [(name, value) for name, value in named if value != event.get("detail")]
-    return "".join(f"  {plain_text(str(k))}={plain_text(str(v), LONGEST)}" for k, v in new)
+    return [(str(name), value) for name, value in named if value != event.get("detail")]
 
 
 def event_of(line: str) -> dict[str, Any] | None:
@@ -152,7 +152,8 @@ def event_of(line: str) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
-def _clock(seconds: Any) -> str:
+def clock(seconds: Any) -> str:
+    """Format a time of an event, in this machine's zone."""
     try:
         return datetime.fromtimestamp(float(seconds)).strftime("%H:%M:%S")
     except (TypeError, ValueError, OverflowError, OSError):
