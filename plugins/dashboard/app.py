@@ -26,7 +26,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.plugins.dashboard import replay_views, rollout_views, run_views
 from composer_mesh.plugins.dashboard.access import Guard, Sessions, UserOf, local_path
 from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
-from composer_mesh.plugins.dashboard.charted import charts_of_runs
+from composer_mesh.plugins.dashboard.charts import charts_of_runs
 from composer_mesh.plugins.dashboard.live import LiveConnections, Parts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import OpenRun, open_run
 from composer_mesh.plugins.dashboard.options import DashboardOptions
@@ -35,11 +35,11 @@ from composer_mesh.plugins.dashboard.requests import (
     SMOOTHINGS,
     ChartOptions,
     RolloutFilter,
+    RunTable,
     colouring_of,
     page_of,
 )
 from composer_mesh.plugins.dashboard.series import AXES, AXIS_TITLES
-from composer_mesh.plugins.dashboard.table import RunTable
 from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.scale_command import read_sizes
@@ -99,7 +99,7 @@ class _Pages:
     def _runs(self, table: RunTable, shown: list[RunSummary]) -> dict[str, Any]:
         return {
             "table": table,
-            "runs": table.page_of(shown),
+            "runs": table.on_page(shown),
             "total": len(shown),
             "differences": differing(shown),
             "complete": self._on.catalog.complete,

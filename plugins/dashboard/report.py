@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
-from composer_mesh.plugins.dashboard.charted import charts_of_run, charts_of_runs
+from composer_mesh.plugins.dashboard.charts import charts_of_run, charts_of_runs
 from composer_mesh.plugins.dashboard.open_runs import OpenRun
 from composer_mesh.plugins.dashboard.pages import render
 from composer_mesh.plugins.dashboard.rollout_views import rollout

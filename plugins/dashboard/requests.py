@@ -1,12 +1,16 @@
-"""What a request asks for, read from its query; anything else falls back to the usual."""
+"""What a request asks for, read from its query: charts, rollouts, or the table of runs.
+
+Anything that is not understood falls back to the usual.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
+from composer_mesh.plugins.dashboard.catalog import RunSummary
 from composer_mesh.plugins.dashboard.series import AXES, Axis
 from composer_mesh.plugins.dashboard.tokens import COLOURINGS, Colouring
 from composer_mesh.services.store.rows import GroupState, Where
@@ -126,3 +130,78 @@ def _float(text: str | None) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
+
+
+RUNS_OF_A_PAGE = 100
+STATES = ("running", "finished", "stopped", "failed", "died", "silent")
+RUN_SORTS: dict[str, Callable[[RunSummary], tuple[float, str]]] = {
+    "updated": lambda run: (-run.updated, run.name),
+    "name": lambda run: (0.0, run.name),
+    "reward": lambda run: (-(run.reward or 0.0), run.name),
+    "success": lambda run: (-(run.evaluations[-1].success if run.evaluations else -1.0), run.name),
+    "speed": lambda run: (-(run.tokens_per_s or 0.0), run.name),
+    "dollars": lambda run: (-run.usd, run.name),
+}
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """What the table shows. `text` is looked for in names and in values of the config."""
+
+    text: str = ""
+    state: str = ""
+    sort: str = "updated"
+    page: int = 0
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> RunTable:
+        state, sort = query.get("state", ""), query.get("sort", "")
+        return cls(
+            query.get("q", "")[:LONGEST_TEXT],
+            state if state in STATES else "",
+            sort if sort in RUN_SORTS else "updated",
+            page_of(query),
+        )
+
+    @property
+    def states(self) -> Sequence[str]:
+        return STATES
+
+    @property
+    def sorts(self) -> Sequence[str]:
+        return list(RUN_SORTS)
+
+    def shown(self, runs: Sequence[RunSummary]) -> list[RunSummary]:
+        """Return the runs that fit, in order."""
+        words = self.text.lower().split()
+        found = [
+            run
+            for run in runs
+            if (not self.state or run.state == self.state) and all(_has(run, one) for one in words)
+        ]
+        return sorted(found, key=RUN_SORTS[self.sort])
+
+    def on_page(self, runs: Sequence[RunSummary]) -> Sequence[RunSummary]:
+        """Return the runs of the page."""
+        return runs[self.page * RUNS_OF_A_PAGE : (self.page + 1) * RUNS_OF_A_PAGE]
+
+    def pages(self, total: int) -> int:
+        return max(1, -(-total // RUNS_OF_A_PAGE))
+
+    def query(self, **changes: object) -> str:
+        """Return the query of this table with changes."""
+        values = {"q": self.text, "state": self.state, "sort": self.sort, "page": self.page}
+        return urlencode({key: value for key, value in {**values, **changes}.items() if value})
+
+
+def _has(run: RunSummary, word: str) -> bool:
+    """Whether a run has a word in its name, or as `key=value` or a value in its config."""
+    if word in run.name.lower():
+        return True
+    key, equals, value = word.partition("=")
+    if equals:
+        return any(
+            name.lower().endswith(key) and one.lower().startswith(value)
+            for name, one in run.config.items()
+        )
+    return any(word == one.lower() for one in run.config.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 from composer_mesh.configs.load import TomlRefused, read_text
 from composer_mesh.plugins.dashboard.catalog import RunSummary
-from composer_mesh.plugins.dashboard.charted import charts_of_run
+from composer_mesh.plugins.dashboard.charts import charts_of_run
 from composer_mesh.plugins.dashboard.open_runs import OpenRun
 from composer_mesh.plugins.dashboard.requests import ChartOptions
 from composer_mesh.plugins.dashboard.timeline import timeline_of

@@ -15,8 +15,8 @@ from composer_mesh.services.replay.post_reward import (
     check_takes_rewards,
     insert_rewards,
     last_posted,
+    until_ended,
 )
-from composer_mesh.services.replay.reward_queue import until_ended
 from composer_mesh.services.store.reading import RunReader
 
 POLL_S = 5.0

@@ -160,7 +160,7 @@ def reward(arguments: argparse.Namespace) -> int:
             follow_server(arguments.run, arguments.openenv, arguments.token_env, arguments.source)
         )
     if arguments.follow is not None:
-        from composer_mesh.services.replay.reward_queue import follow_rewards
+        from composer_mesh.services.replay.post_reward import follow_rewards
 
         return follow_rewards(arguments.run, arguments.follow, arguments.source)
     posts = read_posts(arguments.file) if arguments.file else {one[0]: one[1]}

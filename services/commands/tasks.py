@@ -61,8 +61,7 @@ def _add_play(parser: argparse.ArgumentParser) -> None:
 @command("play an episode of a task in the terminal", _add_play, many_files=True)
 def play(arguments: argparse.Namespace) -> int:
     """Play an episode of a task in the terminal."""
-    from composer_mesh.services.play.command import PlayOptions, play_command
-    from composer_mesh.services.play.policies import PlayRefused
+    from composer_mesh.services.play.command import PlayOptions, PlayRefused, play_command
 
     options = PlayOptions(
         arguments.episode,

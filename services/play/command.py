@@ -1,4 +1,4 @@
-"""Plays one episode in the terminal, without a model or a mesh.
+"""Plays one episode in the terminal, by a person, a script or the expert, without model or mesh.
 
 The task's code runs with the time limits and the rules that it has in a run.
 
@@ -7,6 +7,7 @@ Prints a played episode. What a task or a model wrote is printed as plain text.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,20 +16,115 @@ from pathlib import Path
 from composer_mesh.actors.mcp_servers.servers import serving, with_tools
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.load import load_config, resolve_config
+from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
 from composer_mesh.rollouts.tasks import Outcome
-from composer_mesh.rollouts.tool_calls import message_text
+from composer_mesh.rollouts.tool_calls import call_text, message_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.checks.task import TimedEpisode
 from composer_mesh.services.inspection.page import plain_text
-from composer_mesh.services.play.policies import HumanPolicy, PlayRefused, Policy, Script
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task import Task
+
+LONGEST_SCRIPT = 1 << 24
+HELP = (
+    'a line is an answer; /call NAME {"argument": 1} calls a tool, /state shows the conversation, '
+    "/quit ends; // begins an answer with a /"
+)
+
+
+class PlayRefused(Exception):
+    """The episode cannot be played as asked; the message says why."""
+
+
+class BadLine(ValueError):
+    """A line that is no action; the message says what one is."""
+
+
+Policy = Callable[[TimedEpisode], str | None]
+"""Returns the text of the next action; None ends the episode."""
+
+
+class Script:
+    """The lines of a file, an action each; empty ones are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lines = path, _numbered(path)
+
+    def __call__(self, _episode: TimedEpisode) -> str | None:
+        for number, line in self._lines:
+            try:
+                return action_of(line)
+            except BadLine as bad:
+                raise PlayRefused(f"--scripted {self._path}, line {number}: {bad}") from None
+        return None
+
+
+@dataclass(frozen=True)
+class HumanPolicy:
+    """Lines that a person types; `read` returns an empty text at the end of the input."""
+
+    read: Callable[[str], str]
+    show_state: Callable[[TimedEpisode], None]
+    tell: Callable[[str], None]
+
+    def __call__(self, episode: TimedEpisode) -> str | None:
+        turn = sum(message["role"] == "assistant" for message in episode.messages)
+        while line := self.read(f"{turn}> "):
+            match line.strip():
+                case "":
+                    self.tell(HELP)
+                case "/quit":
+                    return None
+                case "/state":
+                    self.show_state(episode)
+                case text:
+                    try:
+                        return action_of(text)
+                    except BadLine as bad:
+                        self.tell(str(bad))
+        return None
+
+
+def action_of(line: str) -> str:
+    """Return the action that a line stands for; raises BadLine."""
+    if line.startswith("//"):
+        return line[1:]
+    if not line.startswith("/"):
+        return line
+    word, _, rest = line.partition(" ")
+    name, _, written = rest.strip().partition(" ")
+    if word != "/call" or not name:
+        raise BadLine(f"{plain_text(line, 40)} is no command: {HELP}")
+    try:
+        arguments = json.loads(written or "{}")
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"the arguments of {plain_text(name, 40)} are no JSON ({error})") from None
+    if not isinstance(arguments, dict):
+        raise BadLine(
+            f"the arguments of {plain_text(name, 40)} are a {type(arguments).__name__} but must be "
+            'an object: write them as {"name": value}'
+        )
+    return call_text(name, arguments)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        text = read_regular(path, LONGEST_SCRIPT).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PlayRefused(
+            f"--scripted {path} cannot be read ({reason}): name a text file with an action a line, "
+            "or write expert"
+        ) from None
+    lines = enumerate(text.splitlines(), 1)
+    return iter([(number, line.strip()) for number, line in lines if line.strip()])
+
 
 LONGEST_LINE = 2_000
 MOST_LINES = 200

@@ -13,7 +13,7 @@ from repository import ROOT
 
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 from composer_mesh.services.cli import main
-from composer_mesh.services.play.policies import BadLine, action_of
+from composer_mesh.services.play.command import BadLine, action_of
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 SOURCE = '''

@@ -15,8 +15,7 @@ from composer_mesh.rollouts.pairs import pair_record
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn, trace_from_json
 from composer_mesh.services.cli import main
 from composer_mesh.services.offline.traces import index_traces
-from composer_mesh.services.replay.post_reward import post_reward
-from composer_mesh.services.replay.reward_queue import follow_rewards
+from composer_mesh.services.replay.post_reward import follow_rewards, post_reward
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
