@@ -14,9 +14,7 @@ Common parts of all launchers: the config file, and the controller and worker co
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path, PurePath
@@ -246,17 +244,10 @@ def workers_of(order: Order) -> list[WorkerCommand]:
 
 def is_here(address: str) -> bool:
     """Whether an address belongs to this machine, tested by binding to it."""
-    _, host, _ = addresses.split(address)
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
+        addresses.free_port(addresses.split(address)[1])
+    except addresses.BadAddress:
         return False
-    family, kind, protocol, _, place = found[0]
-    with closing(socket.socket(family, kind, protocol)) as one:
-        try:
-            one.bind(place)
-        except OSError:
-            return False
     return True
 
 
