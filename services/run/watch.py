@@ -35,6 +35,7 @@ from composer_mesh.services.directory.status import (
 )
 from composer_mesh.services.inspection.census import census
 from composer_mesh.services.inspection.view import RunView
+from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.service import Service
 
 SCALABLE = ("generator", "environment", "rollouts", "teacher_replay")
@@ -130,16 +131,6 @@ class Inspectable(Protocol):
     async def describe(self) -> list[ActorStatus]: ...
 
 
-class Hosts(Protocol):
-    """The hosts of a run: names by Monarch address, and cores."""
-
-    @property
-    def names(self) -> Mapping[str, str]: ...
-
-    @property
-    def cores(self) -> int | None: ...
-
-
 class RunWatch:
     """Status and control of one run; `progress` returns its steps and restarts so far.
 
@@ -159,13 +150,13 @@ class RunWatch:
         self._view, self._record, self._progress = view, record, progress
         self._commands = dict(commands or {})
         self._known: dict[str, Any] = {}
-        self._hosts: Hosts | None = None
+        self._hosts: RunHosts | None = None
         self._writer = ThreadPoolExecutor(1, "run-status")
         self._display_lost = self._stopped = False
         self._shown: tuple[ActorStatus, ...] = ()
         self._looking = asyncio.Lock()
 
-    async def open(self, host: MeshHost, transport: str, hosts: Hosts) -> None:
+    async def open(self, host: MeshHost, transport: str, hosts: RunHosts) -> None:
         """Start the servers, before the first actor, and show the commands for inspection."""
         telemetry = await start_telemetry() if self._config.telemetry else None
         admin = await start_admin(host)
