@@ -1,4 +1,7 @@
-"""What a host knows of its controller and of the roster, without any process of Monarch."""
+"""What a host knows of its controller and of the roster, without any process of Monarch.
+
+When a worker says that it listens, the roster has its address.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from composer_mesh.mesh.hosts import worker
 from composer_mesh.mesh.hosts import worker as workers
 from composer_mesh.mesh.hosts.agent import SOURCES, differences, versions
 from composer_mesh.mesh.hosts.roster import (
@@ -24,7 +28,7 @@ from composer_mesh.mesh.hosts.roster import (
     read_roster,
     withdraw,
 )
-from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, worker_command
+from composer_mesh.mesh.hosts.worker import WorkerOptions, WorkerRefused, _Worker, worker_command
 from composer_mesh.mesh.private_folder import remove_abandoned
 from composer_mesh.mesh.processes import descendants, is_alive
 
@@ -159,3 +163,20 @@ def test_descendants_are_all_below_a_process() -> None:
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def test_a_worker_is_on_the_roster_before_it_says_that_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, bool]] = []
+
+    def write(_: object, text: str) -> None:
+        said.append((text, read_record(tmp_path, "gpu-1") is not None))
+
+    monkeypatch.setattr(worker, "_write", write)
+    monkeypatch.setattr(_Worker, "_until_it_listens", lambda *_: None)
+    monkeypatch.setattr(_Worker, "_until_it_ends", lambda *_: ("told", 0))
+    made = _Worker(WorkerOptions(roster=tmp_path), tmp_path)
+    assert made._look_after(1, "gpu-1", "tcp://127.0.0.1:7") == 0
+    assert said[0] == ("gpu-1 listens on tcp://127.0.0.1:7", True)
+    assert read_record(tmp_path, "gpu-1") is None
