@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.hint_sources import (
     HintCounts,
 )
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import ExpertChoices, Trace
 
 Advantage = float | list[float]
 """One number for all turns of a trajectory, or one for each."""

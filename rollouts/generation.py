@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.message_pickling import pickled_by_position
-from composer_mesh.rollouts.traces import StopReason
+from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
 
 @pickled_by_position

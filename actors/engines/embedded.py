@@ -35,9 +35,8 @@ from composer_mesh.actors.engines.port import (
     refuse_unknown_experts,
 )
 from composer_mesh.actors.models.expert_routing import choices_of, routers_of
-from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest
-from composer_mesh.rollouts.traces import StopReason
+from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
 
 class Engine:

@@ -20,9 +20,8 @@ from torch import Tensor
 from composer_mesh.actors.engines.embedded_forward import Run
 from composer_mesh.actors.engines.kv_cache import Ids
 from composer_mesh.actors.engines.port import Admitted, ResultCallback
-from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
-from composer_mesh.rollouts.traces import StopReason
+from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
 
 def sample(

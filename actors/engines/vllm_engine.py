@@ -23,9 +23,8 @@ from composer_mesh.actors.engines.port import (
     refuse_unknown_experts,
 )
 from composer_mesh.actors.engines.vllm_settings import COLDEST
-from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.traces import StopReason
+from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
 Sampling = Callable[[GenerationRequest], Any]
 Update = Callable[[Weights], None]

@@ -47,8 +47,8 @@ from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_facts import ATTENTION_KINDS
 from composer_mesh.planning.model_refusals import UnsupportedRouting
-from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.generation import GenerationRequest
+from composer_mesh.rollouts.traces import ExpertChoices
 
 PROMPT_START = "routed_experts_prompt_start"
 """vLLM's parameter of a request for the position from which on it returns experts."""

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from composer_mesh.actors.models.expert_parallel import ContextGroup
 from composer_mesh.planning.model_refusals import UnsupportedRouting
-from composer_mesh.rollouts.expert_choices import ExpertChoices
+from composer_mesh.rollouts.traces import ExpertChoices
 
 KEYWORD = "expert_routing"
 """The keyword by which a model's forward takes an `ExpertRouting`."""

@@ -36,8 +36,8 @@ from composer_mesh.planning.model_refusals import (
     UnsupportedRows,
     UnsupportedSharing,
 )
-from composer_mesh.rollouts.expert_choices import ExpertChoices
 from composer_mesh.rollouts.prefix_tree import ROW_CAPACITY, PrefixTree
+from composer_mesh.rollouts.traces import ExpertChoices
 
 STATES = "decoder_states"
 States = Callable[[], HiddenStates]

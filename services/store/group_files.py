@@ -30,8 +30,15 @@ from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import short_reason
-from composer_mesh.rollouts.expert_choices import ExpertChoices
-from composer_mesh.rollouts.traces import ErrorSite, Message, Split, StopReason, Trace, Turn
+from composer_mesh.rollouts.traces import (
+    ErrorSite,
+    ExpertChoices,
+    Message,
+    Split,
+    StopReason,
+    Trace,
+    Turn,
+)
 from composer_mesh.services.store.rows import DamagedRecord
 
 Shape = tuple[int, int, int]

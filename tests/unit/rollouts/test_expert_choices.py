@@ -13,10 +13,17 @@ from scripted_generation import ScriptedGeneration, a_sample
 from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
-from composer_mesh.rollouts.expert_choices import ExpertChoices, joined
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.tasks import Outcome, StepResult
-from composer_mesh.rollouts.traces import Message, Trace, Turn, trace_from_json, trace_to_json
+from composer_mesh.rollouts.traces import (
+    ExpertChoices,
+    Message,
+    Trace,
+    Turn,
+    joined,
+    trace_from_json,
+    trace_to_json,
+)
 
 
 def choices(positions: int, first: int = 0, width: int = 1) -> ExpertChoices:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from stored_runs import group_of, trace_of
 
-from composer_mesh.rollouts.expert_choices import ExpertChoices
-from composer_mesh.rollouts.traces import Trace, Turn
+from composer_mesh.rollouts.traces import ExpertChoices, Trace, Turn
 from composer_mesh.services.store.group_files import (
     group_bytes,
     path_of,
