@@ -142,9 +142,8 @@ class PreferencePair:
     `chosen_text` is encoded by the chat format later; `rejected_ids` are the ids that the student
     sampled, and `rejected_version` is the policy version of the oldest of them. `teachers` agreed
     on the chosen action, `votes` counts the teachers that voted, `asked` all that were queried.
-    `provenance` holds the vote of each; it is empty in pairs of older runs. `reference` holds the
-    summed log-probs (nats) of the chosen and the rejected answer under the frozen initial policy,
-    once computed.
+    `provenance` holds the vote of each. `reference` holds the summed log-probs (nats) of the chosen
+    and the rejected answer under the frozen initial policy, once computed.
     """
 
     pair_id: str
@@ -172,8 +171,7 @@ def teachers_margin(pair: PreferencePair) -> float:
     """Return by how many of the queried teachers the chosen action leads the next one.
 
     (votes for it - votes for the runner-up) / teachers asked, above 0 and at most 1. Teachers that
-    did not answer count in the denominator only. A pair of an older run has no single votes; all
-    others then count as one runner-up.
+    did not answer count in the denominator only.
     """
     others = [
         (voice.kind, voice.action)
@@ -181,8 +179,6 @@ def teachers_margin(pair: PreferencePair) -> float:
         if not voice.with_majority and voice.kind in ("call", "number", "words")
     ]
     runner_up = max(Counter(others).values(), default=0)
-    if not pair.provenance.voices:
-        runner_up = pair.votes - len(pair.teachers)
     return (len(pair.teachers) - runner_up) / pair.asked
 
 

@@ -15,7 +15,7 @@ from composer_mesh.channels.sdpo.samples import hinted_sites
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.pairs import PreferencePair
+from composer_mesh.rollouts.pairs import PreferencePair, Provenance, TeacherVote
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -173,7 +173,9 @@ def test_a_step_counts_the_tokens_that_its_channels_are_divided_by(chat: ChatFor
 
 
 def test_pairs_weigh_the_same_unless_by_the_teachers_margin(chat: ChatFormat) -> None:
-    contested = replace(pair_of("p", 5, "Answer: 4", [3, 1]), votes=3, asked=4)
+    other = Provenance(2, (TeacherVote("c", "number", "5"),))
+    alone = pair_of("p", 5, "Answer: 4", [3, 1])
+    contested = replace(alone, votes=3, asked=4, provenance=other)
     pairs = [contested, pair_of("q", 5, "Answer: 4", [3, 1])]
     assert [sample.weight for sample in pair_samples(pairs, chat, LONG)] == [1.0, 1.0]
     weighed = pair_samples(pairs, chat, LONG, "margin")

@@ -1,19 +1,17 @@
-"""Preference pairs on disk: what is written reads back, and so do the lines of older runs."""
+"""Preference pairs on disk: what is written reads back, and a line that is none is refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from preferences import ADD, ANSWER, answer, answers, failure, pair_of, student
+from preferences import ADD, ANSWER, answer, answers, failure, student
 from pydantic import ValidationError
 
 from composer_mesh.rollouts.consensus import decide
 from composer_mesh.rollouts.pairs import (
-    Provenance,
     pair_from_json,
     pair_to_json,
     teachers_margin,
@@ -30,14 +28,6 @@ def test_a_pair_survives_json(words: str, model: str) -> None:
     line = pair_to_json(pair)
     assert b"\n" not in line
     assert pair_from_json(line) == pair
-
-
-def test_a_line_of_an_older_run_reads_without_provenance_and_reference() -> None:
-    line = json.loads(pair_to_json(pair_of("p")))
-    del line["provenance"], line["reference"]
-    pair = pair_from_json(json.dumps(line))
-    assert pair == pair_of("p")
-    assert (pair.provenance, pair.reference) == (Provenance(), None)
 
 
 def test_a_line_that_is_no_pair_is_refused() -> None:
@@ -65,5 +55,3 @@ def test_the_margin_is_the_lead_over_the_runner_up_among_all_that_were_asked() -
         pair = decide(student(ANSWER), replies, 2).pair
         assert pair is not None
         assert teachers_margin(pair) == pytest.approx(margin)
-    old = replace(pair, provenance=Provenance(), votes=3, asked=4, teachers=["a", "b"])
-    assert teachers_margin(old) == pytest.approx(1 / 4)
