@@ -7,16 +7,15 @@ from pydantic import ValidationError
 
 from composer_mesh.configs.validation import first_error
 from composer_mesh.rollouts.money import LARGEST_USD
+from composer_mesh.services.commands.parser import argument
 
-
-def add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=V",
-        help="override one key; V is a TOML value or bare text; may be given many times",
-    )
+add_set = argument(
+    "--set",
+    action="append",
+    default=[],
+    metavar="A.B=V",
+    help="override one key; V is a TOML value or bare text; may be given many times",
+)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

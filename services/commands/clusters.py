@@ -8,30 +8,23 @@ from pathlib import Path
 
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.arguments import add_config, seconds
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import argument, command
 from composer_mesh.services.directory.claim import output_path
 
 
-def _add_launch(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
-    parser.add_argument(
+@command(
+    "bring a run to its hosts, a cluster or the background",
+    add_config,
+    argument(
         "--output",
         type=output_path,
         metavar="DIR",
         help="the run's directory, the same on all hosts; runs/NAME when not given",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the run in that directory"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print every file and command; change nothing"
-    )
-    parser.add_argument(
-        "--detach", action="store_true", help="do not follow the run's output until it ends"
-    )
-
-
-@command("bring a run to its hosts, a cluster or the background", _add_launch)
+    ),
+    argument("--resume", action="store_true", help="go on with the run in that directory"),
+    argument("--dry-run", action="store_true", help="print every file and command; change nothing"),
+    argument("--detach", action="store_true", help="do not follow the run's output until it ends"),
+)
 def launch(arguments: argparse.Namespace) -> int:
     """Launch a run on its configured cluster, and follow its output."""
     from composer_mesh.services.launch.command import launch_command
@@ -39,54 +32,52 @@ def launch(arguments: argparse.Namespace) -> int:
     return launch_command(arguments)
 
 
-def _add_worker(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+@command(
+    "offer this host to a run",
+    argument(
         "--listen",
         default="tls://auto:0",
         metavar="ADDRESS",
         help="tls://HOST:PORT or tcp://HOST:PORT; auto is this host's private address, port 0 a "
         "free one; tls://auto:0 by default",
-    )
-    parser.add_argument("--name", default="", help="of this host in the run; its own by default")
-    parser.add_argument(
+    ),
+    argument("--name", default="", help="of this host in the run; its own by default"),
+    argument(
         "--roster", type=Path, metavar="DIR", help="folder in which workers announce themselves"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--authority", type=Path, metavar="DIR", help="folder with ca.pem and ca.key; tls needs it"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--lease",
         type=seconds,
         default=15.0,
         metavar="S",
         help="seconds without the controller after which all of the run here ends; 15 by default",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--wait",
         type=seconds,
         default=600.0,
         metavar="S",
         help="seconds to wait for the controller to come; 600 by default",
-    )
-    parser.add_argument(
-        "--with-process", type=int, metavar="PID", help="end when this local process is gone"
-    )
-    parser.add_argument(
+    ),
+    argument("--with-process", type=int, metavar="PID", help="end when this local process is gone"),
+    argument(
         "--subnet",
         action="append",
         default=[],
         metavar="CIDR",
         help="network whose addresses may be listened on; any private one by default; may be "
         "given many times",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--any-address",
         action="store_true",
         help="listen on public addresses too, where whoever gets through may run any code",
-    )
-
-
-@command("offer this host to a run", _add_worker, many_files=True)
+    ),
+    many_files=True,
+)
 def worker(arguments: argparse.Namespace) -> int:
     """Offer this machine to a run as a worker, until the run releases it."""
     from composer_mesh.mesh.hosts.address import BadAddress
@@ -110,14 +101,11 @@ def worker(arguments: argparse.Namespace) -> int:
         raise UsageError(str(refused)) from refused
 
 
-def _add_stop(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
-    parser.add_argument(
-        "--now", action="store_true", help="without a checkpoint, in the middle of the step"
-    )
-
-
-@command("let a run write a checkpoint and end", _add_stop)
+@command(
+    "let a run write a checkpoint and end",
+    argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
+    argument("--now", action="store_true", help="without a checkpoint, in the middle of the step"),
+)
 def stop(arguments: argparse.Namespace) -> int:
     """Make a run write a checkpoint and end."""
     from composer_mesh.services.launch.stop_command import stop_command
@@ -125,14 +113,13 @@ def stop(arguments: argparse.Namespace) -> int:
     return stop_command(arguments.run, arguments.now)
 
 
-def _add_join(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
-    parser.add_argument(
+@command(
+    "add a host to a run that goes on",
+    argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
+    argument(
         "address", metavar="ADDRESS", help="where a worker listens, such as tls://10.0.0.7:22300"
-    )
-
-
-@command("add a host to a run that goes on", _add_join)
+    ),
+)
 def join(arguments: argparse.Namespace) -> int:
     """Add a host to a running run."""
     from composer_mesh.services.launch.stop_command import join_command

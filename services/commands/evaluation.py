@@ -20,7 +20,7 @@ from composer_mesh.services.checks.accepting import (
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.task import heldout_of
 from composer_mesh.services.commands.arguments import add_set, dollars, seconds
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import argument, command
 from composer_mesh.services.commands.training import prepare, refuse_or_set_aside
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.resume import pinned, with_chat_date
@@ -29,61 +29,53 @@ from composer_mesh.services.evaluation.target import EvalRefused, Target, target
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.tasks.loading import make_task
 
+PRICE = "a URL's price of a million {} tokens, which --max-usd needs"
 KEYS_OF_URLS = ("model", "api_key_env", "max_usd", "prompt_usd", "completion_usd")
 
 
-def _add_eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+@command(
+    "evaluate a config, a run, a checkpoint or an endpoint on a task",
+    argument(
         "target",
         metavar="CONFIG|RUN|CHECKPOINT|URL",
         help="a TOML file, the directory of a run, a model folder, or an OpenAI-compatible URL",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--task",
         metavar="TASK|CONFIG",
         help="as in data.task, or a TOML file; for URLs, and model folders outside of a run",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=1, metavar="K", help="of each episode; 1 by default"
-    )
-    parser.add_argument("--json", type=output_path, metavar="FILE", help="write the figures there")
-    parser.add_argument(
+    ),
+    argument("--samples", type=int, default=1, metavar="K", help="of each episode; 1 by default"),
+    argument("--json", type=output_path, metavar="FILE", help="write the figures there"),
+    argument(
         "--output",
         type=output_path,
         metavar="DIR",
         help="where traces are stored; runs/NAME-eval when not given, an earlier one moves aside",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--resume", action="store_true", help="play only what is not stored in that directory"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--policy",
         choices=("gold", "empty"),
         help="play the task's own gold actions, or empty answers, in place of a config's model",
-    )
-    parser.add_argument("--model", metavar="NAME", help="of the model that a URL serves")
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the key of a URL"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=1024, metavar="N", help="of a URL's answer; 1024"
-    )
-    parser.add_argument(
+    ),
+    argument("--model", metavar="NAME", help="of the model that a URL serves"),
+    argument("--api-key-env", metavar="NAME", help="environment variable with the key of a URL"),
+    argument("--max-tokens", type=int, default=1024, metavar="N", help="of a URL's answer; 1024"),
+    argument(
         "--max-usd", type=dollars, metavar="USD", help="ceiling of what a URL may cost in all"
-    )
-    for name, tokens in (("--prompt-usd", "prompt"), ("--completion-usd", "answer")):
-        about = f"a URL's price of a million {tokens} tokens, which --max-usd needs"
-        parser.add_argument(name, type=dollars, metavar="USD", help=about)
-    parser.add_argument(
+    ),
+    argument("--prompt-usd", type=dollars, metavar="USD", help=PRICE.format("prompt")),
+    argument("--completion-usd", type=dollars, metavar="USD", help=PRICE.format("answer")),
+    argument(
         "--concurrency", type=int, default=16, metavar="N", help="requests to a URL at once; 16"
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=120.0, metavar="S", help="of a URL's answer; 120"
-    )
-    add_set(parser)
-
-
-@command("evaluate a config, a run, a checkpoint or an endpoint on a task", _add_eval, signals=True)
+    ),
+    argument("--timeout", type=seconds, default=120.0, metavar="S", help="of a URL's answer; 120"),
+    add_set,
+    signals=True,
+)
 def evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Evaluate a config, a run, a checkpoint or an endpoint on held-out episodes."""
     try:

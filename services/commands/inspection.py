@@ -8,26 +8,23 @@ from pathlib import Path
 
 from composer_mesh.configs import plugins
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import argument, command
 from composer_mesh.services.offline.options import add_options, read_options
 from composer_mesh.services.replay.post_reward import post_rewards, read_posts
 from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.traces.options import add_options as add_traces_options
 
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN", help="a run directory; the latest by default"
-    )
+RUN = argument(
+    "run", nargs="?", type=Path, metavar="RUN", help="a run directory; the latest by default"
+)
 
 
-def _add_tree(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--watch", action="store_true", help="keep drawing until Ctrl-C")
-
-
-@command("show the live mesh of a run", _add_tree)
+@command(
+    "show the live mesh of a run",
+    RUN,
+    argument("--json", action="store_true", help="print one JSON object"),
+    argument("--watch", action="store_true", help="keep drawing until Ctrl-C"),
+)
 def tree(arguments: argparse.Namespace) -> int:
     """Show the live mesh of a run, or of several islands."""
     from composer_mesh.services.inspection.tree import tree_command
@@ -39,13 +36,12 @@ def tree(arguments: argparse.Namespace) -> int:
     return int(tree_command(arguments.run, arguments.json, arguments.watch))
 
 
-def _add_events(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
-    parser.add_argument("--json", action="store_true", help="print each event as one JSON object")
-
-
-@command("what happened in a run, or happens now", _add_events)
+@command(
+    "what happened in a run, or happens now",
+    RUN,
+    argument("--follow", action="store_true", help="go on until the run ends"),
+    argument("--json", action="store_true", help="print each event as one JSON object"),
+)
 def events(arguments: argparse.Namespace) -> int:
     """Show the events of a run, also while it is running."""
     from composer_mesh.services.inspection.events_command import events_command
@@ -53,14 +49,13 @@ def events(arguments: argparse.Namespace) -> int:
     return events_command(arguments.run, arguments.follow, arguments.json)
 
 
-def _add_scale(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
-    parser.add_argument(
+@command(
+    "more or fewer replicas in a run that goes on",
+    argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
+    argument(
         "sizes", nargs="+", metavar="KIND=N", help="replicas to have, for example generator=3"
-    )
-
-
-@command("more or fewer replicas in a run that goes on", _add_scale)
+    ),
+)
 def scale(arguments: argparse.Namespace) -> int:
     """Change the number of replicas of a live run."""
     from composer_mesh.services.scale_command import scale_command
@@ -68,13 +63,12 @@ def scale(arguments: argparse.Namespace) -> int:
     return scale_command(arguments.run, arguments.sizes)
 
 
-def _add_stacks(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument("--native", action="store_true", help="show calls of C code too")
-    parser.add_argument("--json", action="store_true", help="print each process as one object")
-
-
-@command("the Python stacks of every process of a live run", _add_stacks)
+@command(
+    "the Python stacks of every process of a live run",
+    RUN,
+    argument("--native", action="store_true", help="show calls of C code too"),
+    argument("--json", action="store_true", help="print each process as one object"),
+)
 def stacks(arguments: argparse.Namespace) -> int:
     """Show the Python stacks of each process of a live run."""
     from composer_mesh.services.inspection.inspect_commands import stacks_command
@@ -82,13 +76,12 @@ def stacks(arguments: argparse.Namespace) -> int:
     return stacks_command(arguments.run, arguments.native, arguments.json)
 
 
-def _add_query(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a live run")
-    parser.add_argument("sql", metavar="SQL", help='for example "SELECT * FROM actors"')
-    parser.add_argument("--json", action="store_true", help="print each row as one object")
-
-
-@command("ask the telemetry of a live run in SQL", _add_query)
+@command(
+    "ask the telemetry of a live run in SQL",
+    argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
+    argument("sql", metavar="SQL", help='for example "SELECT * FROM actors"'),
+    argument("--json", action="store_true", help="print each row as one object"),
+)
 def query(arguments: argparse.Namespace) -> int:
     """Query the telemetry of a live run."""
     from composer_mesh.services.inspection.inspect_commands import query_command
@@ -96,7 +89,10 @@ def query(arguments: argparse.Namespace) -> int:
     return query_command(arguments.run, arguments.sql, arguments.json)
 
 
-@command("open Monarch's own terminal interface on a live run", _add_run)
+@command(
+    "open Monarch's own terminal interface on a live run",
+    RUN,
+)
 def tui(arguments: argparse.Namespace) -> int:
     """Open Monarch's own terminal interface on a live run."""
     from composer_mesh.services.inspection.inspect_commands import tui_command
@@ -104,7 +100,11 @@ def tui(arguments: argparse.Namespace) -> int:
     return tui_command(arguments.run)
 
 
-@command("preference pairs from the traces of a run", add_options, signals=True)
+@command(
+    "preference pairs from the traces of a run",
+    add_options,
+    signals=True,
+)
 def replay(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Query teachers about the states of stored traces; no mesh is started."""
     options = read_options(arguments)
@@ -113,7 +113,10 @@ def replay(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     return replay_command(options, signals)
 
 
-@command("the rollouts of a run: list, show and export them", add_traces_options)
+@command(
+    "the rollouts of a run: list, show and export them",
+    add_traces_options,
+)
 def traces(arguments: argparse.Namespace) -> int:
     """List, show or export the rollouts that a run has stored."""
     from composer_mesh.services.traces.command import traces_command
@@ -121,30 +124,25 @@ def traces(arguments: argparse.Namespace) -> int:
     return traces_command(arguments)
 
 
-def _add_reward(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
-    parser.add_argument("trace", nargs="?", metavar="TRACE", help="a trace_id of its traces")
-    parser.add_argument(
-        "reward", nargs="?", type=float, metavar="REWARD", help="in place of its first one"
-    )
-    parser.add_argument(
+@command(
+    "post a reward for a rollout of a run, also after training on it",
+    argument("run", type=Path, metavar="RUN", help="the directory of the run"),
+    argument("trace", nargs="?", metavar="TRACE", help="a trace_id of its traces"),
+    argument("reward", nargs="?", type=float, metavar="REWARD", help="in place of its first one"),
+    argument(
         "--file", type=Path, metavar="FILE", help="JSON lines with trace_id and reward, for many"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--follow", type=Path, metavar="FILE", help="the same, and what is added until the run ends"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--openenv",
         metavar="URL",
         help="post what an OpenEnv server tells of this run's episodes, until the run ends",
-    )
-    parser.add_argument(
-        "--token-env", metavar="NAME", help="environment variable with the server's token"
-    )
-    parser.add_argument("--source", default="", metavar="TEXT", help="who says so; kept with it")
-
-
-@command("post a reward for a rollout of a run, also after training on it", _add_reward)
+    ),
+    argument("--token-env", metavar="NAME", help="environment variable with the server's token"),
+    argument("--source", default="", metavar="TEXT", help="who says so; kept with it"),
+)
 def reward(arguments: argparse.Namespace) -> int:
     """Post a reward for a stored rollout of a run, also after it was trained on."""
     one = [value for value in (arguments.trace, arguments.reward) if value is not None]
@@ -168,12 +166,11 @@ def reward(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="DIR", help="the directory of a run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-@command("find what is damaged or missing in a run directory", _add_verify)
+@command(
+    "find what is damaged or missing in a run directory",
+    argument("run", type=Path, metavar="DIR", help="the directory of a run"),
+    argument("--json", action="store_true", help="print one JSON object"),
+)
 def verify(arguments: argparse.Namespace) -> int:
     """Report damaged, missing and left-over files, rows and checkpoints of a run directory."""
     from composer_mesh.services.store.verification import verify_command

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from composer_mesh.configs import plugins
 
@@ -22,20 +23,41 @@ class Command:
     """
 
     about: str
-    add: Callable[[argparse.ArgumentParser], None]
+    add: Callable[[argparse.ArgumentParser], object]
     run: Callable[..., int]
     signals: bool = False
     many_files: bool = False
 
 
+Add = Callable[[argparse.ArgumentParser], object]
+"""Adds something to a parser: an argument, or several."""
+
+
+def argument(*names: str, **options: Any) -> Add:
+    """Return what adds one argument, given as for `ArgumentParser.add_argument`."""
+    return lambda parser: parser.add_argument(*names, **options)
+
+
+def one_of(*arguments: Add) -> Add:
+    """Return what adds arguments of which a command line may have one."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        group: Any = parser.add_mutually_exclusive_group()
+        for one in arguments:
+            one(group)
+
+    return add
+
+
 def command(
-    about: str,
-    add: Callable[[argparse.ArgumentParser], None],
-    *,
-    signals: bool = False,
-    many_files: bool = False,
+    about: str, *arguments: Add, signals: bool = False, many_files: bool = False
 ) -> Callable[[Callable[..., int]], Command]:
-    """Return a decorator that makes a function the `run` of a command."""
+    """Return a decorator that makes a function the `run` of a command with these arguments."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        for one in arguments:
+            one(parser)
+
     return lambda run: Command(about, add, run, signals, many_files or signals)
 
 

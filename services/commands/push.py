@@ -15,7 +15,7 @@ from composer_mesh.configs.hub import HubId
 from composer_mesh.planning import hub
 from composer_mesh.planning.model_folder import CONFIG, folder_weights, has_weights
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import argument, command
 from composer_mesh.services.directory.model_card import model_card
 
 CARD = "README.md"
@@ -25,20 +25,19 @@ OWN_NAMES = ("_name_or_path", "_model_name_or_path")
 """Keys of config.json that may hold a path of this machine."""
 
 
-def _add_push(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
-    parser.add_argument("repository", metavar="ORG/NAME", help="the model's id on the hub")
-    parser.add_argument(
+@command(
+    "upload a checkpoint of a run to a hub, with a model card",
+    argument("run", type=Path, metavar="RUN", help="the directory of a run"),
+    argument("repository", metavar="ORG/NAME", help="the model's id on the hub"),
+    argument(
         "--checkpoint", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
-    )
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--revision", metavar="R", help="branch to upload to (default: main)")
-    parser.add_argument(
+    ),
+    argument("--private", action="store_true", help="make a new repository private"),
+    argument("--revision", metavar="R", help="branch to upload to (default: main)"),
+    argument(
         "--dry", action="store_true", help="print the model card and the files; upload nothing"
-    )
-
-
-@command("upload a checkpoint of a run to a hub, with a model card", _add_push)
+    ),
+)
 def push(arguments: argparse.Namespace) -> int:
     """Upload the exported model of a run's checkpoint; prints where it is."""
     run: Path = arguments.run

@@ -8,21 +8,20 @@ import sys
 
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.arguments import add_set
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import argument, command
 from composer_mesh.services.directory.claim import output_path
 
 
-def _add_new_task(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="of the package, such as my_task")
-    parser.add_argument(
+@command(
+    "write a package with a task of your own, ready to run",
+    argument("name", metavar="NAME", help="of the package, such as my_task"),
+    argument(
         "--folder",
         type=output_path,
         metavar="DIR",
         help="where it is written; ./NAME when not given; must be new or empty",
-    )
-
-
-@command("write a package with a task of your own, ready to run", _add_new_task)
+    ),
+)
 def new_task(arguments: argparse.Namespace) -> int:
     """Write a package with a runnable task."""
     from composer_mesh.services.new_task.command import NewTaskRefused, new_task_command
@@ -33,32 +32,30 @@ def new_task(arguments: argparse.Namespace) -> int:
         raise UsageError(str(refused)) from refused
 
 
-def _add_play(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+@command(
+    "play an episode of a task in the terminal",
+    argument(
         "task",
         metavar="TASK|CONFIG",
         help="as in data.task, such as my_task.py:MyTask; or a TOML file",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--episode",
         type=int,
         default=0,
         metavar="N",
         help="which one, from 0; the first by default",
-    )
-    parser.add_argument(
-        "--split", choices=("train", "heldout"), default="train", help="train by default"
-    )
-    parser.add_argument(
+    ),
+    argument("--split", choices=("train", "heldout"), default="train", help="train by default"),
+    argument(
         "--scripted",
         default="",
         metavar="expert|FILE",
         help="the task's expert acts, or a file with an action a line, in place of a person",
-    )
-    add_set(parser)
-
-
-@command("play an episode of a task in the terminal", _add_play, many_files=True)
+    ),
+    add_set,
+    many_files=True,
+)
 def play(arguments: argparse.Namespace) -> int:
     """Play an episode of a task in the terminal."""
     from composer_mesh.services.play.command import PlayOptions, PlayRefused, play_command

@@ -34,7 +34,7 @@ from composer_mesh.services.checks.facts import facts_of
 from composer_mesh.services.checks.hub import hub_remarks
 from composer_mesh.services.checks.task import heldout_of, told_of
 from composer_mesh.services.commands.arguments import add_config
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import Add, argument, command, one_of
 from composer_mesh.services.directory.claim import (
     RUNS,
     claimed,
@@ -90,45 +90,52 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_run(parser: argparse.ArgumentParser, name: str) -> "argparse._MutuallyExclusiveGroup":
-    """Add the config of a run, and where it is written and resumed; return the last group."""
-    add_config(parser)
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help=f"where the run is written; {name} when not given, an earlier run there moves aside",
-    )
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the run in that directory where it was stopped",
-    )
-    other.add_argument(
-        "--auto-resume",
-        action="store_true",
-        help="go on with the run in that directory, or begin it; a finished one stays as it is",
-    )
-    return other
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    other = _add_run(parser, "runs/NAME")
-    other.add_argument(
-        "--from-traces",
-        type=Path,
-        metavar="RUN",
-        help="train on the rollouts that a run has stored, without generators",
-    )
-    other.add_argument(
-        "--rollout-only",
-        action="store_true",
-        help="sample and store rollouts, without a trainer",
+def _of_run(name: str, *alone: Add) -> tuple[Add, ...]:
+    """Return the config of a run, and where it is written and resumed; `alone` exclude resuming."""
+    return (
+        add_config,
+        argument(
+            "--output",
+            type=output_path,
+            metavar="DIR",
+            help=f"where the run is written; {name} when not given, an earlier run there moves "
+            "aside",
+        ),
+        one_of(
+            argument(
+                "--resume",
+                action="store_true",
+                help="go on with the run in that directory where it was stopped",
+            ),
+            argument(
+                "--auto-resume",
+                action="store_true",
+                help="go on with the run in that directory, or begin it; a finished one stays as "
+                "it is",
+            ),
+            *alone,
+        ),
     )
 
 
-@command("train and evaluate a run", _add_train, signals=True)
+@command(
+    "train and evaluate a run",
+    *_of_run(
+        "runs/NAME",
+        argument(
+            "--from-traces",
+            type=Path,
+            metavar="RUN",
+            help="train on the rollouts that a run has stored, without generators",
+        ),
+        argument(
+            "--rollout-only",
+            action="store_true",
+            help="sample and store rollouts, without a trainer",
+        ),
+    ),
+    signals=True,
+)
 def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
     config = load_config(arguments.config, arguments.set)
@@ -139,11 +146,7 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     return _whole(config, arguments, signals)
 
 
-def _add_sft(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser, f"runs/NAME{SUFFIX}")
-
-
-@command("fine-tune on conversations, before train", _add_sft, signals=True)
+@command("fine-tune on conversations, before train", *_of_run(f"runs/NAME{SUFFIX}"), signals=True)
 def sft(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config of a supervised run, claim its directory, then start it."""
     config = sft_config(load_config(arguments.config, arguments.set))
@@ -193,7 +196,7 @@ def _half(config: Config, output: Path | None, source: Path | None, signals: Com
     if source is not None and not (source / STORE_FILE).is_file():
         raise UsageError(
             f"--from-traces {source} has no {STORE_FILE} but must be the directory of a run: "
-            "correct it, or resume a run of an older version once, which makes it"
+            "correct it"
         )
     refuse_or_set_aside(place, named=output is not None)
     with claimed(place):
