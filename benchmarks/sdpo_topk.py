@@ -17,8 +17,7 @@ import torch
 from report import Report, arguments
 from torch import Tensor
 
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
-from composer_mesh.actors.learning.student_rows import StudentRows
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.tokenizer import load_tokenizer

@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.learning.not_finite import Part
-from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel, UpdatePass
+from composer_mesh.actors.learning.update_pass import (
+    MicrobatchStates,
+    TrainedChannel,
+    UpdatePass,
+    answer_sequences,
+)
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.channels.replay.configured_loss import Sides, figures_of, preference_loss
@@ -190,12 +195,6 @@ class _Answers:
         if self.collisions is None:
             return None
         return torch.mul(*_sides(wpo_weights(self.logprobs, self.collisions, self.mask)))
-
-
-def answer_sequences(pairs: Sequence[PairSample]) -> list[list[int]]:
-    """Return the ids of the chosen sides of some pairs, then of the rejected ones."""
-    sides = [pair_sides(pair) for pair in pairs]
-    return [side[0] for side in sides] + [side[1] for side in sides]
 
 
 def answer_logprobs(

@@ -1,7 +1,7 @@
 """The three-channel optimizer step on tensors: a batch in one update or several.
 
 Channels may have an update of their own after each of them. The gradients of an update are in
-`update_gradients`. Knows a model, its frozen reference and an optimizer, but not where batches and
+`update_pass`. Knows a model, its frozen reference and an optimizer, but not where batches and
 teacher outputs come from.
 """
 
@@ -16,14 +16,16 @@ from composer_mesh.actors.learning.channel_gradients import ChannelGradients
 from composer_mesh.actors.learning.foreign_channel import ForeignChannel
 from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
-from composer_mesh.actors.learning.replay_channel import ReplayChannel, answer_sequences
+from composer_mesh.actors.learning.replay_channel import ReplayChannel
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
-from composer_mesh.actors.learning.update_gradients import MixtureLosses, UpdateGradients
 from composer_mesh.actors.learning.update_pass import (
+    MixtureLosses,
     TeacherOutputSource,
     TrainedChannel,
+    UpdateGradients,
     UpdatePass,
+    answer_sequences,
     content_of,
 )
 from composer_mesh.actors.learning.weight_update import NormNotFinite, WeightUpdate

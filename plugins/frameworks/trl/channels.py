@@ -20,13 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.replay_channel import (
-    ReplayChannel,
-    answer_logprobs,
-    answer_sequences,
-)
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
-from composer_mesh.actors.learning.student_rows import StudentRows
+from composer_mesh.actors.learning.replay_channel import ReplayChannel, answer_logprobs
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
+from composer_mesh.actors.learning.update_pass import answer_sequences
 from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.models.language_model import (
     STATES,

@@ -14,8 +14,7 @@ from in_process_host import InProcessHost
 from step_batches import batch_of, nearby, weights_of
 
 from composer_mesh.actors.learning.learner import Learner
-from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
-from composer_mesh.actors.learning.student_rows import StudentRows
+from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
 from composer_mesh.actors.models import policy
 from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.models.language_model import LanguageModel

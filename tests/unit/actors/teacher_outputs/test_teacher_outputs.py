@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_mesh.actors.learning.student_rows import StudentRows
+from composer_mesh.actors.learning.sdpo_channel import StudentRows
 from composer_mesh.actors.models.hidden_states import Rows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import (
