@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.models.template_process import open_chat
-from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
 from composer_mesh.actors.rollout_workers.peers import (
+    LockstepGeneration,
     Neighbours,
     OpenStream,
     PeerEnvironments,
     Peers,
     PooledGeneration,
+    Round,
 )
 from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.configs.schema import Config

@@ -30,8 +30,12 @@ from composer_mesh.actors.teacher_outputs.messages import (
     pack,
     view_keys,
 )
-from composer_mesh.actors.teacher_outputs.teacher_folder import load_teacher, teacher_vocabulary
-from composer_mesh.actors.teacher_outputs.teaching import Blend, TeacherModel
+from composer_mesh.actors.teacher_outputs.teaching import (
+    Blend,
+    TeacherModel,
+    load_teacher,
+    teacher_vocabulary,
+)
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device

@@ -4,9 +4,11 @@ Losses are in `learning.step`; the controller decides who gets a version and whe
 """
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
@@ -16,7 +18,6 @@ from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.update_gate import UpdateGate
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.actors.teacher_outputs.messages import HeadHandle, TeacherOutputHandle
 from composer_mesh.actors.teacher_outputs.sources import InlineSource, LostSource, MeshSource
@@ -218,3 +219,42 @@ class TrainerActor(RankActor):
         if self._writing is None:
             raise RuntimeError("saved comes after save, and there was none")
         return await asyncio.shield(self._writing)
+
+
+T = TypeVar("T")
+
+
+class UpdateGate:
+    """Delays updates of the weights until a version of them has been copied.
+
+    It is held from one event loop and waited for in any thread.
+
+    loop      hold(v) ......... copied(publish) --> handle
+    thread        forward, backward .... wait | update to v + 1
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Event()
+        self._free.set()
+        self._version = -1
+
+    @property
+    def held(self) -> bool:
+        """Whether a version waits for its copy, or is being copied."""
+        return not self._free.is_set()
+
+    def hold(self, version: int) -> None:
+        """Block updates until this version was copied."""
+        self._version = version
+        self._free.clear()
+
+    async def copied(self, copy: Callable[[int], Awaitable[T]]) -> T:
+        """Copy the held version, then release updates, also where the copy fails."""
+        try:
+            return await copy(self._version)
+        finally:
+            self._free.set()
+
+    def wait(self) -> None:
+        """Block this thread until no version is held."""
+        self._free.wait()

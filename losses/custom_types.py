@@ -1,8 +1,7 @@
 """Inputs and outputs of user loss and advantage functions: PRIME-RL's fields, and those on request.
 
 Axes: T tokens of one sequence, S of them sampled (True in its mask), V vocabulary, H hidden size, P
-prompts, G rollouts of one prompt. `custom` and `custom_advantage` check them when they call the
-functions.
+prompts, G rollouts of one prompt. `custom` checks them when it calls the functions.
 """
 
 import importlib.util

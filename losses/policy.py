@@ -8,7 +8,14 @@ from composer_mesh.losses.aggregation import (
 )
 from composer_mesh.losses.decoupled import Rejection, decoupled_ppo_loss
 from composer_mesh.losses.entropy import high_entropy_mask, token_entropies
-from composer_mesh.losses.grpo import cispo_loss, grpo_loss, reinforce_loss, sapo_loss
+from composer_mesh.losses.grpo import (
+    cispo_loss,
+    gmpo_loss,
+    grpo_loss,
+    reinforce_loss,
+    sapo_loss,
+    vespo_loss,
+)
 from composer_mesh.losses.logprobs import (
     LOG_RATIO_LIMIT,
     CorrectionMode,
@@ -25,7 +32,6 @@ from composer_mesh.losses.prime_rl import (
     prime_rl_ipo_loss,
     prime_rl_loss,
 )
-from composer_mesh.losses.sequence_losses import gmpo_loss, vespo_loss
 
 __all__ = [
     "LOG_RATIO_LIMIT",

@@ -20,7 +20,7 @@ def embedded_engine(config: Config, folder: Path) -> Engine:
     from composer_mesh.actors.engines import embedded
     from composer_mesh.actors.models.lora import adapter_weights, add_adapters
     from composer_mesh.actors.models.policy import converted, load_model
-    from composer_mesh.actors.models.routed_model import route_experts
+    from composer_mesh.actors.models.trained_model import route_experts
     from composer_mesh.mesh.device import own_device
     from composer_mesh.mesh.weights.manifest import UPDATED
 

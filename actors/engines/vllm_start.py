@@ -39,10 +39,10 @@ from composer_mesh.actors.engines.vllm_weights import (
     adapter_shapes,
 )
 from composer_mesh.actors.engines.vllm_worker import CHOSEN_EXPERTS, NOTE_EXPERTS
-from composer_mesh.actors.models.checkpoint_names import CheckpointNames
 from composer_mesh.actors.models.expert_routing import choices_of, expert_sizes, router_names
 from composer_mesh.actors.models.language_model import layer_kinds
 from composer_mesh.actors.models.lora import adapted_layer_names
+from composer_mesh.actors.models.policy import CheckpointNames
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_facts import ATTENTION_KINDS

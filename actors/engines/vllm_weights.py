@@ -23,8 +23,8 @@ from torch import Tensor
 from composer_mesh.actors.engines.port import Weights
 from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD
 from composer_mesh.actors.models.adapter_files import FOLDER, AdapterFolder
-from composer_mesh.actors.models.checkpoint_names import Named
 from composer_mesh.actors.models.lora import PARTS
+from composer_mesh.actors.models.policy import Named
 from composer_mesh.configs.trainer import LoraConfig
 from composer_mesh.rollouts.generation import GenerationRequest
 

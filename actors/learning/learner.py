@@ -17,29 +17,30 @@ from composer_mesh.actors.checkpoints.state import (
     TEACHER,
     WEIGHTS,
     CheckpointReader,
+    CheckpointWriter,
     TrainingState,
     random_states,
     reading,
     restore_random_states,
 )
-from composer_mesh.actors.checkpoints.writer import CheckpointWriter
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
 from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.models.adapter_files import AdapterFolder
-from composer_mesh.actors.models.checkpoint_names import ModelFolder
+from composer_mesh.actors.models.backend import make_backend
 from composer_mesh.actors.models.lora import restore_adapters
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
+from composer_mesh.actors.models.policy import ModelFolder
 from composer_mesh.actors.models.ranks import Division, Ranks
 from composer_mesh.actors.models.sharding import distinct, own_weights
 from composer_mesh.actors.models.trained_model import frozen_model
-from composer_mesh.actors.models.users_backend import make_backend
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
-from composer_mesh.actors.teacher_outputs.teacher_folder import (
+from composer_mesh.actors.teacher_outputs.teaching import (
+    TeacherModel,
+    blend_from,
     check_teacher_tokenizer,
     teacher_vocabulary,
 )
-from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
 from composer_mesh.configs import plugins
 from composer_mesh.configs.hub import id_of
 from composer_mesh.configs.paths import TEACHER_KEY

@@ -2,7 +2,8 @@
 
 The trainer owns the rest: losses, microbatches, gradient sums over ranks, clipping, the learning
 rate, publishing and checkpoint files. `TorchBackend` is what a run uses by default; a backend of
-the user's own, `trainer.backend`, implements the same port, or derives from it.
+the user's own, `trainer.backend`, implements the same port, or derives from it. What it returns is
+checked: every failure is a `CustomFunctionError` that names the backend, with its own as the cause.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.actors.models.adapter_files import export_state
+from composer_mesh.actors.models.expert_parallel import context_of, experts_of
 from composer_mesh.actors.models.lora import adapter_weights
+from composer_mesh.actors.models.policy import empty_model
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharded_muon import ADJUST, ShardedMuon
-from composer_mesh.actors.models.sharding import is_dtensor, local
+from composer_mesh.actors.models.sharding import (
+    distinct,
+    is_dtensor,
+    is_sharded,
+    local,
+    own_weights,
+)
 from composer_mesh.actors.models.trained_model import trained_model
+from composer_mesh.configs.base import CustomFunction
+from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
+from composer_mesh.losses.custom_function import CustomFunctionError, check_signature, load_function
 from composer_mesh.planning.optimizer_memory import is_layer_matrix, parts_of
 
 _MakeOptimizer = Callable[[TrainerConfig, Mapping[str, nn.Parameter]], torch.optim.Optimizer]
@@ -173,3 +185,128 @@ def adamw_8bit(
     from composer_mesh.actors.models.adamw_8bit import AdamW8bit
 
     return AdamW8bit(weights.values(), trainer)
+
+
+METHODS = ("model", "optimizers", "published", "adapters")
+MODEL_PARTS = ("base_model", "get_output_embeddings", "config", "named_parameters")
+
+
+def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
+    """Return the backend that a config names; raises `CustomFunctionError`."""
+    context, section = BackendContext(config, ranks), config.trainer.backend
+    if section is None:
+        return TorchBackend(context)
+    name, made = section.import_path, check_backend(section)
+    backend = _called(name, "", lambda: made(context, **section.kwargs))
+    if not isinstance(backend, TrainerBackend):
+        told = f"it made a {type(backend).__name__} without the methods {', '.join(METHODS)}"
+        raise CustomFunctionError(name, "", f"{told}: return a backend")
+    return UsersBackend(name, backend, config.trainer.sharded, ranks)
+
+
+def check_backend(section: CustomFunction) -> Callable[..., Any]:
+    """Import a backend's class, or a function that makes one, and return it; nothing is called.
+
+    Raises `CustomFunctionError` where it takes other arguments or lacks a method.
+    """
+    found, name = load_function(section.import_path), section.import_path
+    check_signature(found, name, section.kwargs, given="context")
+    missing = [one for one in METHODS if not callable(getattr(found, one, None))]
+    if isinstance(found, type) and missing:
+        told = f"it has no method {missing[0]!r}: derive it from composer_mesh.TorchBackend"
+        raise CustomFunctionError(name, "", f"{told}, or write {', '.join(METHODS)}")
+    return found
+
+
+class UsersBackend:
+    """A backend whose results are checked, with errors that say value, bound and repair."""
+
+    def __init__(self, name: str, backend: TrainerBackend, sharded: bool, ranks: Ranks) -> None:
+        self._name, self._backend, self._sharded, self._ranks = name, backend, sharded, ranks
+
+    def model(self, folder: Path) -> Any:
+        """Return the backend's model; raises for one that the trainer cannot train."""
+        model = _called(self._name, "model", lambda: self._backend.model(folder))
+        self._check_model(model)
+        published = self.published(model)
+        for name, weight in empty_model(folder).named_parameters():
+            found = published.get(name)
+            if found is None or found.shape != weight.shape:
+                shape = "nothing" if found is None else f"shape {tuple(found.shape)}"
+                told = f"its published {name} is {shape} but has to be {tuple(weight.shape)}"
+                raise self._error("published", f"{told}: return what generators load from {folder}")
+        own = set(distinct(own_weights(model)))
+        if not self.adapters(model) and set(distinct(published)) != own:
+            told = "it publishes other tensors than the model's own and has no adapters"
+            raise self._error("adapters", f"{told}: return the trained tensors from adapters")
+        return model
+
+    def _check_model(self, model: Any) -> None:
+        missing = [part for part in MODEL_PARTS if not hasattr(model, part)]
+        if missing:
+            told = f"it returned a {type(model).__name__} without {missing[0]!r}"
+            raise self._error("model", f"{told}: return a causal LM of transformers")
+        if not any(weight.requires_grad for weight in model.parameters()):
+            told = "no parameter of its model requires a gradient"
+            raise self._error("model", f"{told}: leave some that are trained")
+        for key, asked, found in (
+            ("context_parallel", self._ranks.context, context_of(model)),
+            ("expert_parallel", self._ranks.experts, experts_of(model)),
+        ):
+            if asked is not found:
+                told = f"its model is not divided among ranks as trainer.{key} asks"
+                raise self._error("model", f"{told}: load it with super().model, or set that to 1")
+        if is_sharded(model) != self._sharded:
+            own, wanted = ("sharded", "none") if is_sharded(model) else ("whole", "fsdp2")
+            told = f"its model is {own} but the config shards it as {wanted!r}"
+            raise self._error("model", f"{told}: load it with super().model, or set sharding")
+
+    def optimizers(self, weights: Mapping[str, nn.Parameter]) -> Sequence[torch.optim.Optimizer]:
+        """Return the backend's optimizers; raises unless each weight is in one of them, once."""
+        found = _called(self._name, "optimizers", lambda: self._backend.optimizers(weights))
+        if not isinstance(found, list | tuple) or not all(
+            isinstance(one, torch.optim.Optimizer) for one in found
+        ):
+            told = f"it returned a {type(found).__name__}"
+            raise self._error("optimizers", f"{told}: return a list of torch's optimizers")
+        held = [id(one) for optimizer in found for group in optimizer.param_groups
+                for one in group["params"]]  # fmt: skip
+        for name, weight in weights.items():
+            if (count := held.count(id(weight))) != 1:
+                told = f"{name} is in {count} of its optimizers' groups but has to be in one"
+                raise self._error("optimizers", f"{told}: give them all of `weights`")
+        if len(held) != len(weights):
+            told = f"its optimizers hold {len(held)} tensors but {len(weights)} are trained"
+            raise self._error("optimizers", f"{told}: give them `weights` alone")
+        return list(found)
+
+    def published(self, model: Any) -> dict[str, Tensor]:
+        """Return the published tensors."""
+        return self._tensors("published", self._backend.published, model)
+
+    def adapters(self, model: Any) -> dict[str, Tensor]:
+        """Return the trained tensors that are not published as they are."""
+        return self._tensors("adapters", self._backend.adapters, model)
+
+    def _tensors(self, method: str, call: Callable[[Any], Any], model: Any) -> dict[str, Tensor]:
+        found = _called(self._name, method, lambda: call(model))
+        if not isinstance(found, dict) or not all(
+            isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()
+        ):
+            told = f"it returned a {type(found).__name__} that is no dict of tensors by name"
+            raise self._error(method, f"{told}: return one")
+        return found
+
+    def _error(self, method: str, problem: str) -> CustomFunctionError:
+        return CustomFunctionError(self._name, method, problem)
+
+
+def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
+    """Call into the backend; its exception becomes the cause of an error that names it."""
+    try:
+        return call()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        problem = f"it raised {type(error).__name__}: {error}"
+        raise CustomFunctionError(name, method, problem) from error

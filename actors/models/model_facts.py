@@ -26,7 +26,6 @@ from composer_mesh.actors.models.attention_calls import (
     UNTRIED,
     attention_calls,
 )
-from composer_mesh.actors.models.checkpoint_names import CheckpointNames
 from composer_mesh.actors.models.expert_parallel import expert_modules
 from composer_mesh.actors.models.expert_routing import EXPERTS, PER_TOKEN
 from composer_mesh.actors.models.language_model import (
@@ -40,7 +39,13 @@ from composer_mesh.actors.models.language_model import (
 )
 from composer_mesh.actors.models.lora import linear_layers
 from composer_mesh.actors.models.packed_attention import computes_by_sequences
-from composer_mesh.actors.models.policy import attention_of, class_for, config_of, empty_model
+from composer_mesh.actors.models.policy import (
+    CheckpointNames,
+    attention_of,
+    class_for,
+    config_of,
+    empty_model,
+)
 from composer_mesh.actors.models.probes import SPECIAL, WINDOW, probe_sequences, smallest_scale
 from composer_mesh.actors.models.sharding import decoder_layers
 from composer_mesh.losses.blocks import softcapped

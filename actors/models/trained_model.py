@@ -24,16 +24,11 @@ from composer_mesh.actors.models.expert_parallel import (
     check_has_experts,
     divide_experts,
 )
+from composer_mesh.actors.models.expert_routing import expert_sizes, intercept_routers, router_names
 from composer_mesh.actors.models.language_model import LanguageModel, layer_kinds
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
-from composer_mesh.actors.models.policy import (
-    attention_of,
-    converted,
-    empty_model,
-    load_model,
-)
+from composer_mesh.actors.models.policy import attention_of, converted, empty_model, load_model
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.routed_model import route_experts
 from composer_mesh.actors.models.sharding import (
     broadcast_into,
     decoder_layers,
@@ -44,7 +39,7 @@ from composer_mesh.actors.models.sharding import (
     shard,
 )
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.trainer import TrainerConfig
+from composer_mesh.configs.trainer import MoeConfig, TrainerConfig
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.planning.model_facts import check_heads
 from composer_mesh.planning.model_refusals import UndividedContext, UnfitModel, UnknownLayers
@@ -233,3 +228,17 @@ def _fill(model: Any, source: Any | None) -> None:
 
 def _tensors(model: Any) -> dict[str, Tensor]:
     return {**dict(model.named_buffers()), **own_weights(model)}
+
+
+def route_experts(
+    model: Any, moe: MoeConfig, dtype: torch.dtype, needed: bool, like: Callable[[], Any]
+) -> None:
+    """Intercept the routers of a mixture that computes in `dtype`, in place.
+
+    They are looked for in the model that `like` returns, which has the same modules. Where they are
+    `needed`, raises `UnsupportedRouting` if there are none.
+    """
+    float32 = moe.router_float32 and dtype != torch.float32
+    if expert_sizes(model.config) is not None and (needed or float32):
+        names = router_names(like())
+        intercept_routers(model, decoder_layers(model), names, float32, needed)

@@ -5,7 +5,7 @@
 
 It listens on 127.0.0.1 only. The base URL and the API key of an episode cannot be guessed, and both
 are needed. Requests are read and answers written on threads; sampling is on the event loop that
-started the endpoint.
+started the endpoint. Workflows see it as a `CapturedAgent` in each episode.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import hmac
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import CancelledError
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -41,6 +41,8 @@ from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.captured_turns import CapturedTrajectory
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Generation, Sample, Sampling
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.workflow import Trajectory
 
 RETRY_WAIT_S = 10.0
 """Seconds for which a request without a connection is sampled on; the client of OpenAI waits up to
@@ -95,12 +97,16 @@ class AgentEndpoint:
         self._generation, self._chat, self._vocabulary = generation, chat, vocabulary
         self._model, self._retry_wait_s = model, retry_wait_s
         self._server: _Server | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> Self:
-        """Probe the chat template and listen on a free port of 127.0.0.1."""
-        self._format = await asyncio.to_thread(CaptureFormat.of, self._chat, self._vocabulary)
-        self._server = _Server(asyncio.get_running_loop(), self._model)
-        self._server.start()
+        """Probe the chat template and listen on a free port of 127.0.0.1, unless it serves."""
+        async with self._starting:
+            if self._server is None:
+                of = CaptureFormat.of
+                self._format = await asyncio.to_thread(of, self._chat, self._vocabulary)
+                self._server = _Server(asyncio.get_running_loop(), self._model)
+                self._server.start()
         return self
 
     async def close(self) -> None:
@@ -282,3 +288,81 @@ def _models(model: str, max_context: int) -> dict[str, Any]:
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
+
+
+There = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
+"""Runs a coroutine on the worker's event loop."""
+
+
+class CapturedAgent:
+    """An agent's endpoint in one episode, opened by `async with` on a workflow's event loop."""
+
+    def __init__(self, endpoint: AgentEndpoint, sample: Sample, there: There) -> None:
+        """The endpoint is started when an agent first needs it."""
+        self._endpoint, self._sample, self._there = endpoint, sample, there
+        self._cleanup = AsyncExitStack()
+        self._opened: OpenedEpisode | None = None
+        self.base_url = self.api_key = ""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment variables that clients of OpenAI read."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
+    def trajectories(
+        self,
+        reward: float,
+        *,
+        success: bool | None = None,
+        role: str = "",
+        rewards: Mapping[str, float] | None = None,
+        session: str | None = None,
+        screened: bool = False,
+    ) -> list[Trajectory]:
+        """Return every path of the agent's requests, the longest first, with one reward for all.
+
+        With `session`, only those of requests with that header X-Session-ID, of which there may be
+        none. With `screened` nothing of them is trained.
+        """
+        if self._opened is None:
+            raise RuntimeError("the agent was not opened: use it in `async with`")
+        if failures := self._opened.failures():
+            raise failures[0]
+        captured = [one for one in self._opened.trajectories(session) if one.turns]
+        if not captured and session is None:
+            raise UnusableTask(
+                "the agent has not asked its endpoint for anything: give it base_url"
+            )
+        won = reward >= 1 if success is None else success
+        captured.sort(key=lambda one: -sum(len(turn.action_ids) for turn in one.turns))
+        return [
+            Trajectory(
+                _turns(one),
+                one.messages,
+                reward,
+                won,
+                role,
+                rewards=dict(rewards or {}),
+                screened=screened,
+            )
+            for one in captured
+        ]
+
+    async def __aenter__(self) -> Self:
+        self._opened = await self._there(self._open())
+        self.base_url, self.api_key = self._opened.base_url, self._opened.api_key
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._there(self._cleanup.aclose())
+
+    async def _open(self) -> OpenedEpisode:
+        endpoint = await self._endpoint.start()
+        opening = endpoint.episode(self._sample, self._sample.sampling)
+        return await self._cleanup.enter_async_context(opening)
+
+
+def _turns(one: CapturedTrajectory) -> list[Any]:
+    return [
+        replace(turn, trained=trained) for turn, trained in zip(one.turns, one.trained, strict=True)
+    ]

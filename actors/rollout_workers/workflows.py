@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, cast
 
-from composer_mesh.actors.rollout_workers.captured_agents import Agents, CapturedAgent
+from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint, CapturedAgent
 from composer_mesh.mesh.actor import end_this_process
 from composer_mesh.mesh.programs import TiedProgram
 from composer_mesh.mesh.supervision import SessionLost
@@ -65,7 +65,7 @@ class WorkflowPlayer:
     ) -> None:
         self._workflow, self._loop = workflow, TaskLoop()
         self._calls = Calls(self._loop.in_a_thread, limit_s)
-        self._agents = Agents(generation, chat)
+        self._agents = AgentEndpoint(generation, chat, len(chat.tokenizer))
         self._ports = generation, environments, chat, self._agents
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class EpisodeEngine:
         generation: Generation,
         environments: ScoringEnvironments,
         chat: ChatFormat,
-        agents: Agents,
+        agents: AgentEndpoint,
     ) -> None:
         """Requests are made on the event loop that is running now."""
         self._own = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ Axes: N hinted response tokens, H hidden size, V vocabulary.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.language_model import LanguageModel, logit_softcap
 from composer_mesh.actors.models.lora import adapters_off
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
+from composer_mesh.actors.models.policy import empty_model, load_model
 from composer_mesh.actors.models.sharding import distinct, local, own_weights, release
+from composer_mesh.actors.models.tokenizer import difference, load_tokenizer
 from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
+from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.teacher_weights import ema_update
 from composer_mesh.mesh.progress import made_progress
+from composer_mesh.planning.model_folder import OTHER_TOKENIZER, UnfitModelFolder
 from composer_mesh.planning.model_refusals import CappedInterpolation
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.step_plan import teacher_groups
@@ -197,3 +202,39 @@ def hinted_states(
     for _ in range(forwards - language_model.forwards):
         language_model.dummy_forward()
     return torch.cat(rows) if rows else torch.empty(0)
+
+
+def check_teacher_tokenizer(config: SdpoConfig, policy: Path) -> None:
+    """Raise `UnfitModelFolder` where the teacher's tokenizer is not that of the policy's folder.
+
+    Another model must have the policy's, as the teacher reads the student's token ids.
+    """
+    if (other := config.teacher_model) is None:
+        return
+    if why := difference(load_tokenizer(policy), load_tokenizer(other.folder)):
+        why = f"has another tokenizer, which {why}"
+        raise UnfitModelFolder(str(other.folder), why, OTHER_TOKENIZER, TEACHER_KEY)
+
+
+def load_teacher(config: SdpoConfig, policy: Path) -> Any:
+    """Load the teacher's initial weights.
+
+    Raises `UnfitModelFolder`, and `UnsupportedHead` for a head that the losses do not know.
+    """
+    if config.teacher_model is None:
+        return load_model(policy)
+    check_teacher_tokenizer(config, policy)
+    try:
+        model = load_model(config.teacher_model.folder)
+    except UnfitModelFolder as error:
+        raise error.at(TEACHER_KEY) from error
+    LanguageModel(model).check_head()
+    LanguageModel(model).check_rows()
+    return model
+
+
+def teacher_vocabulary(config: SdpoConfig, policy: Path) -> int | None:
+    """Return the rows of the policy's head, to which another model's is fitted; else None."""
+    if config.teacher_model is None:
+        return None
+    return len(empty_model(policy).get_output_embeddings().weight)

@@ -69,7 +69,7 @@ def check_custom_functions(config: Config) -> None:
         for name, channel in config.channels.items():
             make_channel(name, channel)
     if backend is not None:
-        from composer_mesh.actors.models.users_backend import check_backend
+        from composer_mesh.actors.models.backend import check_backend
 
         check_backend(backend)
 

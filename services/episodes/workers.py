@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from composer_mesh.actors.rollout_workers.lockstep import Round
-from composer_mesh.actors.rollout_workers.peers import Neighbours, Peers
+from composer_mesh.actors.rollout_workers.peers import Neighbours, Peers, Round
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.heartbeat import ActivityLog

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from composer_mesh.losses.custom_advantage import (
+from composer_mesh.losses.custom import (
     CustomFunctionError,
     check_signature,
     custom_advantages,

@@ -21,6 +21,7 @@ from composer_mesh.actors.checkpoints.state import (
     OPTIMIZER,
     WEIGHTS,
     CheckpointReader,
+    CheckpointWriter,
     TrainingState,
     random_states,
     reading,
@@ -31,7 +32,6 @@ from composer_mesh.actors.checkpoints.teacher_average import (
     read_average,
     write_average,
 )
-from composer_mesh.actors.checkpoints.writer import CheckpointWriter
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights, check_weights
 from composer_mesh.actors.models.ranks import CPU, Ranks
 

@@ -17,8 +17,7 @@ from composer_mesh.configs.advantages import CustomAdvantage
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.losses import policy
-from composer_mesh.losses.custom import LossInputs, custom_policy_loss
-from composer_mesh.losses.custom_advantage import custom_advantages
+from composer_mesh.losses.custom import LossInputs, custom_advantages, custom_policy_loss
 from composer_mesh.losses.custom_function import CustomFunctionError, check_signature, load_function
 
 GUIDE = Guide.read("losses.md")

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from in_process_calls import peers
 
 from composer_mesh.actors.engines.loop import Rounds
-from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
+from composer_mesh.actors.rollout_workers.peers import LockstepGeneration, Round
 from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Environments, EpisodePlayer, Generation, Played, Sample

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer_mesh.losses.advantages import group_advantages
-from composer_mesh.losses.custom_advantage import (
+from composer_mesh.losses.custom import (
     AdvantageInputs,
     AdvantageOutputs,
     CustomFunctionError,

@@ -18,8 +18,7 @@ from torch import Tensor
 from composer_mesh.actors.engines.vllm_weights import VllmWeights
 from composer_mesh.actors.engines.vllm_worker import HAS_HEAD
 from composer_mesh.actors.learning.learner import Learner
-from composer_mesh.actors.models.checkpoint_names import CheckpointNames
-from composer_mesh.actors.models.policy import load_model
+from composer_mesh.actors.models.policy import CheckpointNames, load_model
 from composer_mesh.actors.models.ranks import Ranks
 
 EVERY = (*MIXTURES, "qwen3", "granitemoe")

@@ -16,11 +16,11 @@ from repository import ROOT
 from step_batches import batch_of, weights_of
 
 from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.models.backend import check_backend, make_backend
 from composer_mesh.actors.models.expert_parallel import ContextGroup, ExpertGroup
 from composer_mesh.actors.models.optimizer_state import UnsupportedState
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.models.users_backend import check_backend, make_backend
 from composer_mesh.configs.base import CustomFunction
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.services.checks.accepting import check_custom_functions

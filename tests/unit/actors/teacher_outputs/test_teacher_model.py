@@ -22,8 +22,7 @@ from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
-from composer_mesh.actors.teacher_outputs.teacher_folder import load_teacher
-from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from
+from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from, load_teacher
 from composer_mesh.losses.distillation import generalized_jsd
 from composer_mesh.mesh.weights.manifest import WeightManifest, WeightsHandle
 from composer_mesh.planning.model_folder import UnfitModelFolder

@@ -13,8 +13,7 @@ from controller_world import World
 from in_process_calls import peers
 
 from composer_mesh.actors.generator import GeneratorActor
-from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
-from composer_mesh.actors.rollout_workers.peers import PooledGeneration
+from composer_mesh.actors.rollout_workers.peers import LockstepGeneration, PooledGeneration, Round
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat

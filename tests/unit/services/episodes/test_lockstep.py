@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process_calls import peers
 
-from composer_mesh.actors.rollout_workers.lockstep import LockstepGeneration, Round
+from composer_mesh.actors.rollout_workers.peers import LockstepGeneration, Round
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest
 from composer_mesh.rollouts.tasks import Episode

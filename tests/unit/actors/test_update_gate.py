@@ -11,7 +11,7 @@ import pytest
 import torch
 from step_batches import Make, batch_of, weights_of
 
-from composer_mesh.actors.models.update_gate import UpdateGate
+from composer_mesh.actors.trainer import UpdateGate
 
 PATIENCE_S = 10.0
 LONG_ENOUGH_S = 0.05
