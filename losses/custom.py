@@ -23,21 +23,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from composer_mesh.losses.custom_function import (
+    NEEDS,
+    AdvantageInputs,
+    AdvantageOutputs,
     CustomFunctionError,
     Function,
+    LossInputs,
+    LossOutputs,
     attribute,
     call_function,
     check_signature,
     load_function,
-    place_of,
-)
-from composer_mesh.losses.custom_types import (
-    NEEDS,
-    AdvantageInputs,
-    AdvantageOutputs,
-    LossInputs,
-    LossOutputs,
     loss_needs,
+    place_of,
 )
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 

@@ -21,10 +21,10 @@ from composer_mesh.actors.checkpoints.manifest import (
     MANIFEST_FILE,
     Written,
     damage,
+    quarantine,
     to_disk,
     write_manifest,
 )
-from composer_mesh.actors.checkpoints.quarantine import quarantine
 from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.open_folder import OpenFolder
 

@@ -1,10 +1,11 @@
 """The manifest of a checkpoint: each of its files with size and CRC-32.
 
 Every writer syncs its files to disk and records them; the manifest of all records is written last.
-So a folder with a manifest was complete once, and `damage` checks whether it still is. Does not
-load torch.
+So a folder with a manifest was complete once, and `damage` checks whether it still is. Damaged
+files of a run are moved into its `quarantine/`, never deleted. Does not load torch.
 """
 
+import itertools
 import json
 import os
 import zlib
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from composer_mesh.configs.regular_files import open_regular, read_regular
+from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.progress import made_progress
 
 MANIFEST_FILE = "manifest.json"
@@ -123,3 +125,19 @@ def to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+FOLDER = "quarantine"
+
+
+def quarantine(root: Path, path: Path, name: str = "") -> Path:
+    """Move a file or folder into quarantine, optionally renamed; return its new path."""
+    folder = root / FOLDER
+    with OpenFolder(root) as opened:
+        opened.make(FOLDER)
+    names = (f"{name or path.name}{f'.{n}' if n else ''}" for n in itertools.count())
+    place = next(folder / one for one in names if not (folder / one).exists())
+    path.rename(place)
+    to_disk(folder)
+    to_disk(path.parent)
+    return place

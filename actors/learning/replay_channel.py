@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from composer_mesh.actors.learning.not_finite import Part
 from composer_mesh.actors.learning.update_pass import (
     MicrobatchStates,
     TrainedChannel,
     UpdatePass,
     answer_sequences,
 )
+from composer_mesh.actors.learning.weight_update import Part
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.channels.replay.configured_loss import Sides, figures_of, preference_loss

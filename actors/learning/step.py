@@ -14,7 +14,6 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients
 from composer_mesh.actors.learning.foreign_channel import ForeignChannel
-from composer_mesh.actors.learning.not_finite import GradientNotFinite
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel
 from composer_mesh.actors.learning.running_call import RunningCall
@@ -28,7 +27,11 @@ from composer_mesh.actors.learning.update_pass import (
     answer_sequences,
     content_of,
 )
-from composer_mesh.actors.learning.weight_update import NormNotFinite, WeightUpdate
+from composer_mesh.actors.learning.weight_update import (
+    GradientNotFinite,
+    NormNotFinite,
+    WeightUpdate,
+)
 from composer_mesh.actors.models.backend import Optimizers
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel

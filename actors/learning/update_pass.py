@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients
-from composer_mesh.actors.learning.not_finite import FiniteChecks, Part
+from composer_mesh.actors.learning.weight_update import FiniteChecks, Part
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks

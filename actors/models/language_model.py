@@ -21,9 +21,8 @@ from composer_mesh.actors.models.expert_routing import (
     routers_of,
     routing_of,
 )
-from composer_mesh.actors.models.hidden_states import HiddenStates, Packed, PackedRow
+from composer_mesh.actors.models.hidden_states import HiddenStates, Packed, PackedRow, shared_states
 from composer_mesh.actors.models.probes import SCALES, error_of, probe_sequences, short_scales
-from composer_mesh.actors.models.shared_prefixes import shared_states
 from composer_mesh.actors.models.tree_masks import Chunk, Reach, attention_masks
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.losses.blocks import softcapped

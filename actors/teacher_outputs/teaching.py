@@ -26,7 +26,7 @@ from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_out
 from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.trainer import Sharing
-from composer_mesh.losses.teacher_weights import ema_update
+from composer_mesh.losses.distillation import ema_update
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, UnfitModelFolder
 from composer_mesh.planning.model_refusals import CappedInterpolation

@@ -14,7 +14,7 @@ import torch
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.weights import WeightsConfig, WeightTransport
-from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.mesh.weights.manifest import TransportUnavailable
 from composer_mesh.mesh.weights.transports import shm, torchstore
 from composer_mesh.mesh.weights.transports.disk import DiskReceiver, DiskSender
 from composer_mesh.mesh.weights.transports.port import Shape, TransportReceiver, TransportSender

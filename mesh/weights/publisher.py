@@ -16,8 +16,14 @@ from torch import Tensor
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.choice import Transport, open_sender
-from composer_mesh.mesh.weights.errors import WeightsMismatch
-from composer_mesh.mesh.weights.manifest import Layout, Part, WeightsHandle, manifest_of, own_rows
+from composer_mesh.mesh.weights.manifest import (
+    Layout,
+    Part,
+    WeightsHandle,
+    WeightsMismatch,
+    manifest_of,
+    own_rows,
+)
 from composer_mesh.mesh.weights.transports.port import (
     SLOTS,
     Shape,

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.configs.weights import WeightTransport
-from composer_mesh.losses.teacher_weights import ema_update_tensor
+from composer_mesh.losses.distillation import ema_update_tensor
 from composer_mesh.mesh.process_resources import own_gpus
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.choice import open_receiver
-from composer_mesh.mesh.weights.errors import PullAbandoned, WrongChecksum
-from composer_mesh.mesh.weights.manifest import Part, WeightManifest, WeightsHandle
+from composer_mesh.mesh.weights.manifest import (
+    Part,
+    PullAbandoned,
+    WeightManifest,
+    WeightsHandle,
+    WrongChecksum,
+)
 from composer_mesh.mesh.weights.transports.port import (
     Shape,
     TransportReceiver,

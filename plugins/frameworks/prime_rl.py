@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_mesh.channels.step import POLICY, step_loss
-from composer_mesh.losses.custom_types import LossOutputs
+from composer_mesh.losses.custom_function import LossOutputs
 from composer_mesh.losses.distillation import sampled_reverse_kl
 from composer_mesh.losses.policy import (
     PolicyLoss,

@@ -24,7 +24,7 @@ from composer_mesh.actors.checkpoints.folder import (
     CheckpointFailed,
     UnreadableCheckpoint,
 )
-from composer_mesh.actors.learning.not_finite import GradientNotFinite
+from composer_mesh.actors.learning.weight_update import GradientNotFinite
 from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.sqlite_file import StoreError
@@ -41,7 +41,7 @@ from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.mesh.weights.manifest import TransportUnavailable
 from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.chat_checks import check_chat

@@ -1,7 +1,6 @@
 """Advantages of a step's groups of finished rollouts, as configured: of rollouts or of turns.
 
 The functions are in `losses.advantages`; groups may be of unequal size, where a rollout failed.
-`turn_advantages` has those of turns.
 
 Axes: P prompts, G rollouts of the largest group, T sampled tokens of the longest rollout.
 

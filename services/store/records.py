@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_mesh.actors.checkpoints.quarantine import quarantine
+from composer_mesh.actors.checkpoints.manifest import quarantine
 from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json, pair_to_json
 from composer_mesh.rollouts.traces import Trace, TurnDivergences

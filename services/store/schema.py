@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.checkpoints.quarantine import FOLDER
+from composer_mesh.actors.checkpoints.manifest import FOLDER
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.rows import DamagedRecord

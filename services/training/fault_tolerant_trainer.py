@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint, CheckpointFailed
-from composer_mesh.actors.learning.not_finite import GradientNotFinite
+from composer_mesh.actors.learning.weight_update import GradientNotFinite
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from composer_mesh.actors.models.backend import BackendContext, TorchBackend, TrainerBackend
     from composer_mesh.channels.port import Channel, ChannelRows
     from composer_mesh.configs.base import Section
-    from composer_mesh.losses.custom_types import (
+    from composer_mesh.losses.custom_function import (
         AdvantageInputs,
         AdvantageOutputs,
         LossInputs,
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "AdvantageInputs": "losses.custom_types",
-    "AdvantageOutputs": "losses.custom_types",
+    "AdvantageInputs": "losses.custom_function",
+    "AdvantageOutputs": "losses.custom_function",
     "Agent": "tasks.workflow",
     "AgentWorkflow": "tasks.workflow",
     "BackendContext": "actors.models.backend",
@@ -72,8 +72,8 @@ _MODULES = {
     "JudgeReply": "tasks.judges",
     "Judgement": "tasks.judges",
     "JudgesSpent": "tasks.errors",
-    "LossInputs": "losses.custom_types",
-    "LossOutputs": "losses.custom_types",
+    "LossInputs": "losses.custom_function",
+    "LossOutputs": "losses.custom_function",
     "Message": "rollouts.traces",
     "Outcome": "rollouts.tasks",
     "Reply": "tasks.session",
@@ -93,7 +93,7 @@ _MODULES = {
     "Transcript": "tasks.reward",
     "Workflow": "tasks.workflow",
     "group_reward": "tasks.reward",
-    "loss_needs": "losses.custom_types",
+    "loss_needs": "losses.custom_function",
     "quoted": "tasks.judges",
     "read_rows": "tasks.rows",
     "reward": "tasks.reward",

@@ -19,7 +19,7 @@ from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.transport import SendBuffer, TransportError, read
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights, WeightsMismatch
+from composer_mesh.mesh.weights.manifest import PublisherGone, TornWeights, WeightsMismatch
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.mesh.weights.transports import shm, torchstore

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from composer_mesh.mesh.progress import made_progress
-from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights
+from composer_mesh.mesh.weights.manifest import PublisherGone, TornWeights
 from composer_mesh.mesh.weights.transports.port import (
     MARK_BYTES,
     NO_VERSION,

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from composer_mesh.mesh.weights.errors import TornWeights
-from composer_mesh.mesh.weights.manifest import Layout, Piece, WeightManifest
+from composer_mesh.mesh.weights.manifest import Layout, Piece, TornWeights, WeightManifest
 
 SLOTS = 2
 """Buffers of a publisher: one is read while the other is written."""

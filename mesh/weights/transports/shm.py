@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.mesh.machine import this_host
-from composer_mesh.mesh.weights.errors import PublisherGone, TransportUnavailable
+from composer_mesh.mesh.weights.manifest import PublisherGone, TransportUnavailable
 from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape
 
 NAME = "composer-mesh-weights"

@@ -19,7 +19,7 @@ from monarch.actor import this_proc
 from torch import Tensor
 
 from composer_mesh.mesh.progress import made_progress
-from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.mesh.weights.manifest import TransportUnavailable
 from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape
 
 CHUNK_BYTES = 16 << 20

@@ -14,7 +14,7 @@ import torch
 
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.errors import PublisherGone
+from composer_mesh.mesh.weights.manifest import PublisherGone
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 
 LONG_ENOUGH_S = 0.05

@@ -10,6 +10,7 @@ from fused_losses import BLOCKS, NORMALIZER, leaves, rows_of, tolerance, whole_j
 from torch import Tensor
 
 from composer_mesh.losses.blocks import softcapped
+from composer_mesh.losses.distillation import taid_loss
 from composer_mesh.losses.entropy import linear_entropies, token_entropies
 from composer_mesh.losses.fused import (
     linear_collision_logprobs,
@@ -21,7 +22,6 @@ from composer_mesh.losses.fused import (
 from composer_mesh.losses.logprobs import linear_logits
 from composer_mesh.losses.pair_terms import collision_logprobs
 from composer_mesh.losses.policy import token_logprobs
-from composer_mesh.losses.taid import taid_loss
 
 ROWS, HIDDEN, WORDS = 13, 6, 31
 CAP, TEACHERS_CAP = 1.5, 0.8

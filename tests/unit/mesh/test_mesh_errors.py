@@ -10,7 +10,7 @@ from composer_mesh.actors.engines.port import DecodingDeadlineExceeded, RequestA
 from composer_mesh.mesh.admin import AdminUnreachable
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, reason_of
 from composer_mesh.mesh.transport import TransportError
-from composer_mesh.mesh.weights.errors import (
+from composer_mesh.mesh.weights.manifest import (
     PublisherGone,
     TornWeights,
     TransportUnavailable,

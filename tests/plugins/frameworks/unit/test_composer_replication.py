@@ -10,7 +10,7 @@ import pytest
 import torch
 from offline_runs import ENVIRON, knowing, paid
 
-from composer_mesh.losses.taid import TaidSchedule
+from composer_mesh.losses.distillation import TaidSchedule
 from composer_mesh.plugins.frameworks import composer_replication as theirs
 from composer_mesh.plugins.frameworks.harness import compose_loss
 from composer_mesh.services.offline.options import ReplayRefused

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from composer_mesh.losses import custom_types
+from composer_mesh.losses import custom_function
+from composer_mesh.losses.jsd import sampled_reverse_kl
 from composer_mesh.losses.policy import grpo_loss, prime_rl_loss
-from composer_mesh.losses.topk import sampled_reverse_kl
 from composer_mesh.plugins.frameworks.prime_rl import TYPES, loss_fn, policy_loss, sdpo_loss
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "prime_rl.json").read_text())
@@ -38,9 +38,9 @@ def inputs(seed: int = 0, **changes: Any) -> Any:
 
 
 def test_our_types_have_its_fields_in_its_order() -> None:
-    own = [field.name for field in dataclasses.fields(custom_types.LossInputs)]
+    own = [field.name for field in dataclasses.fields(custom_function.LossInputs)]
     assert own[: len(FIELDS)] == FIELDS
-    outputs = [field.name for field in dataclasses.fields(custom_types.LossOutputs)]
+    outputs = [field.name for field in dataclasses.fields(custom_function.LossOutputs)]
     assert outputs == RECORDED["fields"]["LossOutputs"]
 
 

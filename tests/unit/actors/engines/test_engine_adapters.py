@@ -19,8 +19,7 @@ from composer_mesh.actors.engines.embedded import Engine
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.mesh.weights.errors import WeightsMismatch
-from composer_mesh.mesh.weights.manifest import Entry, WeightManifest
+from composer_mesh.mesh.weights.manifest import Entry, WeightManifest, WeightsMismatch
 
 LORA = {"rank": 4, "sync": "adapters"}
 

@@ -23,7 +23,7 @@ from step_batches import (
     weights_of,
 )
 
-from composer_mesh.actors.learning.not_finite import FiniteChecks, GradientNotFinite, Part
+from composer_mesh.actors.learning.weight_update import FiniteChecks, GradientNotFinite, Part
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PolicySample
 

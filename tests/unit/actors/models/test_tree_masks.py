@@ -11,7 +11,7 @@ from repetition import crossed
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from composer_mesh.actors.models.shared_prefixes import shared_states
+from composer_mesh.actors.models.hidden_states import shared_states
 from composer_mesh.actors.models.tree_masks import BLOCK, Chunk, Reach, Windows
 from composer_mesh.rollouts.prefix_tree import ONE_ROW, Node, PrefixTree
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, TransportError, read
-from composer_mesh.mesh.weights.errors import TornWeights, WeightsMismatch
 from composer_mesh.mesh.weights.manifest import (
     ALIGNMENT,
     Layout,
     Part,
+    TornWeights,
     WeightsHandle,
+    WeightsMismatch,
     manifest_of,
     own_rows,
 )

@@ -11,7 +11,7 @@ import torch
 
 from composer_mesh.configs.weights import WeightsConfig
 from composer_mesh.mesh.weights.choice import choose, published_dtype
-from composer_mesh.mesh.weights.errors import TransportUnavailable
+from composer_mesh.mesh.weights.manifest import TransportUnavailable
 from composer_mesh.services.run.weights_folder import settled
 
 HOST = {"name": "h", "cores": 8, "memory_gb": 64.0}

@@ -19,8 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.errors import WeightsMismatch
-from composer_mesh.mesh.weights.manifest import WeightsHandle, own_rows
+from composer_mesh.mesh.weights.manifest import WeightsHandle, WeightsMismatch, own_rows
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from weight_source import Source, numbers
 
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.errors import (
+from composer_mesh.mesh.weights.manifest import (
     PublisherGone,
     PullAbandoned,
     TornWeights,

@@ -14,7 +14,7 @@ from torch import Tensor
 from weight_source import Source, numbers
 
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.errors import PublisherGone, TornWeights, TransportUnavailable
+from composer_mesh.mesh.weights.manifest import PublisherGone, TornWeights, TransportUnavailable
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.mesh.weights.transports import shm
 from composer_mesh.mesh.weights.transports.port import check_stamps, stamp, unstamp

@@ -14,7 +14,7 @@ from composer_mesh.actors.provider.errors import ProviderServerError
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
-from composer_mesh.mesh.weights.errors import PullAbandoned
+from composer_mesh.mesh.weights.manifest import PullAbandoned
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
 

@@ -11,7 +11,7 @@ from fake_trainer import Running, batch
 from repetition import repeated
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
-from composer_mesh.actors.learning.not_finite import GradientNotFinite, NotFinite, Part
+from composer_mesh.actors.learning.weight_update import GradientNotFinite, NotFinite, Part
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 

@@ -12,8 +12,7 @@ from healing_service import Events, healing, states, until_served
 
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.mesh.weights.errors import WeightsMismatch
-from composer_mesh.mesh.weights.manifest import WeightsHandle
+from composer_mesh.mesh.weights.manifest import WeightsHandle, WeightsMismatch
 from composer_mesh.services.service import Service
 from composer_mesh.services.training.step import MeshWeightSync, StaleReceiver
 
