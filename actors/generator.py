@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint, context
 
-from composer_mesh.actors.engines.choice import make_engine
 from composer_mesh.actors.engines.loop import Answer, EngineLoop, EngineThread, Rounds
-from composer_mesh.actors.engines.port import RequestAborted
+from composer_mesh.actors.engines.port import RequestAborted, make_engine
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.weights.manifest import WeightsHandle

@@ -9,6 +9,7 @@ version it is labelled with. No threads, no messaging.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ from composer_mesh.actors.engines.port import (
     refuse_unknown_experts,
 )
 from composer_mesh.actors.models.expert_routing import choices_of, routers_of
+from composer_mesh.actors.models.lora import adapter_weights, add_adapters
+from composer_mesh.actors.models.policy import converted, load_model
+from composer_mesh.actors.models.trained_model import route_experts
+from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.device import own_device
+from composer_mesh.mesh.weights.manifest import UPDATED
 from composer_mesh.rollouts.generation import GenerationRequest
 from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
@@ -354,3 +361,21 @@ class Engine:
             self._held.move(len(self._running) - 1, row)
             self._running[row] = self._running[-1]
             self._running.pop()
+
+
+def start(config: Config, folder: Path) -> Engine:
+    """Return the embedded engine, serving the model of `folder` as version 0."""
+    dtype = getattr(torch, config.generator.dtype)
+    model = converted(load_model(folder), dtype).to(own_device())
+    if config.syncs_adapters and config.trainer.lora is not None:
+        lora = config.trainer.lora.model_copy(update={"dropout": 0.0})
+        add_adapters(model, lora, config.run.seed)
+        setattr(model.requires_grad_(False), UPDATED, set(adapter_weights(model)))
+    moe = config.trainer.moe
+    route_experts(model, moe, dtype, moe.router_replay, like=lambda: model)
+    return Engine(
+        model,
+        config.generator.max_concurrent,
+        config.policy.max_context,
+        prefix_tokens=config.generator.prefix_tokens,
+    )

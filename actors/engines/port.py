@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from composer_mesh.configs import plugins
+from composer_mesh.configs.schema import Config
 from composer_mesh.configs.worded import Worded
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
@@ -186,3 +189,12 @@ def refuse_too_long(request: GenerationRequest, length: int) -> None:
             f"{request.max_new_tokens} new tokens but a row holds {length}: raise "
             "policy.max_context or lower generator.max_new_tokens"
         )
+
+
+def make_engine(config: Config, folder: Path) -> Engine:
+    """Return the configured engine, serving the model of `folder` as version 0. Takes seconds.
+
+    Each engine is imported only where it is chosen.
+    """
+    engine: Engine = plugins.load("engines", config.generator.engine)(config, folder)
+    return engine

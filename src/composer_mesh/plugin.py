@@ -34,7 +34,7 @@ TABLE = {
         "echo": "composer_mesh.channels.echo:Echo",
     },
     "engines": {
-        "embedded": "composer_mesh.actors.engines.choice:embedded_engine",
+        "embedded": "composer_mesh.actors.engines.embedded:start",
         "vllm": "composer_mesh.actors.engines.vllm_start:start",
     },
     "launchers": {

@@ -10,8 +10,8 @@ import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
-from composer_mesh.actors.engines.choice import make_engine
 from composer_mesh.actors.engines.loop import EngineThread
+from composer_mesh.actors.engines.port import make_engine
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from model_families import family_model
 
-from composer_mesh.actors.engines.choice import make_engine
-from composer_mesh.actors.engines.port import Engine
+from composer_mesh.actors.engines.port import Engine, make_engine
 from composer_mesh.actors.models.expert_routing import (
     ExpertRouting,
     intercept_routers,

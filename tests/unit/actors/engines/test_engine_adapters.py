@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from step_batches import batch_of
 from torch import Tensor
 
-from composer_mesh.actors.engines.choice import make_engine
 from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.port import make_engine
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import load_model, save_policy
 from composer_mesh.actors.models.ranks import Ranks
