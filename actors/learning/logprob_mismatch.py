@@ -13,7 +13,6 @@ Axes: B sequences of a microbatch, T their padded length.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,35 +22,19 @@ from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT, selected
 Figures = dict[str, float]
 
 
-@dataclass
-class Sums:
-    """Sums over tokens and maxima, by name; they stay on their device until they are read."""
+Totals = dict[str, Tensor]
+"""Sums over tokens, and maxima where a name ends in "max"; on their device until they are read."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    largest: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> None:
-        """Accumulate one microbatch."""
-        for name, value in sums.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        for name, value in largest.items():
-            before = self.largest.get(name, value)
-            self.largest[name] = torch.maximum(before, value)
-
-    def on_cpu(self) -> "Sums":
-        """Return a copy on the CPU, to send to other ranks. Synchronizes with the accelerator."""
-        return Sums(
-            {name: value.cpu() for name, value in self.sums.items()},
-            {name: value.cpu() for name, value in self.largest.items()},
-        )
-
-    @classmethod
-    def joined(cls, parts: Iterable["Sums"]) -> "Sums":
-        """Return the total over all ranks."""
-        total = cls()
-        for part in parts:
-            total.add(part.sums, part.largest)
-        return total
+def accumulate(total: Totals, more: Mapping[str, Tensor]) -> None:
+    """Add the totals of a microbatch, or of a rank, in place."""
+    for name, value in more.items():
+        if name not in total:
+            total[name] = value
+        elif name.endswith("max"):
+            total[name] = torch.maximum(total[name], value)
+        else:
+            total[name] = total[name] + value
 
 
 class LogprobMismatch:
@@ -59,7 +42,7 @@ class LogprobMismatch:
 
     def __init__(self, bound: float) -> None:
         self._bound = bound
-        self.sums = Sums()
+        self.totals: Totals = {}
 
     def note(self, logprobs: Tensor, sampling: Tensor, mask: Tensor, current: Tensor) -> None:
         """Accumulate the masked tokens; `current` is True at tokens of the trained version.
@@ -72,15 +55,16 @@ class LogprobMismatch:
 
     def _note(self, prefix: str, difference: Tensor, mask: Tensor) -> None:
         size = difference.abs()
-        sums = {
+        found = {
             "tokens": mask.sum(),
             "mean": size.sum(),
             "kl_k1": -difference.sum(),
             "kl_k3": (torch.expm1(difference) - difference).sum(),
             "above": (size > self._bound).sum(),
         }
-        largest = {f"{prefix}max": size.amax()} if size.numel() else {}
-        self.sums.add({f"{prefix}{name}": value for name, value in sums.items()}, largest)
+        if size.numel():
+            found["max"] = size.amax()
+        accumulate(self.totals, {f"{prefix}{name}": value for name, value in found.items()})
 
     def note_without_replay(self, logprobs: Tensor, sampling: Tensor, mask: Tensor) -> None:
         """Accumulate the masked tokens as computed with the experts of the trainer's own choice."""
@@ -89,13 +73,17 @@ class LogprobMismatch:
     def note_weights(self, weights: Tensor, unbounded: Tensor, mask: Tensor) -> None:
         """Accumulate the correction weights of these tokens, with and without their bounds."""
         weights, unbounded = selected(weights, mask).double(), selected(unbounded, mask).double()
-        sums = {
+        found = {
             "weight/tokens": mask.sum(),
             "weight/mean": weights.sum(),
             "weight/square": weights.square().sum(),
             "weight/bounded": (weights != unbounded).sum(),
         }
-        self.sums.add(sums, {})
+        accumulate(self.totals, found)
+
+    def on_cpu(self) -> Totals:
+        """Return the totals on the CPU, to send to other ranks; waits for the accelerator."""
+        return {name: value.cpu() for name, value in self.totals.items()}
 
 
 def differences(logprobs: Tensor, sampling: Tensor, mask: Tensor) -> Tensor:
@@ -105,11 +93,18 @@ def differences(logprobs: Tensor, sampling: Tensor, mask: Tensor) -> Tensor:
     return found.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def figures(total: Sums) -> Figures:
+def figures(ranks: Iterable[Totals]) -> Figures:
     """Return the metrics `logprob_mismatch/…` of a step, without those that have no tokens."""
-    sums = {name: float(value) for name, value in total.sums.items()}
-    found = _means(sums, total, "") | _means(sums, total, "same_version/")
-    found |= _means(sums, total, "without_replay/")
+    total: Totals = {}
+    for one in ranks:
+        accumulate(total, one)
+    sums = {name: float(value) for name, value in total.items()}
+    found: Figures = {}
+    for prefix in ("", "same_version/", "without_replay/"):
+        if tokens := sums.get(f"{prefix}tokens"):
+            means = [f"{prefix}{name}" for name in ("mean", "kl_k1", "kl_k3", "above")]
+            found |= {name: sums[name] / tokens for name in means}
+            found[f"{prefix}max"] = sums[f"{prefix}max"]
     if tokens := sums.get("same_version/tokens"):
         found["same_version/tokens"] = tokens
     if tokens := sums.get("weight/tokens"):
@@ -118,12 +113,3 @@ def figures(total: Sums) -> Figures:
         found["weight/bounded"] = sums["weight/bounded"] / tokens
         found["weight/effective"] = mean**2 / square if square else 0.0
     return {f"logprob_mismatch/{name}": value for name, value in found.items()}
-
-
-def _means(sums: Mapping[str, float], total: Sums, prefix: str) -> Figures:
-    tokens = sums.get(f"{prefix}tokens")
-    if not tokens:
-        return {}
-    names = [f"{prefix}{name}" for name in ("mean", "kl_k1", "kl_k3", "above")]
-    largest = f"{prefix}max"
-    return {name: sums[name] / tokens for name in names} | {largest: float(total.largest[largest])}

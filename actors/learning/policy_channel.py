@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, Sums, figures
+from composer_mesh.actors.learning.logprob_mismatch import LogprobMismatch, figures
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel
 from composer_mesh.actors.models.hidden_states import HiddenStates
@@ -197,7 +197,7 @@ class PolicyChannel(TrainedChannel):
 
     def finish_step(self, _loss: float | None, _step: int, ranks: Ranks, /) -> Figures:
         """Return this step's metrics over all ranks: `logprob_mismatch/…`, `policy/custom/…`."""
-        measured = Sums.joined(ranks.of_shares(self._logprob_mismatch.sums.on_cpu()))
+        measured = ranks.of_shares(self._logprob_mismatch.on_cpu())
         return figures(measured) | self._custom_means(ranks)
 
     def _custom_means(self, ranks: Ranks) -> Figures:

@@ -13,7 +13,7 @@ import torch
 from step_batches import NARROW, batch_of, nearby, own_logprobs
 from torch import Tensor
 
-from composer_mesh.actors.learning.logprob_mismatch import Figures, LogprobMismatch, Sums, figures
+from composer_mesh.actors.learning.logprob_mismatch import Figures, LogprobMismatch, figures
 from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.losses.policy import sampling_weights
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
@@ -32,7 +32,7 @@ def measured(differences: Sequence[float], current: Sequence[bool] | None = None
         row([-1.0] * len(ones)),
     )
     logprob_mismatch.note(logprobs, sampling, row(ones), row(current or ones))
-    return figures(logprob_mismatch.sums)
+    return figures([logprob_mismatch.totals])
 
 
 def test_both_estimates_are_of_the_kl_from_the_sampler_to_the_trainer() -> None:
@@ -74,7 +74,7 @@ def test_what_is_no_number_is_the_largest_difference_and_yet_finite(broken: floa
 def test_what_stands_under_no_mask_does_not_count() -> None:
     logprob_mismatch, mask = LogprobMismatch(BOUND), torch.tensor([[True, False]])
     logprob_mismatch.note(row([-1.0, math.nan]), row([-1.0, 7.0]), mask, mask)
-    assert figures(logprob_mismatch.sums)["logprob_mismatch/max"] == 0
+    assert figures([logprob_mismatch.totals])["logprob_mismatch/max"] == 0
 
 
 def test_the_largest_difference_of_all_ranks_is_no_sum() -> None:
@@ -83,8 +83,8 @@ def test_the_largest_difference_of_all_ranks_is_no_sum() -> None:
         logprob_mismatch, mask = LogprobMismatch(BOUND), row([True] * len(differences)).bool()
         if differences:
             logprob_mismatch.note(row(differences), torch.zeros_like(row(differences)), mask, mask)
-        parts.append(logprob_mismatch.sums.on_cpu())
-    found = figures(Sums.joined(parts))
+        parts.append(logprob_mismatch.on_cpu())
+    found = figures(parts)
     assert found["logprob_mismatch/max"] == pytest.approx(0.7)
     assert found["logprob_mismatch/mean"] == pytest.approx(1.3 / 3)
     assert found["logprob_mismatch/same_version/tokens"] == 3
