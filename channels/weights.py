@@ -5,9 +5,7 @@ share is the norm of a channel's gradient, weighted as in the total, over the su
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_mesh.channels.step import POLICY
@@ -207,50 +205,32 @@ def bounded_factors(norms: Mapping[str, float], bounds: Bounds) -> dict[str, flo
     free = math.fsum(norm for name, norm in norms.items() if name not in bounds)
     if not bounded or not free:
         return factors
-    total = _total(free, [_Bounded(norms[name], *ends) for name, ends in bounded.items()])
+    total = _total(free, [(norms[name], *ends) for name, ends in bounded.items()])
     for name, (low, high) in bounded.items():
         norm = norms[name]
         factors[name] = min(max(norm, low * total), high * total) / norm
     return factors
 
 
-@dataclass(frozen=True)
-class _Bounded:
-    """A channel with a norm above 0 and its bounds."""
+def _total(free: float, bounded: Sequence[tuple[float, float, float]]) -> float:
+    """Solve free / T + sum of shares at T = 1, by bisection; `bounded` are norms with their bounds.
 
-    norm: float
-    low: float
-    high: float
-
-    def at(self, total: float) -> float:
-        """Return the share of a total that it has within its bounds."""
-        return min(max(self.norm / total, self.low), self.high)
-
-    @property
-    def turns(self) -> list[float]:
-        """The totals at which a bound begins to hold."""
-        return [self.norm / end for end in (self.high, self.low) if end]
-
-
-def _total(free: float, channels: list[_Bounded]) -> float:
-    """Solve free / T + sum of shares at T = 1, whose left side falls from infinity.
-
-    Between two totals at which a bound begins to hold each channel is either at a bound or free, so
-    that the solution of that piece is a division.
+    The left side falls from above 1 at T = free to the sum of the lower bounds.
     """
-    turns = sorted({turn for one in channels for turn in one.turns})
-    for low, high in pairwise([0.0, *turns, math.inf]):
-        if high < math.inf and free / high + math.fsum(one.at(high) for one in channels) > 1:
-            continue
-        inside = 2 * low + 1 if high == math.inf else (low + high) / 2
-        at_bounds, moving = 0.0, free
-        for one in channels:
-            if one.low < one.norm / inside < one.high:
-                moving += one.norm
-            else:
-                at_bounds += one.at(inside)
-        return moving / (1 - at_bounds)
-    raise AssertionError("the last piece has a solution")
+
+    def too_small(total: float) -> bool:
+        shares = (min(max(norm / total, low), high) for norm, low, high in bounded)
+        return free / total > 1 - math.fsum(shares)
+
+    below, above = free, 2 * free
+    while too_small(above):
+        below, above = above, 2 * above
+    while below < (middle := (below + above) / 2) < above:
+        if too_small(middle):
+            below = middle
+        else:
+            above = middle
+    return above
 
 
 def _check(norms: Mapping[str, float], bounds: Bounds) -> None:
