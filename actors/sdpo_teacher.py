@@ -120,7 +120,7 @@ class SDPOTeacherActor(MeshActor):
                 self.activity = "idle"
                 version = self._teacher.version
             if buffer is None:
-                raise StepOver(step)
+                raise StepOver(step + 1)
             return TeacherOutputHandle(version, view_keys(views), ticket, layout, buffer, took)
         except BaseException:
             await self._slots.release(ticket)

@@ -34,32 +34,23 @@ class RequestAborted(Worded, RuntimeError):
 
 
 class DecodingDeadlineExceeded(RequestAborted):
-    """A request that was aborted because its engine completed no step; its wait does not count."""
+    """A request for which its engine completed no step: its id, and the seconds of waiting."""
 
-    def __init__(self, request_id: str, seconds: float) -> None:
-        RuntimeError.__init__(self, request_id, seconds)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]} was aborted because its engine completed no step in "
-            f"{self.args[1]:g} s after its admission: raise run.deadline_s, or lower "
-            "generator.max_concurrent"
-        )
+    message = (
+        "{0} was aborted because its engine completed no step in {1:g} s after its admission: "
+        "raise run.deadline_s, or lower generator.max_concurrent"
+    )
 
 
 class LogitsNotFinite(RequestAborted):
-    """A request whose logits were NaN or infinite; the others of its batch are not affected."""
+    """A request whose logits were NaN or infinite, alone in its batch: its id, and the version."""
 
     failure_class: ClassVar[str] = "code"
 
-    def __init__(self, request_id: str, version: int) -> None:
-        RuntimeError.__init__(self, request_id, version)
-
-    def __str__(self) -> str:
-        return (
-            f"logits are not finite at version {self.args[1]}, in {self.args[0]}: sample from "
-            "weights that have not diverged, which a lower learning rate gives"
-        )
+    message = (
+        "logits are not finite at version {1}, in {0}: sample from weights that have not diverged, "
+        "which a lower learning rate gives"
+    )
 
 
 ResultCallback = Callable[[GenerationResult | RequestAborted], None]

@@ -26,6 +26,7 @@ from composer_mesh.actors.models.adapter_files import FOLDER, AdapterFolder
 from composer_mesh.actors.models.lora import PARTS
 from composer_mesh.actors.models.policy import Named
 from composer_mesh.configs.trainer import LoraConfig
+from composer_mesh.configs.worded import Worded
 from composer_mesh.rollouts.generation import GenerationRequest
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -36,19 +37,13 @@ Converted = Callable[[Iterable[Named]], Iterator[tuple[str, Tensor]]]
 """Makes the tensors of a checkpoint from those of the transformers model."""
 
 
-class WeightsIncomplete(ValueError):
-    """Weights that lack tensors of the served model."""
+class WeightsIncomplete(Worded, ValueError):
+    """Weights that lack tensors of the served model: their version, how many, and some names."""
 
-    def __init__(self, version: int, missing: list[str]) -> None:
-        super().__init__(version, missing)
-
-    def __str__(self) -> str:
-        version, missing = self.args
-        return (
-            f"version {version} of the weights lacks {len(missing)} tensors of the served model, "
-            f"among them {', '.join(missing[:3])}: publish every tensor of the checkpoint, because "
-            "vLLM would mix them with older ones"
-        )
+    message = (
+        "version {0} of the weights lacks {1} tensors of the served model, among them {2}: publish "
+        "every tensor of the checkpoint, because vLLM would mix them with older ones"
+    )
 
 
 class CollectiveRpc(Protocol):
@@ -107,7 +102,7 @@ class VllmWeights:
         if self._tied and self._named_head and HEAD not in seen and embedding is not None:
             yield HEAD, embedding
         if missing := sorted(self._expected - seen):
-            raise WeightsIncomplete(weights.version, missing)
+            raise WeightsIncomplete(weights.version, len(missing), ", ".join(missing[:3]))
 
 
 def write(named: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -133,19 +128,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each adapter weight, by its name in the trainer's model."""
 
 
-class AdapterRefused(ValueError):
-    """An adapter weight whose name or shape is not of the served model's adapters."""
+class AdapterRefused(Worded, ValueError):
+    """An adapter weight that the served model's adapters have not: its name, shape, and theirs."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], own: tuple[int, ...] | None) -> None:
-        super().__init__(name, shape, own)
-
-    def __str__(self) -> str:
-        name, shape, own = self.args
-        return (
-            f"{name} of shape {[*shape]} was published, but the engine's adapters have "
-            f"{'no such weight' if own is None else [*own]}: start generators and trainer with the "
-            "same trainer.lora"
-        )
+    message = (
+        "{0} of shape {1} was published, but the engine's adapters have {2}: start generators and "
+        "trainer with the same trainer.lora"
+    )
 
 
 class VllmAdapters:
@@ -177,10 +166,11 @@ class VllmAdapters:
         for (name, *_), tensor in weights.tensors():
             own = self._shapes.get(name)
             if own != tuple(tensor.shape):
-                raise AdapterRefused(name, tuple(tensor.shape), own)
+                theirs = "no such weight" if own is None else [*own]
+                raise AdapterRefused(name, [*tensor.shape], theirs)
             given[name] = tensor
         if missing := sorted(self._shapes.keys() - given):
-            raise WeightsIncomplete(weights.version, missing)
+            raise WeightsIncomplete(weights.version, len(missing), ", ".join(missing[:3]))
         self._load(given)
 
     def _load(self, given: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_mesh.configs.worded import Worded
+
 if TYPE_CHECKING:  # settings name the class before anything imports torch
     from torch import Tensor
 
@@ -19,19 +21,14 @@ NOTE_EXPERTS, CHOSEN_EXPERTS = "note_experts", "chosen_experts"
 EXTENSION = f"{__name__}.PolicyWorker"
 
 
-class WeightsNotTaken(RuntimeError):
-    """Layers of the served model kept their weights through an update."""
+class WeightsNotTaken(Worded, RuntimeError):
+    """Layers kept their weights through an update: how many, of which model, and some names."""
 
-    def __init__(self, model: str, layers: list[str]) -> None:
-        super().__init__(model, layers)
-
-    def __str__(self) -> str:
-        model, layers = self.args
-        return (
-            f"vLLM took no new weights for {len(layers)} layers of {model}, among them "
-            f"{', '.join(layers[:3])}: it cannot update this model in place, so serve it with "
-            "another version of vLLM, or set generator.engine to 'embedded'"
-        )
+    message = (
+        "vLLM took no new weights for {0} layers of {1}, among them {2}: it cannot update this "
+        "model in place, so serve it with another version of vLLM, or set generator.engine to "
+        "'embedded'"
+    )
 
 
 class PolicyWorker:
@@ -87,7 +84,7 @@ class PolicyWorker:
             initialize_layerwise_reload(model)
             model.load_weights(weights)
             if kept := _layers_without_new_weights(model):
-                raise WeightsNotTaken(type(model).__name__, kept)
+                raise WeightsNotTaken(len(kept), type(model).__name__, ", ".join(kept[:3]))
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         notes = getattr(self, "router_notes", None)
         if notes is not None:

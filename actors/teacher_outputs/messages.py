@@ -59,14 +59,10 @@ class WrongViews(Worded, RuntimeError):
     message = "the SDPO signal for {0} is about {2}, not {1}: plan both from one batch"
 
 
-class StepOver(RuntimeError):
-    """A teacher output was requested for a step that has ended."""
+class StepOver(Worded, RuntimeError):
+    """A teacher output was requested for a step that has ended: its number, from 1 on."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-
-    def __str__(self) -> str:
-        return f"step {self.args[0] + 1} is over: nobody needs its signal any more"
+    message = "step {0} is over: nobody needs its signal any more"
 
 
 @dataclass(frozen=True)
@@ -248,7 +244,7 @@ class SlotPool:
 
             await self._freed.wait_for(lambda: over() or len(self._held) < len(self._buffers))
             if over():
-                raise StepOver(step)
+                raise StepOver(step + 1)
             slot = min(set(range(len(self._buffers))) - set(self._held.values()))
             self._tickets += 1
             self._held[self._tickets] = slot

@@ -299,13 +299,13 @@ class MeshSource:
         async with self._begun:
             await self._begun.wait_for(lambda: self._step >= step)
             if self._step > step:
-                raise StepOver(step)
+                raise StepOver(step + 1)
             return self._output_buffer
 
     def _check_current(self, output_buffer: TeacherOutputBuffer, step: int) -> None:
         """Raise `StepOver` if the next step began during a wait."""
         if output_buffer is not self._output_buffer:
-            raise StepOver(step)
+            raise StepOver(step + 1)
 
     def _pair_with_head(self, microbatch: int) -> None:
         """Record the head present when states arrive: a replaced teacher may bring another one."""

@@ -115,6 +115,8 @@ def test_files_hold_what_fits_and_views_of_larger_memory_alone(tmp_path: Path) -
         assert torch.equal(found[0], tensor)
 
 
-@pytest.mark.parametrize("error", [WeightsIncomplete(6, [Q, K]), WeightsNotTaken("Model", [Q, K])])
+@pytest.mark.parametrize(
+    "error", [WeightsIncomplete(6, 2, f"{Q}, {K}"), WeightsNotTaken(2, "Model", Q)]
+)
 def test_the_errors_of_weights_travel(error: Exception) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
