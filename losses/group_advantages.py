@@ -60,12 +60,9 @@ def group_advantages(
     """
     check_choice("kind", kind, ("group_std", "group_mean"))
     check_choice("std", std, ("unbiased", "population"))
-    check_choice("singleton", singleton, ("zero", "raw"))
     by = scale or _SCALE_OF[kind]
     check_choice("scale", by, ("group", "batch", "none"))
     values, present = select(rewards, present)
-    if values.numel() == 0:
-        return values
     centred = centre(values, present, singleton)
     if by == "none":
         return centred
@@ -91,10 +88,7 @@ def rloo_advantages(
     `compute_rloo_outcome_advantage` does, "zero" gives 0, as TRL's `RLOOTrainer` and verl's
     vectorized form do.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     values, present = select(rewards, present)
-    if values.numel() == 0:
-        return values
     # In the dtype of the rewards: a quotient of two counts would be float32.
     count = present.sum(-1, keepdim=True, dtype=values.dtype)
     leave_one_out = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
@@ -113,8 +107,6 @@ def max_rl_advantages(
     rewards and a group of one. Source: prime-rl `MaxRLAlgorithm.score_group`.
     """
     values, present = select(rewards, present)
-    if values.numel() == 0:
-        return values
     mean = _mean(values, present)
     scores = centre(values, present, "zero") / torch.where(mean > 0, mean, 1.0)
     return torch.where(mean > 0, scores, 0.0)
@@ -135,10 +127,7 @@ def opo_advantages(
     group of one keeps its reward, as in verl; "zero" makes it 0. A group without a token has the
     plain mean. Source: verl `compute_opo_outcome_advantage`.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     values, present = select(rewards, present)
-    if values.numel() == 0:
-        return values
     sizes = torch.where(present, lengths.detach().to(values.dtype), 0.0)
     weights = torch.where(sizes.sum(-1, keepdim=True) > 0, sizes, present.to(values.dtype))
     centred = centre(values, present, singleton)
@@ -161,10 +150,7 @@ def gpg_advantages(
     loss is `reinforce_loss`. Pass the whole batch. A group of one keeps its reward, as in verl;
     "zero" makes it 0. Source: verl `compute_gpg_outcome_advantage` with f_norm 1.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     values, present = select(rewards, present)
-    if values.numel() == 0:
-        return values
     # In the dtype of the rewards: a quotient of two counts would be float32.
     rewarded = (values != 0).sum(dtype=values.dtype).clamp(min=1)
     return centre(values, present, singleton) * (present.sum() / rewarded)
@@ -187,6 +173,9 @@ def centre(
     values: Float[Tensor, "*B G"], present: Bool[Tensor, "*B G"], singleton: Singleton
 ) -> Float[Tensor, "*B G"]:
     """Return rewards less their group's mean: exactly 0 for equal and absent ones."""
+    check_choice("singleton", singleton, ("zero", "raw"))
+    if values.numel() == 0:
+        return values
     # The rounded mean of equal numbers may differ from them, which 1 / eps would amplify.
     highest = torch.where(present, values, -torch.inf).amax(-1, keepdim=True)
     lowest = torch.where(present, values, torch.inf).amin(-1, keepdim=True)
@@ -221,7 +210,6 @@ def reinforce_plus_plus_baseline_advantages(
     fewer than two tokens give 0, where verl raises. An absent rollout counts neither in its group
     nor in the whitening. Source: verl `compute_reinforce_plus_plus_baseline_outcome_advantage`.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     values, present = select(rewards, present)
     if mask.numel() == 0:
         return values.unsqueeze(-1).expand_as(mask)
