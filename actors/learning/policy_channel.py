@@ -24,14 +24,13 @@ from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
 from composer_mesh.channels.policy.configured_loss import (
-    Corrected,
     Tokens,
     correction_weights,
     policy_loss,
 )
 from composer_mesh.channels.step import POLICY, Figures
 from composer_mesh.configs import losses as configs
-from composer_mesh.configs.loss_options import TokenLoss
+from composer_mesh.configs.loss_options import CorrectedLoss, TokenLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (
     LossInputs,
@@ -163,7 +162,7 @@ class PolicyChannel(TrainedChannel):
     def needs_start(self, updates: int) -> bool:
         """Whether so many updates of a step need the log-probs or entropies of its start."""
         loss = self._loss
-        if isinstance(loss, Corrected):
+        if isinstance(loss, CorrectedLoss):
             chosen = isinstance(loss, TokenLoss) and loss.top_entropy_quantile < 1
             return chosen or (updates > 1 and loss.correction != "none")
         return isinstance(loss, configs.DecoupledPpoLoss) and updates > 1

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_mesh.configs import losses as configs
+from composer_mesh.configs.loss_options import CorrectedLoss, RatioLoss
 from composer_mesh.losses.policy import (
     PolicyLoss,
     Rejection,
@@ -30,23 +31,20 @@ from composer_mesh.losses.policy import (
     vespo_loss,
 )
 
-Loss = Callable[..., PolicyLoss]
-RatioLoss = (
-    configs.GrpoLoss | configs.CispoLoss | configs.SapoLoss | configs.GmpoLoss | configs.VespoLoss
-)
-"""Losses on a ratio, which is relative to the trainer's own log-probs if a correction applies."""
-RATIO_LOSSES: dict[str, Loss] = {
+LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "grpo": grpo_loss,
     "cispo": cispo_loss,
     "sapo": sapo_loss,
     "gmpo": gmpo_loss,
     "vespo": vespo_loss,
+    "prime_rl": prime_rl_loss,
+    "prime_rl_ipo": prime_rl_ipo_loss,
+    "dppo": dppo_loss,
 }
+"""Losses on the ratio of the policy to an older one."""
 OF_THE_CHANNEL = {"type", "entropy_coef", "off_policy_threshold", "top_entropy_quantile"}
 OF_THE_CHANNEL |= {"correction", "correction_maximum", "correction_minimum"}
 """Config keys that are not keyword arguments of the loss function."""
-Corrected = RatioLoss | configs.ReinforceLoss
-"""Losses whose terms may be weighted by the trainer / generator ratio."""
 
 
 @dataclass(frozen=True)
@@ -72,38 +70,34 @@ class Tokens:
 def policy_loss(
     loss: configs.LossConfig, tokens: Tokens, normalizer: int, weights: Tensor | None
 ) -> PolicyLoss:
-    """Compute the loss of a config section, with the given correction weights."""
-    now, then, advantages, mask = tokens.logprobs, tokens.sampling, tokens.advantages, tokens.mask
-    options = _options(loss) | {"normalizer": normalizer}
-    match loss:
-        case configs.GrpoLoss() | configs.CispoLoss() | configs.SapoLoss():
-            options |= {"reference_logprobs": tokens.reference}
-            return _ratio_loss(loss, tokens, options, weights, loss.off_policy_threshold)
-        case configs.GmpoLoss() | configs.VespoLoss():
-            return _ratio_loss(loss, tokens, options, weights)
-        case configs.PrimeRlLoss():
-            return prime_rl_loss(
-                now, then, advantages, mask, reference_logprobs=tokens.reference, **options
-            )
-        case configs.PrimeRlIpoLoss():
-            return prime_rl_ipo_loss(now, then, advantages, mask, **options)
-        case configs.DppoLoss():
-            return dppo_loss(now, then, advantages, mask, **options)
-        case configs.DecoupledPpoLoss():
-            # The proximal policy is that of the step's start.
-            options |= {"rejection": Rejection(**loss.rejection.model_dump())}
-            return decoupled_ppo_loss(now, tokens.start, then, advantages, mask, **options)
-        case configs.ReinforceLoss():
-            weights = _product(weights, tokens.chosen)
-            return reinforce_loss(now, advantages, mask, sampling_weights=weights, **options)
-    raise AssertionError(f"the config has a loss that nobody computes: {loss.type}")
+    """Compute the loss of a config section, with the given correction weights.
+
+    A ratio is relative to the trainer's own log-probs if a correction applies.
+    """
+    now, old, rest = tokens.logprobs, tokens.sampling, (tokens.advantages, tokens.mask)
+    options: dict[str, Any] = loss.model_dump(exclude=OF_THE_CHANNEL) | {"normalizer": normalizer}
+    if isinstance(loss, CorrectedLoss):
+        old = tokens.sampling if weights is None else tokens.start
+        if isinstance(loss, RatioLoss) and (threshold := loss.off_policy_threshold) is not None:
+            kept = off_policy_weights(now, tokens.sampling, *rest, threshold=threshold)
+            weights = _product(weights, kept)
+        options["sampling_weights"] = _product(weights, tokens.chosen)
+    if isinstance(loss, RatioLoss | configs.PrimeRlLoss):
+        options["reference_logprobs"] = tokens.reference
+    if isinstance(loss, configs.ReinforceLoss):
+        return reinforce_loss(now, *rest, **options)
+    if isinstance(loss, configs.DecoupledPpoLoss):
+        # The proximal policy is that of the step's start.
+        options["rejection"] = Rejection(**loss.rejection.model_dump())
+        return decoupled_ppo_loss(now, tokens.start, old, *rest, **options)
+    return LOSSES[loss.type](now, old, *rest, **options)
 
 
 def correction_weights(
     loss: configs.LossConfig, tokens: Tokens, *, bounded: bool = True
 ) -> Tensor | None:
     """Return trainer / generator weights [B, T - 1]; None where a loss has no correction."""
-    if not isinstance(loss, Corrected) or loss.correction == "none":
+    if not isinstance(loss, CorrectedLoss) or loss.correction == "none":
         return None
     return sampling_weights(
         tokens.start,
@@ -115,41 +109,8 @@ def correction_weights(
     )
 
 
-def _ratio_loss(
-    loss: RatioLoss,
-    tokens: Tokens,
-    options: dict[str, Any],
-    weights: Tensor | None,
-    off_policy_threshold: float | None = None,
-) -> PolicyLoss:
-    old = tokens.sampling if weights is None else tokens.start
-    if off_policy_threshold is not None:
-        kept = off_policy_weights(
-            tokens.logprobs,
-            tokens.sampling,
-            tokens.advantages,
-            tokens.mask,
-            threshold=off_policy_threshold,
-        )
-        weights = _product(weights, kept)
-    weights = _product(weights, tokens.chosen)
-    return RATIO_LOSSES[loss.type](
-        tokens.logprobs,
-        old,
-        tokens.advantages,
-        tokens.mask,
-        sampling_weights=weights,
-        **options,
-    )
-
-
 def _product(weights: Tensor | None, others: Tensor | None) -> Tensor | None:
     """Return the product of weights of tokens, where None are ones."""
     if weights is None or others is None:
         return others if weights is None else weights
     return weights * others
-
-
-def _options(loss: configs.LossConfig) -> dict[str, Any]:
-    """Return the section's keys that are keyword arguments of the loss function."""
-    return loss.model_dump(exclude=OF_THE_CHANNEL)
