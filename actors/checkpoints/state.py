@@ -118,35 +118,30 @@ class CheckpointReader:
 
     def of(self, kind: str) -> "KeptTensors":
         """Return the checkpoint's tensors of a kind."""
-        return KeptTensors(self, kind)
-
-    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of a kind's tensors, by their names without the prefix."""
-        return {
-            name.removeprefix(kind): shape
-            for name, shape in self._shards.shapes().items()
-            if name.startswith(kind)
-        }
-
-    def read(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Fill a kind's tensors in place: complete ones, or this rank's rows of sharded ones."""
-        if tensors:
-            with reading(self.folder):
-                self._shards.read({kind + name: tensor for name, tensor in tensors.items()})
+        return KeptTensors(self.folder, self._shards, kind)
 
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """The tensors of a kind in a checkpoint; methods as in `CheckpointReader`."""
+    """The tensors of a kind in a checkpoint, by their names without its prefix."""
 
-    _reader: CheckpointReader
+    _folder: Path
+    _shards: Any
     _kind: str
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._reader.shapes(self._kind)
+        """Return the full shapes of the tensors."""
+        return {
+            name.removeprefix(self._kind): shape
+            for name, shape in self._shards.shapes().items()
+            if name.startswith(self._kind)
+        }
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        self._reader.read(self._kind, tensors)
+        """Fill tensors in place: complete ones, or this rank's rows of sharded ones."""
+        if tensors:
+            with reading(self._folder):
+                self._shards.read({self._kind + name: one for name, one in tensors.items()})
 
 
 def without_ranks() -> None:
@@ -257,7 +252,7 @@ class CheckpointWriter:
             name.removeprefix(WEIGHTS): torch.empty(one.shape, dtype=one.dtype)
             for name, one in copied.items()
         }
-        CheckpointReader(folder).read(WEIGHTS, found)
+        CheckpointReader(folder).of(WEIGHTS).read(found)
         return found
 
     def _own(self, folder: Path) -> list[Path]:

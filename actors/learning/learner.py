@@ -222,8 +222,9 @@ class Learner:
         adapters = self._backend.adapters(self.model)
         if not adapters:
             weights = distinct(own_weights(self.model))
-            check_weights(weights, found.shapes(WEIGHTS))
-            found.read(WEIGHTS, weights)
+            kept = found.of(WEIGHTS)
+            check_weights(weights, kept.shapes())
+            kept.read(weights)
         else:
             restore_adapters(adapters, found.of(ADAPTERS))
         with reading(checkpoint):

@@ -60,8 +60,8 @@ def resume(root: Path) -> str:
         return "damaged" if aside else "gone"
     reader = CheckpointReader(found.folder)
     tensors = {name: torch.zeros_like(one) for name, one in WEIGHT.items()}
-    reader.read(WEIGHTS, tensors)
-    reader.read(OPTIMIZER, {"a/step": torch.zeros(())})
+    reader.of(WEIGHTS).read(tensors)
+    reader.of(OPTIMIZER).read({"a/step": torch.zeros(())})
     with reading(found.folder):
         restore_random_states(reader.rng[0], CPU)
     average = read_average(found.folder / AVERAGE_FILE)

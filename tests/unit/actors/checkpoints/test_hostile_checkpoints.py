@@ -131,10 +131,10 @@ def test_metadata_that_is_swapped_between_two_reads_runs_nothing(
     marker = tmp_path / "attacked"
     reader = CheckpointReader(checkpoint)
     as_before(checkpoint, marker)
-    tensors = {name: torch.zeros(shape) for name, shape in reader.shapes(WEIGHTS).items()}
+    tensors = {name: torch.zeros(shape) for name, shape in reader.of(WEIGHTS).shapes().items()}
     with watched() as names:
-        reader.read(WEIGHTS, tensors)
-        CheckpointReader(checkpoint).read(WEIGHTS, tensors)
+        reader.of(WEIGHTS).read(tensors)
+        CheckpointReader(checkpoint).of(WEIGHTS).read(tensors)
     assert (names, marker.exists()) == ([], False)
     assert any(tensor.abs().sum() for tensor in tensors.values())
 
@@ -170,10 +170,10 @@ def test_a_shard_that_is_swapped_after_its_header_was_read_runs_nothing(
 ) -> None:
     marker = tmp_path / "attacked"
     reader = CheckpointReader(checkpoint)
-    tensors = {name: torch.zeros(shape) for name, shape in reader.shapes(WEIGHTS).items()}
+    tensors = {name: torch.zeros(shape) for name, shape in reader.of(WEIGHTS).shapes().items()}
     torch.save(Attack(marker), shard(checkpoint))
     with watched() as names, pytest.raises(UnreadableCheckpoint, match="SafetensorError"):
-        reader.read(WEIGHTS, tensors)
+        reader.of(WEIGHTS).read(tensors)
     assert (names, marker.exists()) == ([], False)
 
 
