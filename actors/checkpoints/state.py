@@ -1,7 +1,7 @@
 """The training state of a checkpoint, and one rank's part in writing it.
 
-    state/shard-*.safetensors   each rank's part of every tensor, with names and layout
-    training.json               version, TAID's position, RNG states of each rank
+    state/shard-00001-model-00001-of-00001.safetensors ...   the part of the first rank
+    training.json   version, TAID's position, RNG states of each rank
 
 A run resumed from it computes the same weights as an uninterrupted one. Any number of ranks,
 sharded or not, can resume from what any other number has written. Checkpoint folders are handled in
@@ -10,6 +10,10 @@ sharded or not, can resume from what any other number has written. Checkpoint fo
     copy    blocks training, no gathering: each tensor of this rank into a reused staging buffer
     write   in another thread: shards, training.json and, on the first rank, a model folder
 
+Shards are written by `torch.distributed.checkpoint`. Each file's header says which rows of which
+tensors it holds. There is no other metadata, and no file of a checkpoint is ever unpickled, neither
+when it is written nor when it is read. Importing this module takes a second, for torch's.
+
 Random-number-generator states are Python's, NumPy's and torch's, as JSON. Dropout of adapters and
 custom functions draw random numbers; the losses here do not. For NumPy this covers the global
 functions, not generators that a custom function creates.
@@ -17,6 +21,7 @@ functions, not generators that a custom function creates.
 
 import base64
 import json
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +32,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composer_mesh.actors.checkpoints.folder import CheckpointFailed, UnreadableCheckpoint
 from composer_mesh.actors.checkpoints.manifest import Written, written
@@ -36,7 +49,7 @@ from composer_mesh.actors.models.lora import OtherAdapters
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
-from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.configs.regular_files import open_regular, read_regular
 from composer_mesh.mesh.progress import made_progress
 
 
@@ -111,8 +124,6 @@ class CheckpointReader:
         without_ranks()
         self.folder = folder
         with reading(folder):
-            from composer_mesh.actors.checkpoints.shards import ShardReader
-
             self.version, self.figures, self.rng = _figures(folder / TRAINING_FILE)
             self._shards = ShardReader(folder / SHARDS)
 
@@ -155,8 +166,6 @@ def reading(folder: Path) -> Iterator[None]:
 
     A checkpoint of another policy is not unreadable; its errors stay.
     """
-    from composer_mesh.actors.checkpoints.shards import UNREADABLE
-
     try:
         yield
     except (UnreadableCheckpoint, StateOfOtherWeights, OtherAdapters):
@@ -218,8 +227,6 @@ class CheckpointWriter:
 
         With `export`, the first rank also writes a model folder. Raises `CheckpointFailed`.
         """
-        from composer_mesh.actors.checkpoints.shards import UNWRITABLE
-
         state = self._copied
         if state is None:
             raise RuntimeError("write comes after copy, and there was none")
@@ -237,8 +244,6 @@ class CheckpointWriter:
             raise CheckpointFailed(str(folder), cause_of(error)) from error
 
     def _write_shards(self, state: TrainingState, folder: Path) -> None:
-        from composer_mesh.actors.checkpoints.shards import write_shards
-
         if self._ranks.size == 1:
             without_ranks()
         write_shards(folder, state.tensors, None if self._ranks.size == 1 else self._ranks.beside)
@@ -260,8 +265,6 @@ class CheckpointWriter:
 
         A teacher's own process writes its average into the same draft at the same time.
         """
-        from composer_mesh.actors.checkpoints.shards import shard_files
-
         own = shard_files(folder / SHARDS, self._ranks.rank)
         if self._ranks.rank:
             return own
@@ -274,3 +277,106 @@ def _of_kind(state: TrainingState, kind: str) -> dict[str, Tensor]:
     """Return the tensors of a kind that are complete on every rank, such as adapters."""
     own = {name: one for name, one in state.tensors.items() if name.startswith(kind)}
     return {name.removeprefix(kind): local(one) for name, one in own.items()}
+
+
+FILE_BYTES = 1 << 30
+"""Bytes of a file, unless one tensor alone has more; a file is built in memory."""
+
+UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+    *(AssertionError, ArithmeticError, SafetensorError, CheckpointException),
+)
+"""Errors that unreadable or damaged files raise."""
+
+UNWRITABLE = (OSError, RuntimeError, SafetensorError, CheckpointException)
+"""Errors of a disk that is full or gone."""
+
+
+class TensorsOnly(dcp.DefaultLoadPlanner):
+    """torch's load planner, without the values that torch would unpickle."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        del value
+        name = read_item.dest_index.fqn
+        raise ValueError(f"{name} is no tensor: a checkpoint holds only tensors")
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        made_progress(f"{read_item.dest_index.fqn} of a checkpoint")
+
+
+class ReportedSave(dcp.DefaultSavePlanner):
+    """torch's save planner, which reports each tensor that is handed to a file."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        made_progress(f"{write_item.index.fqn} for a checkpoint")
+        return found
+
+
+class ShardReader(HuggingFaceStorageReader):
+    """torch's reader of safetensors; it reads the headers once, and checks them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(path=str(folder))
+        _check_files(folder)
+        self._metadata = super().read_metadata()
+        for name, about in self._metadata.state_dict_metadata.items():
+            _check_rows(name, about)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the full shape of every tensor."""
+        found = self._metadata.state_dict_metadata
+        return {name: tuple(about.size) for name, about in found.items()}
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place: complete ones, or this rank's rows of sharded ones."""
+        dcp.load(dict(tensors), storage_reader=self, planner=TensorsOnly(), no_dist=True)
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+    """Write this rank's part of the tensors; collective over `group`, None for a single rank."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    writer = HuggingFaceStorageWriter(str(folder), _files(whole), save_distributed=True)
+    dcp.save(
+        whole,
+        storage_writer=writer,
+        planner=ReportedSave(),
+        process_group=group,
+        no_dist=group is None,
+    )
+
+
+def shard_files(folder: Path, rank: int) -> list[Path]:
+    """Return the files that a rank has written."""
+    return list(folder.glob(f"shard-{rank + 1:05d}-*"))
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of each tensor's file, the same on every rank."""
+    number, held = 1, 0
+    found: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if held and held + size > FILE_BYTES:
+            number, held = number + 1, 0
+        held += size
+        found[name] = number
+    return found
+
+
+def _check_files(folder: Path) -> None:
+    for path in folder.iterdir():
+        open_regular(path).close()
+
+
+def _check_rows(name: str, about: Any) -> None:
+    """Refuse a tensor of which some part is in no file, or in several."""
+    if not isinstance(about, TensorStorageMetadata):
+        raise ValueError(f"{name} is no tensor: a checkpoint holds only tensors")
+    held = sum(math.prod(chunk.sizes) for chunk in about.chunks)
+    if held != math.prod(about.size):
+        raise ValueError(f"the files hold {held} numbers of {name}, whose shape is {[*about.size]}")

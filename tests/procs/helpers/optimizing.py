@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
 import optimizer_runs as runs
 
-from composer_mesh.actors.checkpoints.shards import ShardReader, write_shards
+from composer_mesh.actors.checkpoints.state import ShardReader, write_shards
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.backend import optimizers_of
 from composer_mesh.actors.models.ranks import Ranks

@@ -26,12 +26,12 @@ from composer_mesh.actors.checkpoints.folder import (
     newest_whole,
 )
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, damage
-from composer_mesh.actors.checkpoints.shards import TensorsOnly
 from composer_mesh.actors.checkpoints.state import (
     SHARDS,
     TRAINING_FILE,
     WEIGHTS,
     CheckpointReader,
+    TensorsOnly,
     without_ranks,
 )
 from composer_mesh.actors.learning.learner import Learner
