@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from composer_mesh.actors.models.tokenizer import (
     PANIC,
     BackendTokenizer,
+    WrappedTokenizer,
     chat_settings,
     load_tokenizer,
 )
@@ -33,7 +34,6 @@ from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError, Tokenizer
 from composer_mesh.rollouts.chat_template import PinnedDate
-from composer_mesh.rollouts.control_tokens import AddedToken
 from composer_mesh.rollouts.traces import Message
 
 PROGRAM = "composer_mesh.actors.models.template_program"
@@ -152,12 +152,12 @@ def _panics_as_errors() -> Iterator[None]:
         raise ChatTemplateError(f"the tokenizer fails on a text ({error}): {_REPAIR}") from error
 
 
-class BoundedTokenizer:
+class BoundedTokenizer(WrappedTokenizer):
     """A tokenizer of this process whose chat template is rendered in another one."""
 
     def __init__(self, tokenizer: Tokenizer, templates: TemplateProcess) -> None:
-        self._tokenizer, self._templates = tokenizer, templates
-        self.eos_token = tokenizer.eos_token
+        super().__init__(tokenizer)
+        self._templates = templates
 
     def apply_chat_template(
         self, messages: list[Message], *, strftime_now: PinnedDate | None = None, **options: Any
@@ -167,25 +167,11 @@ class BoundedTokenizer:
 
     def encode(self, text: str, **options: Any) -> list[int]:
         with _panics_as_errors():
-            return self._tokenizer.encode(text, **options)
+            return list(self._tokenizer.encode(text, **options))
 
     def decode(self, ids: list[int], **options: Any) -> str:
         with _panics_as_errors():
-            return self._tokenizer.decode(ids, **options)
-
-    @property
-    def chat_template(self) -> Any:
-        return self._tokenizer.chat_template
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
-        return self._tokenizer.added_tokens_decoder
-
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
-    def convert_tokens_to_ids(self, token: str) -> int:
-        return self._tokenizer.convert_tokens_to_ids(token)
+            return str(self._tokenizer.decode(ids, **options))
 
 
 @asynccontextmanager
