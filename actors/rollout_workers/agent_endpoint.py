@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -59,26 +59,6 @@ APIS: dict[str, ReadRequest] = {
 RETRY_HEADER = "x-stainless-retry-count"
 SESSION_HEADER = "x-session-id"
 LONGEST_SESSION = 256
-
-
-@dataclass(frozen=True)
-class OpenedEpisode:
-    """An episode that an agent can reach by its base URL and API key."""
-
-    base_url: str
-    api_key: str = field(repr=False)
-    _episode: AgentEpisode = field(repr=False)
-
-    def trajectories(self, session: str | None = None) -> list[CapturedTrajectory]:
-        """Return what the agent sampled and received, also after the episode has ended.
-
-        With `session`, only what was asked for with that header X-Session-ID.
-        """
-        return self._episode.trajectories(session)
-
-    def failures(self) -> list[Exception]:
-        """Return the errors of generation at requests that no retry has answered."""
-        return self._episode.failures()
 
 
 class AgentEndpoint:
@@ -122,7 +102,7 @@ class AgentEndpoint:
         await self.close()
 
     @asynccontextmanager
-    async def episode(self, sample: Sample, sampling: Sampling) -> AsyncIterator[OpenedEpisode]:
+    async def episode(self, sample: Sample, sampling: Sampling) -> AsyncIterator[AgentEpisode]:
         """Serve one attempt at a sample until the context ends, which ends its requests.
 
         Every answer is sampled with `sampling`, whatever a request asks for.
@@ -131,10 +111,11 @@ class AgentEndpoint:
         if server is None:
             raise RuntimeError("the endpoint does not serve: call start first")
         episode = AgentEpisode(self._format, self._generation, sample, sampling, self._retry_wait_s)
-        token, key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        server.episodes[token] = (episode, key)
+        token, episode.api_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        episode.base_url = f"{server.origin}/e/{token}/v1"
+        server.episodes[token] = episode
         try:
-            yield OpenedEpisode(f"{server.origin}/e/{token}/v1", key, episode)
+            yield episode
         finally:
             server.end(token)
             await episode.close()
@@ -143,7 +124,7 @@ class AgentEndpoint:
 class _Server(JsonServer):
     def __init__(self, loop: asyncio.AbstractEventLoop, model: str) -> None:
         self.loop, self.model = loop, model
-        self.episodes: dict[str, tuple[AgentEpisode, str]] = {}
+        self.episodes: dict[str, AgentEpisode] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         super().__init__(_Handler, (LOOPBACK, 0))
 
@@ -170,9 +151,9 @@ class _Handler(JsonHandler):
             if self.server.has_ended(token):
                 raise _ended()
             raise Refusal(HTTPStatus.NOT_FOUND, "no such episode", "episode_not_found")
-        self.episode, key = self.server.episodes[token]
+        self.episode = self.server.episodes[token]
         given = self.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        if not hmac.compare_digest(given, f"Bearer {self.episode.api_key}".encode()):
             raise Refusal(
                 HTTPStatus.UNAUTHORIZED, "send the API key of the episode", "invalid_api_key"
             )
@@ -301,7 +282,7 @@ class CapturedAgent:
         """The endpoint is started when an agent first needs it."""
         self._endpoint, self._sample, self._there = endpoint, sample, there
         self._cleanup = AsyncExitStack()
-        self._opened: OpenedEpisode | None = None
+        self._opened: AgentEpisode | None = None
         self.base_url = self.api_key = ""
 
     @property
@@ -356,7 +337,7 @@ class CapturedAgent:
     async def __aexit__(self, *_: object) -> None:
         await self._there(self._cleanup.aclose())
 
-    async def _open(self) -> OpenedEpisode:
+    async def _open(self) -> AgentEpisode:
         endpoint = await self._endpoint.start()
         opening = endpoint.episode(self._sample, self._sample.sampling)
         return await self._cleanup.enter_async_context(opening)

@@ -110,6 +110,8 @@ class AgentEpisode:
         self._failures: dict[SessionKey, Exception] = {}
         self._asked = 0
         self._ended = False
+        self.base_url = self.api_key = ""
+        """Where an agent reaches it, once an endpoint serves it."""
         self.responses: dict[str, list[Message]] = {}
         """Conversations of the Responses API by the id of their last response."""
 

@@ -11,7 +11,8 @@ import httpx
 from openai import AsyncOpenAI
 from scripted_generation import ScriptedGeneration, a_sample
 
-from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint, OpenedEpisode
+from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint
+from composer_mesh.actors.rollout_workers.agent_episode import AgentEpisode
 from composer_mesh.rollouts.chat import ChatFormat
 
 
@@ -21,7 +22,7 @@ class OpenedAgent:
 
     endpoint: AgentEndpoint
     generation: ScriptedGeneration
-    episode: OpenedEpisode
+    episode: AgentEpisode
     client: AsyncOpenAI
     web: httpx.AsyncClient
 
