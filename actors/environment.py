@@ -78,20 +78,17 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
         """Return an episode with its row, and its verified answer if the task states one."""
-        prepared: tuple[Episode, str | None] = await self._anywhere("prepare", episode)
-        return prepared
+        return await self._anywhere("prepare", episode)
 
     @concurrent_endpoint
     async def score(self, episode: Episode, messages: list[Message]) -> Outcome:
         """Score a conversation that was had without a session."""
-        outcome: Outcome = await self._anywhere("score", episode, messages)
-        return outcome
+        return await self._anywhere("score", episode, messages)
 
     @concurrent_endpoint
     async def score_group(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
         """Score the samples of an episode together, by the group rewards of its task."""
-        score: GroupScore = await self._anywhere("score_group", episode, group)
-        return score
+        return await self._anywhere("score_group", episode, group)
 
     @concurrent_endpoint
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
@@ -110,14 +107,12 @@ class EnvironmentActor(MeshActor):
     @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
         """Execute an action."""
-        result: StepResult = await self._in_session("step", session_id, text)
-        return result
+        return await self._in_session("step", session_id, text)
 
     @concurrent_endpoint
     async def state(self, session_id: str, turn: int) -> list[Message]:
         """Return exactly the messages that the agent saw when it acted at `turn`."""
-        messages: list[Message] = await self._in_session("state", session_id, turn)
-        return messages
+        return await self._in_session("state", session_id, turn)
 
     @concurrent_endpoint
     async def finish(self, session_id: str) -> Outcome:

@@ -67,8 +67,7 @@ def linear_entropies(
     """
     check_linear(temperature, block, softcap)
     size = block or default_block(hidden)
-    found: Tensor = _LinearEntropies.apply(hidden, weight, bias, temperature, size, softcap)
-    return found
+    return _LinearEntropies.apply(hidden, weight, bias, temperature, size, softcap)
 
 
 class _LinearEntropies(torch.autograd.Function):

@@ -68,8 +68,7 @@ def linear_logprobs(
     """
     check_linear(temperature, block, softcap)
     size = block or default_block(hidden)
-    found: Tensor = _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size, softcap)
-    return found
+    return _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size, softcap)
 
 
 @torch.no_grad()
@@ -165,10 +164,9 @@ def linear_distillation(
     teacher = (teacher_hidden, teacher_weight, teacher_bias)
     size = block or default_block(student_hidden)
     caps = (student_softcap, teacher_softcap)
-    total: Tensor = _LinearDivergence.apply(
+    return _LinearDivergence.apply(
         *student, *teacher, 1.0, autograd_rule(loss), size, torch.is_grad_enabled(), caps
     )
-    return total
 
 
 def linear_scores(
@@ -188,10 +186,9 @@ def linear_scores(
     student, rule = (hidden, weight, bias), autograd_rule(lambda own, _, rows: loss(own, rows))
     size = block or default_block(hidden)
     check_linear(1.0, block, softcap)
-    total: Tensor = _LinearDivergence.apply(
+    return _LinearDivergence.apply(
         *student, nothing, None, None, 1.0, rule, size, torch.is_grad_enabled(), (softcap, None)
     )
-    return total
 
 
 class _LinearLogprobs(torch.autograd.Function):

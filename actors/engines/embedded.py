@@ -257,8 +257,7 @@ class Engine:
         self._compute_piece(long, Run(row, piece.start, piece.stop), joining)
 
     def _decoding_lengths(self) -> list[int]:
-        lengths: list[int] = self._held.known[: len(self._running)].tolist()
-        return lengths
+        return self._held.known[: len(self._running)].tolist()
 
     @staticmethod
     def _compute_piece(long: LongPrompt[RunningRequest], run: Run, joining: JoiningRows) -> None:

@@ -149,10 +149,9 @@ def rows_attention(
     Raises ValueError for a sliding window that is shorter than a row, and for caps and sinks.
     """
     if packed is None:
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
-        return plain
     if sliding_window is not None and sliding_window < packed.cache.length:
         raise ValueError(
             f"attention looks back {sliding_window} tokens but a row has {packed.cache.length}"
@@ -217,8 +216,7 @@ class PackedForward:
             packed=packed,
             **more,
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        return output.logits[0]
 
     def _through_layers(
         self, packed: Packed, tokens: Tensor, keep: Tensor | None, **more: Any

@@ -187,5 +187,4 @@ def make_engine(config: Config, folder: Path) -> Engine:
 
     Each engine is imported only where it is chosen.
     """
-    engine: Engine = plugins.load("engines", config.generator.engine)(config, folder)
-    return engine
+    return plugins.load("engines", config.generator.engine)(config, folder)

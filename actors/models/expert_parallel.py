@@ -65,8 +65,7 @@ class ContextGroup:
 
     def summed(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts; each part has the gradient of the sum."""
-        found: Tensor = _Sum.apply(part, self.group)
-        return found
+        return _Sum.apply(part, self.group)
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank of the group."""
@@ -239,8 +238,7 @@ def _gathered(rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:
     """Return the rows of all ranks that store what this rank computes with, in a dtype."""
     if group.gather is None:
         return rows.to(dtype)
-    found: Tensor = _Gather.apply(rows, group, dtype)
-    return found
+    return _Gather.apply(rows, group, dtype)
 
 
 class _Gather(torch.autograd.Function):
@@ -266,5 +264,4 @@ def _exchanged(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ExpertGroup
 ) -> Tensor:
     arrived = all_to_all_single(rows.contiguous(), [*received], [*sent], group.dispatch)
-    found: Tensor = wait_tensor(arrived)
-    return found
+    return wait_tensor(arrived)

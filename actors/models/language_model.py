@@ -70,14 +70,12 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """The model's device."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return next(self.model.parameters()).device
 
     @property
     def weight(self) -> Tensor:
         """The head's weight [V, H]."""
-        weight: Tensor = self._head.weight
-        return weight
+        return self._head.weight
 
     @property
     def bias(self) -> Tensor | None:

@@ -167,5 +167,4 @@ def merged(base: Any, down: Tensor, up: Tensor, scale: float) -> Tensor:
     first = min(mesh.get_local_rank() * most, base.shape[0])
     rows = torch.addmm(own, up[first : first + len(own)], down, alpha=scale)
     shape = {"shape": base.shape, "stride": base.stride()}
-    found: Tensor = DTensor.from_local(rows, mesh, base.placements, run_check=False, **shape)
-    return found
+    return DTensor.from_local(rows, mesh, base.placements, run_check=False, **shape)

@@ -155,10 +155,9 @@ def mapped(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a tensor of the same kind, made of other plain tensors."""
     if not is_traceable_wrapper_subclass(tensor):
         return make(tensor)
-    found: Tensor = transform_subclass(
+    return transform_subclass(
         tensor, lambda _, part: mapped(part, make) if isinstance(part, Tensor) else part
     )
-    return found
 
 
 OF_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")

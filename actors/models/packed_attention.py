@@ -60,10 +60,7 @@ def packed_attention(
     transformers' "sdpa". Raises ValueError for caps, sinks and biases.
     """
     if packed is None:
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **others
-        )
-        return plain
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
     if asked := [name for name in MORE if others.get(name) is not None]:
         raise ValueError(f"attention has {', '.join(asked)}, which packed rows do not compute")
     context, lengths = packed.context, packed.chunks(_chunk(module))
@@ -86,8 +83,7 @@ def _chunk(layer: Any) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if config is None or not kinds or kinds[layer.layer_idx] != CHUNKED:
         return None
-    size: int = config.attention_chunk_size
-    return size
+    return config.attention_chunk_size
 
 
 class _SomeHeads:
@@ -109,8 +105,7 @@ def _causal(
     """Return the attention of one sequence [1, L, H, D]."""
     if window is not None and window < query.shape[2]:
         return _windowed(module, query, key, value, window, others)
-    output: Tensor = sdpa_attention_forward(module, query, key, value, None, **others)[0]
-    return output
+    return sdpa_attention_forward(module, query, key, value, None, **others)[0]
 
 
 def _windowed(

@@ -303,8 +303,7 @@ def _read(model: Any, shapes: dict[str, tuple[int, ...]]) -> _Told:
 def _reverted(model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, named)
-    return found
+    return revert_weight_conversion(model, named)
 
 
 def _with_all_names(state: dict[str, Tensor]) -> Iterator[Named]:

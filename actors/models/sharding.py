@@ -32,8 +32,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory."""
-    found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return found
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -68,8 +67,7 @@ def from_rows(rows: Tensor, like: Any, shape: Sequence[int]) -> Tensor:
     whole = torch.empty(*shape, device="meta")
     meta = TensorMeta(whole.shape, whole.stride(), rows.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
-    found: Tensor = DTensor(rows, spec, requires_grad=False)
-    return found
+    return DTensor(rows, spec, requires_grad=False)
 
 
 @torch.no_grad()

@@ -185,8 +185,7 @@ class PooledGeneration:
             name = self.routing.take(group, episode, fresh or names)
             tried.add(name)
             try:
-                result: GenerationResult = await self._generators.call(name, "generate", request)
-                return result
+                return await self._generators.call(name, "generate", request)
             except Exception as error:  # supervision boundary: another generator may do it
                 if attempt == self._attempts or error_key(error) == raised:
                     raise
@@ -205,18 +204,15 @@ class PeerEnvironments:
 
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
         """Return an episode with its row, and its verified answer if the task states one."""
-        prepared: tuple[Episode, str | None] = await self._anywhere("prepare", episode)
-        return prepared
+        return await self._anywhere("prepare", episode)
 
     async def score(self, episode: Episode, messages: list[Message]) -> Outcome:
         """Score a conversation that was had without a session."""
-        outcome: Outcome = await self._anywhere("score", episode, messages)
-        return outcome
+        return await self._anywhere("score", episode, messages)
 
     async def score_group(self, episode: Episode, group: list[FinishedRollout]) -> GroupScore:
         """Score the samples of an episode together."""
-        score: GroupScore = await self._anywhere("score_group", episode, group)
-        return score
+        return await self._anywhere("score_group", episode, group)
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a session. Waits for an actor, including one that is still starting."""
@@ -224,13 +220,11 @@ class PeerEnvironments:
         home = min(names, key=lambda name: (self._sessions[name], self._environments.load(name)))
         self._homes[session_id] = home
         self._sessions[home] += 1
-        messages: list[Message] = await self._call(session_id, "begin", episode)
-        return messages
+        return await self._call(session_id, "begin", episode)
 
     async def step(self, session_id: str, text: str) -> StepResult:
         """Take an action; raises `SessionLost` where the session's actor is gone."""
-        result: StepResult = await self._call(session_id, "step", text)
-        return result
+        return await self._call(session_id, "step", text)
 
     async def finish(self, session_id: str) -> Outcome:
         """End a session; return its conversation and how it was scored."""

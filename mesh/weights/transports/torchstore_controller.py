@@ -36,5 +36,4 @@ class AsyncController(Controller):
     @endpoint
     async def keys(self, prefix: str | None = None) -> list[str]:
         """Return all keys, or those below a prefix."""
-        found: list[str] = Controller.keys._method(self, prefix)
-        return found
+        return Controller.keys._method(self, prefix)
