@@ -58,23 +58,18 @@ class StepHook(Protocol):
 
     def join(self) -> None:
         """Begin before the first step."""
-        ...
 
     def restore(self, step: int, kept: StoredOptimizerState) -> None:
         """Go on after the checkpoint of a step, with what it has `kept`."""
-        ...
 
     def after_step(self, step: int) -> Mapping[str, float]:
         """Read and change the weights after a step; return figures for its metrics."""
-        ...
 
     def kept(self) -> Mapping[str, Tensor]:
         """Return what a checkpoint keeps for `restore`."""
-        ...
 
     def new_events(self) -> list[tuple[str, str]]:
         """Return the events since the last call: kind and text."""
-        ...
 
 
 class Learner:

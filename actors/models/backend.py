@@ -68,7 +68,6 @@ class TrainerBackend(Protocol):
         A causal LM of transformers, or a module with its `base_model`, `get_output_embeddings()`
         and `config`. Its parameters that require a gradient are trained, the others are frozen.
         """
-        ...
 
     def optimizers(self, weights: Mapping[str, nn.Parameter]) -> Sequence[torch.optim.Optimizer]:
         """Return optimizers that hold each trainable weight once.
@@ -77,7 +76,6 @@ class TrainerBackend(Protocol):
         that the group begins with. Their state, tensors only, is part of checkpoints; with
         `trainer.optimizer_offload` that of each optimizer visits the device as a whole.
         """
-        ...
 
     def published(self, model: Any) -> dict[str, Tensor]:
         """Return every tensor of the transformers model, in the same order on every rank.
@@ -85,7 +83,6 @@ class TrainerBackend(Protocol):
         Generators and teachers load them. Called in another thread during a step, so it must not
         communicate with other ranks.
         """
-        ...
 
     def adapters(self, model: Any) -> dict[str, Tensor]:
         """Return the trained tensors by name where the published ones are made from them; else {}.
@@ -93,7 +90,6 @@ class TrainerBackend(Protocol):
         A checkpoint keeps them, and a resumed run fills them in place. Without any, it fills the
         published tensors, which then must be the model's own.
         """
-        ...
 
 
 class TorchBackend:

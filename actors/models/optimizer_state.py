@@ -178,11 +178,9 @@ class StoredForm(Protocol):
 
     def begin(self, weight: nn.Parameter, device: torch.device) -> None:
         """Give a weight the state from before its first update, on a device."""
-        ...
 
     def stored(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Return a weight's state as plain tensors, which share its memory."""
-        ...
 
 
 class StateOfOtherWeights(Worded, ValueError):
