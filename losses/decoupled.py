@@ -139,7 +139,10 @@ def decoupled_ppo_loss(
     that, upstream takes a w that is not finite for 1.
     """
     check_clip(clip_low, clip_high)
-    _check_dual_clip(dual_clip)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(
+            f"dual_clip is {dual_clip} but has to be > 1: use 3.0, or None for no dual clip"
+        )
     rejection = _either(rejection, behaviour_weight_cap)
     kept = _filtered(proximal_logprobs, sampling_logprobs, mask, rejection)
     log_ratio = masked_log_ratio(logprobs, proximal_logprobs, kept.mask)
@@ -224,10 +227,3 @@ def _either(rejection: Rejection | None, cap: Number | None) -> Rejection | None
             " behaviour weight; pass one of them"
         )
     return Rejection(upper=cap)
-
-
-def _check_dual_clip(dual_clip: Number | None) -> None:
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(
-            f"dual_clip is {dual_clip} but has to be > 1: use 3.0, or None for no dual clip"
-        )

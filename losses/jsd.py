@@ -81,7 +81,11 @@ def generalized_jsd(
     check_temperature(temperature)
     s, p = student[mask], teacher.detach()[mask]
     if logits_are_probs:
-        _check_probabilities(temperature, top_k)
+        if temperature != 1 or top_k is not None:
+            raise ValueError(
+                f"temperature is {temperature} and top_k is {top_k} but logits_are_probs, and"
+                " probabilities are taken as they are: leave both out, or pass logits"
+            )
         terms = divergence_terms(_floored_log(s), _floored_log(p), jsd_beta)
     else:
         if top_k is not None:
@@ -131,14 +135,6 @@ def clip_elements(terms: Float[Tensor, "N V"], limit: Number | None) -> Float[Te
 
 def _floored_log(probabilities: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
     return at_least_float32(probabilities).clamp(min=MIN_PROBABILITY).log()
-
-
-def _check_probabilities(temperature: Number, top_k: int | None) -> None:
-    if temperature != 1 or top_k is not None:
-        raise ValueError(
-            f"temperature is {temperature} and top_k is {top_k} but logits_are_probs, and"
-            " probabilities are taken as they are: leave both out, or pass logits"
-        )
 
 
 def _teacher_top_k(

@@ -128,10 +128,6 @@ def _smoothed(z: Scores, e: Number) -> Scores:
     return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
 
 
-def _robust(z: Scores, e: Number) -> Scores:
-    return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
-
-
 def _exo_pair(c: Scores, r: Scores, e: Number) -> Scores:
     z, smoothed = c - r, torch.tensor(e, dtype=c.dtype, device=c.device)
     right = torch.sigmoid(z) * (logsigmoid(z) - torch.log1p(-smoothed))
@@ -142,7 +138,7 @@ _TERMS: Mapping[str, Callable[[Scores, Scores, Number], Tensor]] = {
     "sigmoid": lambda c, r, e: _smoothed(c - r, e),
     "sigmoid_norm": lambda c, r, e: _smoothed(c - r, e),
     "hinge": lambda c, r, _: torch.relu(1 - (c - r)),
-    "robust": lambda c, r, e: _robust(c - r, e),
+    "robust": lambda c, r, e: (-(1 - e) * logsigmoid(c - r) + e * logsigmoid(r - c)) / (1 - 2 * e),
     "exo_pair": _exo_pair,
     "apo_zero": lambda c, r, _: torch.sigmoid(-c) + torch.sigmoid(r),
     "apo_down": lambda c, r, _: torch.sigmoid(c) + torch.sigmoid(r - c),

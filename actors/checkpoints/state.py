@@ -265,7 +265,7 @@ class CheckpointWriter:
 
         A teacher's own process writes its average into the same draft at the same time.
         """
-        own = shard_files(folder / SHARDS, self._ranks.rank)
+        own = list((folder / SHARDS).glob(f"shard-{self._ranks.rank + 1:05d}-*"))
         if self._ranks.rank:
             return own
         paths = [path for path in folder.rglob("*") if path.is_file()]
@@ -348,11 +348,6 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Non
         process_group=group,
         no_dist=group is None,
     )
-
-
-def shard_files(folder: Path, rank: int) -> list[Path]:
-    """Return the files that a rank has written."""
-    return list(folder.glob(f"shard-{rank + 1:05d}-*"))
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:

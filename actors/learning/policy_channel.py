@@ -99,7 +99,9 @@ class PolicyChannel(TrainedChannel):
     ) -> Tensor:
         """Return the loss of some samples, divided by the normalizer of their whole batch."""
         tokens = self._tokens(model, samples, hidden, counts.version)
-        if (self._start or not self._moved) and any(map(_is_sampled, samples)):
+        # The log-probs of ids that no policy sampled are not known.
+        sampled = any(version >= 0 for sample in samples for version in sample.versions)
+        if sampled and (self._start or not self._moved):
             self._logprob_mismatch.note(tokens.start, tokens.sampling, tokens.mask, tokens.current)
         if isinstance(self._loss, configs.CustomLoss):
             requested = requested_fields(self._loss, model, hidden, tokens.mask, self._temperature)
@@ -273,11 +275,6 @@ class PolicyChannel(TrainedChannel):
         return found
 
 
-def _is_sampled(sample: PolicySample) -> bool:
-    """Whether a policy sampled some of its ids, so that their log-probs there are known."""
-    return any(version >= 0 for version in sample.versions)
-
-
 def _ids_and_mask(samples: Sequence[PolicySample], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return ids [B, T] and the mask [B, T - 1] of those that are trained."""
     mask = padded([sample.mask for sample in samples])[:, 1:].bool()
@@ -298,19 +295,14 @@ def advantages_of(samples: Sequence[PolicySample]) -> Tensor:
 
 
 def _loss_inputs(tokens: Tokens, row: int, length: int) -> LossInputs:
-    mask = tokens.mask[row, :length]
+    mask, advantage = tokens.mask[row, :length], tokens.advantages[row]
     return LossInputs(
         trainer_logprobs=tokens.logprobs[row, :length],
         inference_logprobs=tokens.sampling[row, :length],
         ref_logprobs=None if tokens.reference is None else tokens.reference[row, :length],
-        advantages=_of_tokens(tokens.advantages[row], length),
+        advantages=advantage[:length] if advantage.ndim else advantage.expand(length),
         loss_mask=mask,
     )
-
-
-def _of_tokens(advantage: Tensor, length: int) -> Tensor:
-    """Return a sequence's advantage for each of its tokens."""
-    return advantage.expand(length) if advantage.ndim == 0 else advantage[:length]
 
 
 def requested_fields(

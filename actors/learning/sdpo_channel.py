@@ -333,7 +333,7 @@ def advantages(rows: StudentRows, output: TeacherOutput, views: Sequence[HintedV
     expected log-prob is lower under any other model, also under one that knows less.
     """
     rows, output = selected(rows, output, views, compared=True)
-    own = _student(rows)
+    own = _logprobs(rows.hidden.detach(), Head.of(rows.model), rows)
     differences = (_teacher(rows, output) - own).double().cpu()
     sizes = [len(view.targets) for view in views if view.compared]
     return torch.stack([part.sum() for part in differences.split(sizes)])
@@ -351,11 +351,6 @@ def selected(
         replace(rows, rows=Rows.all(rows.hidden.index_select(0, own)), targets=rows.targets[own]),
         replace(output, tensors=tensors),
     )
-
-
-def _student(rows: StudentRows) -> Tensor:
-    """Return the student's log-probs [N] of the targets."""
-    return _logprobs(rows.hidden.detach(), Head.of(rows.model), rows)
 
 
 def _teacher(rows: StudentRows, output: TeacherOutput) -> Tensor:

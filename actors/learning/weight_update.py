@@ -93,7 +93,10 @@ class WeightUpdate:
         if not math.isfinite(norm):
             raise NormNotFinite(norm, rate)
         for group, of_group in self._rates:
-            _set_rate(group, of_group * rate)
+            if isinstance(group["lr"], Tensor):  # as compiled updates need it
+                group["lr"].fill_(of_group * rate)
+            else:
+                group["lr"] = of_group * rate
         before_update()
         self._step()
         if not self._updated:
@@ -139,14 +142,6 @@ def _share(rate: float | Tensor, peak: float) -> float:
     if isinstance(rate, Tensor):
         return float(rate / torch.tensor(peak, dtype=rate.dtype, device=rate.device))
     return rate / peak
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's rate; one that is a tensor, as compiled updates need it, is filled in place."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 MOST_NAMED = 16

@@ -139,15 +139,11 @@ class _Router(TorchFunctionMode):
         return found
 
 
-def _is_scores(tensor: Tensor, experts: int) -> bool:
-    return tensor.dim() == 2 and tensor.shape[-1] == experts
-
-
 def is_choice(function: Any, args: Any, found: Any, sizes: tuple[int, int]) -> bool:
     """Whether a call is a router's: the best K of E scores of each token."""
-    if function not in TOPK or not _is_scores(args[0], sizes[0]):
+    if function not in TOPK or args[0].dim() != 2:
         return False
-    return bool(found.indices.shape[-1] == sizes[1])
+    return (args[0].shape[-1], found.indices.shape[-1]) == sizes
 
 
 def expert_sizes(config: Any) -> tuple[int, int] | None:

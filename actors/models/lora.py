@@ -81,17 +81,17 @@ def linear_layers(model: Any) -> list[str]:
     Those beside a convolution cannot: fused kernels read their weights past the adapter.
     """
     decoder, found = text_decoder_of(model), []
-    beside = {id(one) for one in decoder.modules() if _has_convolution(one)}
+    beside = {
+        id(one)
+        for one in decoder.modules()
+        if any(isinstance(child, nn.Conv1d) for child in one.children())
+    }
     for name, layer in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
         if type(layer) is nn.Linear and id(parent) not in beside:
             found.append((name, layer))
     own = {id(one) for one in decoder.modules()}
     return [name for name, layer in found if id(layer) in own]
-
-
-def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def _unfit(model: Any, name: str) -> str:

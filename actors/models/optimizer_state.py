@@ -256,10 +256,9 @@ def restore_optimizer_state(
             optimizer.begin(weight, device or weight.device)
             found |= {f"{name}/{key}": one for key, one in optimizer.stored(weight).items()}
             continue
-        like = _zeros_of(weight, device) if key in OF_WEIGHT else torch.zeros(shape)
+        like = torch.zeros(shape)
+        if key in OF_WEIGHT:
+            rows = torch.zeros_like(local(weight.detach()), device=device)
+            like = from_rows(rows, weight, weight.shape)
         found[place] = optimizer.state[weight][key] = like
     kept.read(found)
-
-
-def _zeros_of(weight: nn.Parameter, device: torch.device | None) -> Tensor:
-    return from_rows(torch.zeros_like(local(weight.detach()), device=device), weight, weight.shape)

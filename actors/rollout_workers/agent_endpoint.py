@@ -169,7 +169,8 @@ class _Handler(JsonHandler):
         if name not in APIS:
             raise Refusal(HTTPStatus.NOT_FOUND, f"no route {name!r}: one of {', '.join(APIS)}")
         answer = APIS[name](body, self.episode, self.server.model)
-        key, retry = hashlib.sha256(f"{name} ".encode() + body).digest(), self._is_retry()
+        key = hashlib.sha256(f"{name} ".encode() + body).digest()
+        retry = self.headers.get(RETRY_HEADER, "0") not in ("", "0")
         exchange = self._sampled(answer, key, retry, self._session())
         sent = False
         try:
@@ -186,9 +187,6 @@ class _Handler(JsonHandler):
         """Return the token and the rest of `/e/TOKEN/REST`."""
         head, _, rest = path.partition("?")[0].removeprefix("/e/").partition("/")
         return (head, rest) if path.startswith("/e/") else ("", "")
-
-    def _is_retry(self) -> bool:
-        return self.headers.get(RETRY_HEADER, "0") not in ("", "0")
 
     def _session(self) -> str:
         session = str(self.headers.get(SESSION_HEADER, ""))

@@ -75,14 +75,12 @@ class StickyRouting:
         """Return the generator for the next request of an episode, one of those given."""
         least = min(generators, key=self._load)
         home = self._episodes.get(episode) or self._groups.get(group)
-        if home is None or home not in generators or self._far_busier(home, least):
+        bound = FACTOR * self._load(least) + SLACK
+        if home is None or home not in generators or self._load(home) > bound:
             home = least
             self._groups[group] = home
         self._episodes[episode] = home
         return home
-
-    def _far_busier(self, one: str, least: str) -> bool:
-        return self._load(one) > FACTOR * self._load(least) + SLACK
 
 
 @dataclass(frozen=True)

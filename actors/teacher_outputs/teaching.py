@@ -66,7 +66,9 @@ class TeacherModel:
             raise CappedInterpolation(type(model).__name__, cap)
         self.version, self._vocabulary, self._sharing = 0, vocabulary, sharing
         self._config, self._budget, self._follows = config, budget, follows
-        own = copied(model) if self._has_two(follows) else None
+        moves_apart = follows and config.teacher != "live"
+        has_two = config.teacher == "trust_region" or moves_apart
+        own = copied(model) if has_two else None
         self._own = None if own is None or own is model else own.requires_grad_(False)
         self._in_base = own is model
         self._live = model if own is None or config.teacher == "trust_region" else own
@@ -74,11 +76,6 @@ class TeacherModel:
         self._head: Head | None = None
         self._moves = follows and self._live is model
         """Whether each update of the trainer moves the weights, also within a version."""
-
-    def _has_two(self, follows: bool) -> bool:
-        return self._config.teacher == "trust_region" or (
-            follows and self._config.teacher != "live"
-        )
 
     @property
     def models(self) -> list[Any]:

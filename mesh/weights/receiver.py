@@ -120,7 +120,9 @@ class WeightReceiver:
         memories, self._memories = self._memories, ()
         sizes = [part.layout.nbytes for part in handle.parts]
         if [memory.numel() for memory in memories] != sizes:
-            memories = tuple(_staging_memory(nbytes) for nbytes in sizes)
+            # Pinned if the process copies from it to a GPU.
+            options: dict[str, Any] = {"dtype": torch.uint8, "pin_memory": bool(own_gpus())}
+            memories = tuple(torch.empty(nbytes, **options) for nbytes in sizes)
         for memory in memories:
             unstamp(memory)
         await self._unless_abandoned(self._fetch(handle, memories), handle.version)
@@ -158,11 +160,6 @@ class WeightReceiver:
         if not reading.done():
             raise PullAbandoned(version)
         reading.result()
-
-
-def _staging_memory(nbytes: int) -> Tensor:
-    """Allocate staging memory; pinned if the process copies from it to a GPU."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=bool(own_gpus()))
 
 
 def _shape(handle: WeightsHandle, part: Part) -> Shape:
