@@ -29,10 +29,14 @@ from composer_mesh.actors.models.sharding import (
 )
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.configs.base import CustomFunction
-from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import TrainerConfig
-from composer_mesh.losses.custom_function import CustomFunctionError, check_signature, load_function
+from composer_mesh.losses.custom_function import (
+    CustomFunctionError,
+    call_function,
+    check_signature,
+    load_function,
+)
 from composer_mesh.planning.optimizer_memory import is_layer_matrix, parts_of
 
 _MakeOptimizer = Callable[[TrainerConfig, Mapping[str, nn.Parameter]], torch.optim.Optimizer]
@@ -193,7 +197,7 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
     if section is None:
         return TorchBackend(context)
     name, made = section.import_path, check_backend(section)
-    backend = _called(name, "", lambda: made(context, **section.kwargs))
+    backend = call_function(made, name, "", context, section.kwargs)
     if not isinstance(backend, TrainerBackend):
         told = f"it made a {type(backend).__name__} without the methods {', '.join(METHODS)}"
         raise CustomFunctionError(name, "", f"{told}: return a backend")
@@ -222,7 +226,7 @@ class UsersBackend:
 
     def model(self, folder: Path) -> Any:
         """Return the backend's model; raises for one that the trainer cannot train."""
-        model = _called(self._name, "model", lambda: self._backend.model(folder))
+        model = call_function(self._backend.model, self._name, "model", folder, {})
         self._check_model(model)
         published = self.published(model)
         for name, weight in empty_model(folder).named_parameters():
@@ -259,7 +263,7 @@ class UsersBackend:
 
     def optimizers(self, weights: Mapping[str, nn.Parameter]) -> Sequence[torch.optim.Optimizer]:
         """Return the backend's optimizers; raises unless each weight is in one of them, once."""
-        found = _called(self._name, "optimizers", lambda: self._backend.optimizers(weights))
+        found = call_function(self._backend.optimizers, self._name, "optimizers", weights, {})
         if not isinstance(found, list | tuple) or not all(
             isinstance(one, torch.optim.Optimizer) for one in found
         ):
@@ -285,7 +289,7 @@ class UsersBackend:
         return self._tensors("adapters", self._backend.adapters, model)
 
     def _tensors(self, method: str, call: Callable[[Any], Any], model: Any) -> dict[str, Tensor]:
-        found = _called(self._name, method, lambda: call(model))
+        found = call_function(call, self._name, method, model, {})
         if not isinstance(found, dict) or not all(
             isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()
         ):
@@ -295,17 +299,6 @@ class UsersBackend:
 
     def _error(self, method: str, problem: str) -> CustomFunctionError:
         return CustomFunctionError(self._name, method, problem)
-
-
-def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
-    """Call into the backend; its exception becomes the cause of an error that names it."""
-    try:
-        return call()
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        problem = f"it raised {type(error).__name__}: {error}"
-        raise CustomFunctionError(name, method, problem) from error
 
 
 ADJUST = "match_rms_adamw"
