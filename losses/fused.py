@@ -182,12 +182,15 @@ def linear_scores(
 
     For losses whose teacher is known by less than a distribution, such as its top k entries.
     """
-    nothing = hidden.new_empty(len(hidden), 0)
-    student, rule = (hidden, weight, bias), autograd_rule(lambda own, _, rows: loss(own, rows))
-    size = block or default_block(hidden)
-    check_linear(1.0, block, softcap)
-    return _LinearDivergence.apply(
-        *student, nothing, None, None, 1.0, rule, size, torch.is_grad_enabled(), (softcap, None)
+    return linear_distillation(
+        lambda own, _, rows: loss(own, rows),
+        hidden,
+        weight,
+        hidden.new_empty(len(hidden), 0),
+        None,
+        student_bias=bias,
+        student_softcap=softcap,
+        block=block,
     )
 
 
