@@ -21,6 +21,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from composer_mesh.losses.entropy import (
+    DistillationFigures,
+    distillation_figures,
+    entropy,
+    entropy_gated_kl,
+    entropy_opd_from_logprobs,
+    entropy_opd_loss,
+)
 from composer_mesh.losses.jsd import (
     divergence_terms,
     generalized_jsd,
@@ -30,14 +38,6 @@ from composer_mesh.losses.jsd import (
     sampled_reverse_kl,
     sdpo_loss,
     topk_distillation,
-)
-from composer_mesh.losses.opd import (
-    DistillationFigures,
-    distillation_figures,
-    entropy,
-    entropy_gated_kl,
-    entropy_opd_from_logprobs,
-    entropy_opd_loss,
 )
 from composer_mesh.losses.reductions import (
     Number,

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients
-from composer_mesh.actors.learning.foreign_channel import ForeignChannel
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel
-from composer_mesh.actors.learning.running_call import RunningCall
+from composer_mesh.actors.learning.running_call import ForeignChannel, RunningCall
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.actors.learning.update_pass import (
     MixtureLosses,
