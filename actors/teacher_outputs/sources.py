@@ -11,7 +11,8 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,8 +61,8 @@ class TeacherOutputBuffer:
             for micro, wanted in parts.items()
             for part in wanted
         }
-        self._choices: dict[int, asyncio.Future[Tensor]] = {
-            micro: self._loop.create_future() for micro in parts
+        self._choices: dict[int, concurrent.futures.Future[Tensor]] = {
+            micro: concurrent.futures.Future() for micro in parts
         }
         self._lost: str | None = None
 
@@ -82,24 +83,20 @@ class TeacherOutputBuffer:
 
     def deliver(self, micro: int, part: int, tensors: Part) -> None:
         """Store one teacher's part; the training thread may take it from now on."""
-        future = self._parts[micro, part]
-        if not future.done():
-            future.set_result(tensors)
+        with suppress(concurrent.futures.InvalidStateError):  # the step is lost already
+            self._parts[micro, part].set_result(tensors)
 
     async def choice(self, micro: int) -> Tensor:
         """Return the student's top k ids [N, K]. Waits for the training thread's forward."""
-        return await asyncio.shield(self._choices[micro])
+        return await asyncio.shield(asyncio.wrap_future(self._choices[micro]))
 
     async def lose(self, reason: str) -> None:
         """Fail the rest of the step: all waiting callers get `TeacherOutputsLost`."""
         self._lost = reason
-        for future in self._parts.values():
-            if not future.done():
+        futures: list[concurrent.futures.Future[Any]] = [*self._parts.values()]
+        for future in [*futures, *self._choices.values()]:
+            with suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(TeacherOutputsLost(reason))
-        for choice in self._choices.values():
-            if not choice.done():
-                choice.set_exception(TeacherOutputsLost(reason))
-                choice.exception()  # marks the exception as retrieved, in case nothing awaits it
         async with self._moved:
             self._moved.notify_all()
 
@@ -107,8 +104,8 @@ class TeacherOutputBuffer:
 
     def offer_choice(self, micro: int, ids: Tensor) -> None:
         """Publish the top k ids that the student chose, for the teachers."""
-        future = self._choices[micro]
-        self._loop.call_soon_threadsafe(_settle, future, ids)
+        with suppress(concurrent.futures.InvalidStateError):  # the step is lost already
+            self._choices[micro].set_result(ids)
 
     def take(self, micro: int) -> Part:
         """Return a microbatch's concatenated parts. Blocks for them.
@@ -126,11 +123,6 @@ class TeacherOutputBuffer:
         async with self._moved:
             self._taken += 1
             self._moved.notify_all()
-
-
-def _settle(future: "asyncio.Future[Tensor]", ids: Tensor) -> None:
-    if not future.done():
-        future.set_result(ids)
 
 
 FIRST_CAPACITY = 1 << 16
