@@ -110,17 +110,17 @@ class GeneratorActor(MeshActor):
         loop = self._loop
         if loop is None:
             return {"outstanding": 0, "tokens": 0}
-        waiting = loop.outstanding
+        waiting, tokens = loop.outstanding, loop.engine.prompt_tokens
         activity = f"decoding {waiting} requests" if waiting else "idle"
         return {
             "activity": activity,
             "outstanding": waiting,
-            "decoding": loop.decoding,
+            "decoding": loop.engine.decoding,
             "tokens": loop.tokens,
             "aborted": loop.aborted,
-            "prompt_tokens": loop.prompt_tokens.prompt,
-            "cached_tokens": loop.prompt_tokens.cached,
-            "computed_tokens": loop.prompt_tokens.computed,
+            "prompt_tokens": tokens.prompt,
+            "cached_tokens": tokens.cached,
+            "computed_tokens": tokens.computed,
         }
 
     async def __cleanup__(self, _: Exception | None) -> None:

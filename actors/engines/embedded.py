@@ -249,7 +249,7 @@ class Engine:
         if piece.stop == long.length:
             row, self._long = len(self._running), None
             if row != long.row:
-                self._held.copy(long.row, row, piece.start)
+                self._cache.copy(long.row, row, piece.start)
             joining.by_prompt[new.prompt.tobytes()] = row
             joining.leaders.append(row)
             self._running.append(new)
@@ -281,7 +281,7 @@ class Engine:
         for row, leader in enumerate(joining.leaders, start=decoding):
             self._held.put(row, prompts[row])
             if leader != row:
-                self._held.copy(leader, row, len(prompts[row]))
+                self._cache.copy(leader, row, len(prompts[row]))
         if [run.row for run in joining.runs] == joining.leaders:
             return logits
         return logits[[*range(decoding), *(ends[leader] for leader in joining.leaders)]]

@@ -330,10 +330,6 @@ class PrefixCache:
             self._cache.copy(source, target, int(self._known[source]) - 1)
             self.put(target, self.ids(source))
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the keys of a duplicate prompt."""
-        self._cache.copy(source, target, length)
-
     def drop(self) -> None:
         """Forget what is kept; rows stay as they are."""
         self._tree.clear()

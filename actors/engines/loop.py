@@ -28,7 +28,6 @@ from composer_mesh.actors.engines.port import (
     DecodingDeadlineExceeded,
     DuplicateRequest,
     Engine,
-    PromptTokens,
     RequestAborted,
     Weights,
 )
@@ -155,7 +154,7 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
-        self._engine, self._thread = engine, thread
+        self.engine, self._thread = engine, thread
         self._wake = asyncio.Event()
         self._answers: dict[str, Answer] = {}
         self._finished: list[tuple[Answer, GenerationResult | RequestAborted]] = []
@@ -170,16 +169,7 @@ class EngineLoop:
     @property
     def outstanding(self) -> int:
         """Number of unanswered requests."""
-        return self._engine.outstanding
-
-    @property
-    def decoding(self) -> int:
-        """Number of requests that the engine has admitted."""
-        return self._engine.decoding
-
-    @property
-    def prompt_tokens(self) -> PromptTokens:
-        return self._engine.prompt_tokens
+        return self.engine.outstanding
 
     def ask(self, request: GenerationRequest) -> Answer:
         """Queue a request without waiting; raises ValueError for one that can never be served.
@@ -194,7 +184,7 @@ class EngineLoop:
         if request.deadline_s is not None:
             start = functools.partial(self._start_deadline, request, answer)
             admitted = functools.partial(loop.call_soon_threadsafe, start)
-        self._engine.submit(
+        self.engine.submit(
             request, lambda result: self._finished.append((answer, result)), admitted
         )
         self._answers[request.request_id] = answer
@@ -211,7 +201,7 @@ class EngineLoop:
         before.
         """
         if not continues:
-            self._engine.drop_prefixes()
+            self.engine.drop_prefixes()
         answers: list[Answer] = []
         try:
             answers.extend(map(self.ask, requests))
@@ -231,7 +221,7 @@ class EngineLoop:
         if answer is None:
             return False
         self.aborted += 1
-        self._engine.abort(request_id)
+        self.engine.abort(request_id)
         if not answer.done():
             answer.set_exception(error)
         return True
@@ -281,13 +271,13 @@ class EngineLoop:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._engine.busy or self._staged is not None:
+            while self.engine.busy or self._staged is not None:
                 await self._turn()
 
     async def close(self) -> None:
         """Close the engine, after `serve` was cancelled. Waits for the running step."""
         self._closing = True
-        await self._thread.run(self._engine.close)
+        await self._thread.run(self.engine.close)
 
     async def _turn(self) -> None:
         """Swap in new weights, or decode until there are some or nothing is left to do."""
@@ -295,7 +285,7 @@ class EngineLoop:
             await self._thread.run(self._decode, asyncio.get_running_loop())
             return
         (weights, done), self._staged = self._staged, None
-        await self._thread.run(self._engine.swap, weights)
+        await self._thread.run(self.engine.swap, weights)
         self._progress += 1
         made_progress("new weights to decode with")
         if not done.done():
@@ -309,10 +299,10 @@ class EngineLoop:
         """
         busy = True
         while busy and self._staged is None and not self._closing:
-            self.tokens += self._engine.step()
+            self.tokens += self.engine.step()
             self._progress += 1
             made_progress("a decoding step")
-            busy = self._engine.busy
+            busy = self.engine.busy
             finished, self._finished = self._finished, []
             if finished:
                 loop.call_soon_threadsafe(self._resolve, finished)

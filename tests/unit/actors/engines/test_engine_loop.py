@@ -171,7 +171,7 @@ async def test_a_deadline_runs_from_admission_and_not_while_a_request_waits() ->
         for _ in range(10):
             await asyncio.sleep(0)
         assert not waiting.done()
-        assert loop.outstanding - loop.decoding == 1
+        assert loop.outstanding - loop.engine.decoding == 1
         go_on.set()
         await first
         with pytest.raises(
