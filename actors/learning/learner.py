@@ -24,7 +24,7 @@ from composer_mesh.actors.checkpoints.state import (
     restore_random_states,
 )
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.models.adapter_files import AdapterFolder
 from composer_mesh.actors.models.backend import make_backend
@@ -85,7 +85,7 @@ class Learner:
         self._backend = make_backend(config, ranks)
         self.model = self._backend.model(folder)
         reference = None
-        if needs_reference(config):
+        if config.loss.needs_reference:
             reference = self._initial(folder, config.trainer.frozen_dtype)
         optimizers = self._backend.optimizers
         self.step = ThreeChannelStep(self.model, reference, config, ranks, custom, optimizers)

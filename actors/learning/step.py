@@ -59,11 +59,6 @@ UseOfStates = Callable[[LanguageModel, Sequence[PolicySample], HiddenStates], No
 """What is done with the states of some samples."""
 
 
-def needs_reference(config: Config) -> bool:
-    """Return whether the step itself computes log-probs of the frozen initial policy."""
-    return config.loss.needs_reference
-
-
 class ThreeChannelStep:
     """Owns a model's optimizer; `reference` is frozen, or None if the loss needs none.
 
@@ -139,8 +134,7 @@ class ThreeChannelStep:
         for channel, update in self._own_updates.items():
             update.restore(figures["trained"], _StateOf(optimizer_state, f"{OWN}{channel}/"))
         self._sdpo.taid.load_state_dict(figures["taid"])
-        # Checkpoints of versions without it are of runs whose weights follow nothing.
-        self._weights.load_state_dict(figures.get("channel_weights", {}))
+        self._weights.load_state_dict(figures["channel_weights"])
 
     def view_plan(self, batch: StepBatch) -> RankPlan:
         """Return the views of this rank's microbatches, through all updates of a step."""

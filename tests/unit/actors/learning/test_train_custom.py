@@ -20,7 +20,7 @@ from step_batches import (
     weights_of,
 )
 
-from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.losses.custom import CustomFunctionError
 
 USERS_MODULE = '''
@@ -76,7 +76,7 @@ def step_of(
         trainer = {"lr": 1e-3, "grad_clip": 1e9, "microbatch_tokens": budget}
         config = build_config(**NARROW, trainer=trainer, loss=loss)
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
-        reference = frozen if needs_reference(config) else None
+        reference = frozen if config.loss.needs_reference else None
         return model, frozen, ThreeChannelStep(model, reference, config)
 
     return build
@@ -132,7 +132,7 @@ def test_without_reference_true_none_is_loaded_and_none_is_shown(
     model, _, step = step_of(custom("without_reference"))
     assert step.run(batch_of(model, rng), None)["loss/policy"] < 0
     config = build_config(loss=custom("to_reference", reference=True))
-    assert needs_reference(config)
+    assert config.loss.needs_reference
     with pytest.raises(ValueError, match="loss 'custom' needs a reference model: load one"):
         ThreeChannelStep(build_model(1), None, config)
 

@@ -22,7 +22,7 @@ from step_batches import (
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.losses.policy import (
     aggregate,
     grpo_loss,
@@ -42,7 +42,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
         sections = {**NARROW, "trainer": trainer, "generator": generator, "loss": loss}
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
         config = build_config(**sections)
-        reference = frozen if needs_reference(config) else None
+        reference = frozen if config.loss.needs_reference else None
         return model, frozen, ThreeChannelStep(model, reference, config)
 
     return build
@@ -186,7 +186,7 @@ PLAIN += ["decoupled_ppo", "reinforce"]
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_loss_without_a_kl_needs_no_reference(build_config: Any, kind: str) -> None:
-    assert not needs_reference(build_config(loss={"type": kind}))
+    assert not build_config(loss={"type": kind}).loss.needs_reference
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_kl_without_a_reference_is_refused_before_the_first_step(
     build_config: Any, build_model: Any, kind: str, key: str
 ) -> None:
     config = build_config(loss={"type": kind, key: 0.1})
-    assert needs_reference(config)
+    assert config.loss.needs_reference
     with pytest.raises(ValueError, match=f"loss '{kind}' needs a reference model: load one"):
         ThreeChannelStep(build_model(1), None, config)
 

@@ -22,7 +22,7 @@ from step_batches import (
 )
 
 from composer_mesh.actors.learning.policy_channel import advantages_of
-from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.rollouts.batches import PolicySample, Skipped, StepBatch
 from composer_mesh.rollouts.step_plan import plan_step
@@ -36,7 +36,7 @@ def step_of(build_config: Any, build_model: Any) -> Build:
         trainer = {"lr": RATE, "grad_clip": 1e9, "microbatch_tokens": 150, **trainer}
         config = build_config(**NARROW, trainer=trainer, loss=loss)
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
-        reference = frozen if needs_reference(config) else None
+        reference = frozen if config.loss.needs_reference else None
         return model, ThreeChannelStep(model, reference, config), config
 
     return build

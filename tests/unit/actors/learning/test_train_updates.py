@@ -12,7 +12,7 @@ import torch
 from step_batches import ALL_ON, NARROW, batch_of, largest_change, nearby, weights_of
 from torch import Tensor
 
-from composer_mesh.actors.learning.step import ThreeChannelStep, needs_reference
+from composer_mesh.actors.learning.step import ThreeChannelStep
 from composer_mesh.losses.policy import decoupled_ppo_loss, grpo_loss
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import minibatches
@@ -33,7 +33,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
         config = build_config(
             **{**NARROW, "trainer": trainer, "loss": loss, "replay": ALL_ON["replay"]}
         )
-        reference = frozen if needs_reference(config) else None
+        reference = frozen if config.loss.needs_reference else None
         return model, ThreeChannelStep(model, reference, config, optimizers=plain_descent)
 
     return build
