@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from composer_mesh.losses.group_advantages import (
-    AdvantageKind,
     Scale,
     Singleton,
     Std,
@@ -39,7 +38,6 @@ from composer_mesh.losses.group_advantages import (
 from composer_mesh.losses.reductions import Number, check_choice, check_not_negative
 
 __all__ = [
-    "AdvantageKind",
     "Baseline",
     "Scale",
     "Singleton",

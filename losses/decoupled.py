@@ -104,7 +104,6 @@ def decoupled_ppo_loss(
     clip_high: Number = 0.2,
     dual_clip: Number | None = None,
     rejection: Rejection | None = None,
-    behaviour_weight_cap: Number | None = None,
     ratio_level: RatioLevel = "token",
 ) -> PolicyLoss:
     """Decoupled PPO objective of AReaL (arXiv 2505.24298, after arXiv 2110.00641).
@@ -121,12 +120,10 @@ def decoupled_ppo_loss(
     "sequence_token" has the gradient of GSPO-token, with each token's own advantage. `reduction`
     "none" returns w l per token and reads no normalizer.
 
-    Two generations of the weight w, of which one can be chosen:
-
-    - `rejection`, AReaL's since 2026. **None applies no weight at all**, also when the proximal
-      policy is not the sampler's: then this is PPO around the proximal policy.
-    - `behaviour_weight_cap`, until then: tokens with w > cap get weight 0, they are dropped and not
-      clamped to the cap. It is `Rejection(upper=cap)`, with inf for "weights without a cap".
+    `rejection` is AReaL's since 2026. **None applies no weight at all**, also when the proximal
+    policy is not the sampler's: then this is PPO around the proximal policy. AReaL's former
+    behav_imp_weight_cap, by which tokens with w > cap get weight 0 and are not clamped to the cap,
+    is `Rejection(upper=cap)`, with inf for "weights without a cap".
 
     `clipped_fraction` counts remaining tokens that the clip binds, `filtered_fraction` those that
     rejection dropped or held.
@@ -143,7 +140,6 @@ def decoupled_ppo_loss(
         raise ValueError(
             f"dual_clip is {dual_clip} but has to be > 1: use 3.0, or None for no dual clip"
         )
-    rejection = _either(rejection, behaviour_weight_cap)
     kept = _filtered(proximal_logprobs, sampling_logprobs, mask, rejection)
     log_ratio = masked_log_ratio(logprobs, proximal_logprobs, kept.mask)
     ratio = importance_ratio(log_ratio, kept.mask, ratio_level)
@@ -216,14 +212,3 @@ def _per_sequence(
     some = mask.any(-1, keepdim=True)
     top = torch.where(mask, values, -torch.inf).amax(-1, keepdim=True)
     return torch.where(some, top, 0.0)
-
-
-def _either(rejection: Rejection | None, cap: Number | None) -> Rejection | None:
-    if cap is None:
-        return rejection
-    if rejection is not None:
-        raise ValueError(
-            f"behaviour_weight_cap is {cap} and rejection is {rejection}: both choose the"
-            " behaviour weight; pass one of them"
-        )
-    return Rejection(upper=cap)

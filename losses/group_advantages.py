@@ -24,31 +24,26 @@ from composer_mesh.losses.reductions import (
     check_positive,
 )
 
-AdvantageKind = Literal["group_std", "group_mean"]
 Scale = Literal["group", "batch", "none"]
 Singleton = Literal["zero", "raw"]
 Std = Literal["unbiased", "population"]
 
-_SCALE_OF: dict[str, Scale] = {"group_std": "group", "group_mean": "none"}
-
 
 def group_advantages(
     rewards: Float[Tensor, "*B G"],
-    kind: AdvantageKind = "group_std",
     eps: Number = 1e-4,
     *,
     std: Std = "unbiased",
-    scale: Scale | None = None,
+    scale: Scale = "group",
     singleton: Singleton = "zero",
     present: Bool[Tensor, "*B G"] | None = None,
 ) -> Float[Tensor, "*B G"]:
     """Rewards relative to their group, detached.
 
-        group_std   (r - mean) / (std + eps)    GRPO, arXiv 2402.03300
-        group_mean   r - mean                   Dr. GRPO, arXiv 2503.20783
+        (r - mean) / (std + eps)    GRPO, arXiv 2402.03300
+        r - mean                    Dr. GRPO, arXiv 2503.20783, with scale "none"
 
-    `scale` names whose std divides, and wins over `kind`: "group" is group_std, "none" is
-    group_mean, "batch" divides the group-centred reward by the std of all rewards (TRL's
+    `scale` names whose std divides: the "group"'s, or with "batch" that of all rewards (TRL's
     scale_rewards). `std` is "unbiased", over n - 1, or "population", over n.
 
     A group of equal rewards gets exactly 0. So does a group of one, unless `singleton` is "raw":
@@ -56,17 +51,15 @@ def group_advantages(
 
     Sources, by std and eps: TRL `GRPOTrainer` (unbiased, 1e-4; a NaN reward is `present` False
     there), verl `compute_grpo_outcome_advantage` (unbiased, 1e-6, raw singletons), oat (unbiased,
-    1e-8), torchforge (unbiased, 1e-4), torchtitan (population, 1e-6), prime-rl (group_mean).
+    1e-8), torchforge (unbiased, 1e-4), torchtitan (population, 1e-6), prime-rl (scale "none").
     """
-    check_choice("kind", kind, ("group_std", "group_mean"))
     check_choice("std", std, ("unbiased", "population"))
-    by = scale or _SCALE_OF[kind]
-    check_choice("scale", by, ("group", "batch", "none"))
+    check_choice("scale", scale, ("group", "batch", "none"))
     values, present = select(rewards, present)
     centred = centre(values, present, singleton)
-    if by == "none":
+    if scale == "none":
         return centred
-    if by == "group":
+    if scale == "group":
         deviation = _std(values, present, std, singleton)
     else:
         deviation = _std(values.flatten(), present.flatten(), std, singleton)

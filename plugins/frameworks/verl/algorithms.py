@@ -45,7 +45,7 @@ def grpo_composer(
     present[groups >= 0] = mask.any(-1)[groups[groups >= 0]]
     by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
     found = group_advantages(
-        rewards[groups.clamp(min=0)], "group_std" if by_std else "group_mean", present=present
+        rewards[groups.clamp(min=0)], scale="group" if by_std else "none", present=present
     )
     by_row = torch.zeros_like(rewards)
     by_row[groups[groups >= 0]] = found[groups >= 0]

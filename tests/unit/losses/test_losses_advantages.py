@@ -15,8 +15,8 @@ rewards_of_a_group = st.lists(st.floats(-2, 2), min_size=2, max_size=8)
 
 @settings(deadline=None)
 @given(rewards_of_a_group)
-def test_group_std_divides_by_the_unbiased_deviation_plus_epsilon(rewards: list[float]) -> None:
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), "group_std", 1e-4)
+def test_the_group_s_scale_is_the_unbiased_deviation_plus_epsilon(rewards: list[float]) -> None:
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), 1e-4)
     mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
     expected = [(r - mean) / (deviation + 1e-4) for r in rewards]
     assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -24,8 +24,8 @@ def test_group_std_divides_by_the_unbiased_deviation_plus_epsilon(rewards: list[
 
 @settings(deadline=None)
 @given(rewards_of_a_group)
-def test_group_mean_only_centres(rewards: list[float]) -> None:
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), "group_mean")
+def test_without_a_scale_rewards_are_only_centred(rewards: list[float]) -> None:
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale="none")
     mean = statistics.fmean(rewards)
     assert found.tolist() == pytest.approx([r - mean for r in rewards], abs=1e-12)
 
@@ -33,9 +33,9 @@ def test_group_mean_only_centres(rewards: list[float]) -> None:
 @settings(deadline=None)
 @given(reward=st.floats(-10, 10, width=32), size=st.integers(1, 9))
 def test_equal_rewards_and_a_group_of_one_get_exactly_zero(reward: float, size: int) -> None:
-    for kind in ("group_std", "group_mean"):
+    for scale in ("group", "none"):
         for eps in (1e-4, 0.0):
-            found = group_advantages(torch.full((size,), reward), kind, eps)
+            found = group_advantages(torch.full((size,), reward), eps, scale=scale)
             assert torch.equal(found, torch.zeros(size))
 
 

@@ -130,14 +130,14 @@ def test_rejection_agrees_with_its_definition(
 @pytest.mark.parametrize("cap", [0.9, 1.5, math.inf])
 def test_the_older_cap_drops_tokens_beyond_it(dtype: torch.dtype, cap: float) -> None:
     rule = Rejection(upper=cap)
-    agrees(batch(seed=3), rule, "token", None, dtype, behaviour_weight_cap=cap)
+    agrees(batch(seed=3), rule, "token", None, dtype, rejection=rule)
 
 
 def test_a_token_beyond_the_cap_has_weight_zero_and_is_not_held_at_the_cap() -> None:
     zero, mask = torch.zeros(1, 2), torch.ones(1, 2).bool()
     sampling = torch.tensor([[-1.0, -2.0]])
     found = decoupled_ppo_loss(
-        zero, zero, sampling, torch.ones(1), mask, normalizer=2, behaviour_weight_cap=5.0
+        zero, zero, sampling, torch.ones(1), mask, normalizer=2, rejection=Rejection()
     )
     assert found.loss.item() == pytest.approx(-math.e / 2)
     assert found.filtered_fraction.item() == 0.5
@@ -208,10 +208,6 @@ def test_an_impossible_rejection_is_named_with_its_bound(
     [
         ({"dual_clip": 1.0}, "dual_clip is 1.0 but has to be > 1: use 3.0"),
         ({"clip_low": 1.5}, r"clip_low is 1.5 but has to be in \[0, 1\]"),
-        (
-            {"behaviour_weight_cap": 5.0, "rejection": Rejection()},
-            "behaviour_weight_cap is 5.0 and rejection is .* pass one of them",
-        ),
     ],
 )
 def test_an_impossible_setting_is_named(changed: dict[str, Any], message: str) -> None:

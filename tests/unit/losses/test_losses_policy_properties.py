@@ -109,7 +109,7 @@ LOSSES: dict[str, Loss] = {
     "dppo recomputed": against(dppo_loss, "sampling", "old_logprobs=old", threshold=0.05),
     "dppo ratio": against(dppo_loss, "sampling", "old_logprobs=old", divergence="ratio"),
     "ppo": decoupled(dual_clip=1.5),
-    "decoupled cap": decoupled(behaviour_weight_cap=1.5),
+    "decoupled cap": decoupled(rejection=Rejection(upper=1.5)),
     "decoupled clamp": decoupled(rejection=Rejection(action="clamp", upper=1.2), dual_clip=3),
     "decoupled gspo": decoupled(
         rejection=Rejection("sequence", "mask", "kl_k3", "max", 2.0), ratio_level="sequence"
