@@ -190,13 +190,8 @@ class TaidSchedule:
     def _addition(self, previous: float, loss: float) -> float:
         change = (previous - loss) / (previous + 1e-15)
         self._momentum = self.beta * self._momentum + (1 - self.beta) * change
-        return self.alpha * _sigmoid(self._momentum) * (1 - self.t)
-
-
-def _sigmoid(x: float) -> float:
-    """1 / (1 + exp(-x)) without overflow on either side."""
-    small = math.exp(-abs(x))
-    return (1.0 if x >= 0 else small) / (1 + small)
+        sigmoid = (1 + math.tanh(self._momentum / 2)) / 2  # without overflow on either side
+        return self.alpha * sigmoid * (1 - self.t)
 
 
 @torch.no_grad()
