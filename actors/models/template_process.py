@@ -26,7 +26,7 @@ from composer_mesh.actors.models.tokenizer import (
     chat_settings,
     load_tokenizer,
 )
-from composer_mesh.configs.paths import TEACHER_KEY
+from composer_mesh.configs.paths import POLICY_KEY, TEACHER_KEY
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, AnsweringProgram, ProgramFailed
@@ -77,14 +77,8 @@ class TemplateProcess:
 
         Raises `UnfitModelFolder` unless the model can be built and its chat template be used.
         """
-        try:
-            found = self._asked({"check": {"tools": tools, "hints": hints, "chat": chat}})
-        except ProgramFailed as error:
-            why = f"has a tokenizer or chat template that exceeds its limits of {self._limits}"
-            raise self._unfit(f"{why} ({error.said})") from None
-        if "error" in found:
-            raise self._unfit(found["error"])
-        return ModelFacts.of(found["facts"])
+        request = {"check": {"tools": tools, "hints": hints, "chat": chat}}
+        return self._facts(request, "a tokenizer or chat template")
 
     def check_teacher_of(self, policy: Path | None) -> ModelFacts:
         """Return what is known of the folder's model.
@@ -92,14 +86,20 @@ class TemplateProcess:
         Raises `UnfitModelFolder` unless it can teach the policy of another folder.
         Without a policy's folder the tokenizers are compared later, when that is made.
         """
+        request = {"teacher_of": None if policy is None else str(policy.absolute())}
+        return self._facts(request, "a tokenizer", OTHER_TOKENIZER, TEACHER_KEY)
+
+    def _facts(
+        self, request: dict[str, Any], what: str, repair: str = _REPAIR, key: str = POLICY_KEY
+    ) -> ModelFacts:
+        """Return the facts of an answer; `what` may exceed the limits."""
         try:
-            found = self._asked({"teacher_of": None if policy is None else str(policy.absolute())})
+            found = self._asked(request)
         except ProgramFailed as error:
-            why = f"has a tokenizer that exceeds its limits of {self._limits} ({error.said})"
-            raise self._unfit(why).at(TEACHER_KEY) from None
+            why = f"has {what} that exceeds its limits of {self._limits} ({error.said})"
+            raise UnfitModelFolder(str(self._folder), why, _REPAIR, key) from None
         if "error" in found:
-            why = found["error"]
-            raise UnfitModelFolder(str(self._folder), why, OTHER_TOKENIZER, TEACHER_KEY)
+            raise UnfitModelFolder(str(self._folder), found["error"], repair, key)
         return ModelFacts.of(found["facts"])
 
     def render(
@@ -131,11 +131,7 @@ class TemplateProcess:
         line = json.dumps(request).encode()
         most = MOST_ANSWER_BYTES + MOST_GROWTH * len(line)
         with self._one:  # long messages are encoded in threads
-            found: dict[str, Any] = json.loads(self._program.ask(line, DEADLINE_S, most))
-        return found
-
-    def _unfit(self, why: str) -> UnfitModelFolder:
-        return UnfitModelFolder(str(self._folder), why, _REPAIR)
+            return json.loads(self._program.ask(line, DEADLINE_S, most))
 
 
 @contextmanager
