@@ -133,8 +133,12 @@ def fingerprint(messages: Sequence[Message]) -> str:
 def _usage(messages: Sequence[Message], text: str) -> dict[str, Any]:
     prompt = -(-len(json.dumps(list(messages))) // CHARS_PER_TOKEN)
     written = -(-len(text) // CHARS_PER_TOKEN)
-    counts = {"prompt_tokens": prompt, "completion_tokens": written}
-    return {**counts, "total_tokens": prompt + written, "cost": 0.0}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "cost": 0.0,
+    }
 
 
 LARGEST_REQUEST = 4 * 2**20

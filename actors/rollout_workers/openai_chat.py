@@ -89,22 +89,34 @@ class CompletionAnswer:
         yield DONE
 
     def _head(self, exchange: Exchange) -> dict[str, Any]:
-        names = {"id": f"cmpl-{exchange.id}", "object": "text_completion"}
-        return {**names, "created": exchange.created, "model": self.model}
+        return {
+            "id": f"cmpl-{exchange.id}",
+            "object": "text_completion",
+            "created": exchange.created,
+            "model": self.model,
+        }
 
     def _choice(self, turn: CapturedTurn, index: int, text: str, *, end: bool) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "finish_reason": turn.finish if end else None}
-        choice["logprobs"] = self._logprobs(turn) if end else None
         with_ids = end and self.request.return_token_ids
-        return choice | ({"token_ids": turn.turn.action_ids} if with_ids else {})
+        return {
+            "index": index,
+            "text": text,
+            "finish_reason": turn.finish if end else None,
+            "logprobs": self._logprobs(turn) if end else None,
+            **({"token_ids": turn.turn.action_ids} if with_ids else {}),
+        }
 
     def _logprobs(self, turn: CapturedTurn) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
         tokens = [self.decode(i) for i in turn.turn.action_ids]
         offsets = [0, *accumulate(map(len, tokens))][:-1]
-        found = {"tokens": tokens, "token_logprobs": turn.turn.logprobs}
-        return {**found, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": turn.turn.logprobs,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -184,25 +196,32 @@ class ChatAnswer:
         yield DONE
 
     def _head(self, exchange: Exchange, kind: str) -> dict[str, Any]:
-        names = {"id": f"chatcmpl-{exchange.id}", "object": kind}
-        return {**names, "created": exchange.created, "model": self.model}
+        return {
+            "id": f"chatcmpl-{exchange.id}",
+            "object": kind,
+            "created": exchange.created,
+            "model": self.model,
+        }
 
     def _choice(self, turn: CapturedTurn, index: int) -> dict[str, Any]:
-        choice = {"index": index, "message": {**turn.answer, "refusal": None}}
-        choice |= {"logprobs": self._logprobs(turn), "finish_reason": finish_reason(turn)}
-        return choice | ({"token_ids": turn.turn.action_ids} if self._with_ids else {})
+        return {
+            "index": index,
+            "message": {**turn.answer, "refusal": None},
+            "logprobs": self._logprobs(turn),
+            "finish_reason": finish_reason(turn),
+            **self._ids(turn),
+        }
 
     def _chunks(self, turn: CapturedTurn) -> Iterator[dict[str, Any]]:
-        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": self._logprobs(turn)}
-        yield {**first, "finish_reason": None}
+        first = {"role": "assistant", "content": ""}
+        yield {"delta": first, "logprobs": self._logprobs(turn), "finish_reason": None}
         for delta in _deltas(turn):
             yield {"delta": delta, "logprobs": None, "finish_reason": None}
-        last: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": finish_reason(turn)}
-        yield last | ({"token_ids": turn.turn.action_ids} if self._with_ids else {})
+        end = finish_reason(turn)
+        yield {"delta": {}, "logprobs": None, "finish_reason": end, **self._ids(turn)}
 
-    @property
-    def _with_ids(self) -> bool:
-        return bool(self.request.return_token_ids)
+    def _ids(self, turn: CapturedTurn) -> dict[str, Any]:
+        return {"token_ids": turn.turn.action_ids} if self.request.return_token_ids else {}
 
     def _logprobs(self, turn: CapturedTurn) -> dict[str, Any] | None:
         if not self.request.logprobs:
@@ -230,5 +249,5 @@ def finish_reason(turn: CapturedTurn) -> str:
 
 def token_logprob(text: str, logprob: float) -> dict[str, Any]:
     """Return one sampled token with its log-prob; others are not offered."""
-    given = {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
-    return {**given, "top_logprobs": []}
+    written = list(text.encode(errors="replace"))
+    return {"token": text, "logprob": logprob, "bytes": written, "top_logprobs": []}

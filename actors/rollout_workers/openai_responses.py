@@ -58,17 +58,28 @@ def output_items(turn: CapturedTurn, name: str) -> list[dict[str, Any]]:
     status = "completed" if turn.finish == "stop" else "incomplete"
     if answer["content"] or not answer.get("tool_calls"):
         items.append(message_item(f"msg_{name}", answer["content"] or "", status))
-    for call in answer.get("tool_calls", []):
-        found = {"type": "function_call", "id": f"fc_{name}_{call['id']}", "call_id": call["id"]}
-        items.append({**found, **call["function"], "status": "completed"})
-    return items
+    calls = [
+        {
+            "type": "function_call",
+            "id": f"fc_{name}_{call['id']}",
+            "call_id": call["id"],
+            **call["function"],
+            "status": "completed",
+        }
+        for call in answer.get("tool_calls", [])
+    ]
+    return items + calls
 
 
 def message_item(item_id: str, text: str, status: str) -> dict[str, Any]:
     """Return an assistant's message as an item."""
-    content = [text_part(text)]
-    head = {"type": "message", "id": item_id, "role": "assistant"}
-    return {**head, "status": status, "content": content}
+    return {
+        "type": "message",
+        "id": item_id,
+        "role": "assistant",
+        "status": status,
+        "content": [text_part(text)],
+    }
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -173,9 +184,11 @@ class ResponsesAnswer:
         self.episode.responses[_response_id(exchange)] = [*self.messages, turn.answer]
         status = "completed" if turn.finish == "stop" else "incomplete"
         output = output_items(turn, exchange.id)
-        usage = Usage.of(exchange, 1).named("input_tokens", "output_tokens")
-        usage |= {"input_tokens_details": {"cached_tokens": 0}}
-        usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
+        usage = {
+            **Usage.of(exchange, 1).named("input_tokens", "output_tokens"),
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
         return self._response(exchange, status, output, usage)
 
     def events(self, exchange: Exchange) -> Iterator[bytes]:
@@ -194,21 +207,28 @@ class ResponsesAnswer:
     def _response(
         self, exchange: Exchange, status: str, output: list[Any], usage: Any
     ) -> dict[str, Any]:
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        head: dict[str, Any] = {
+        return {
             "id": _response_id(exchange),
             "object": "response",
             "status": status,
-        }
-        head |= {"created_at": exchange.created, "model": self.model, "output": output}
-        asked: dict[str, Any] = {
+            "created_at": exchange.created,
+            "model": self.model,
+            "output": output,
             "instructions": self.request.instructions,
             "tools": self.request.tools or [],
+            "previous_response_id": self.request.previous_response_id,
+            "metadata": {},
+            "max_output_tokens": self.request.max_output_tokens,
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "top_p": None,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "usage": usage,
         }
-        asked |= {"previous_response_id": self.request.previous_response_id, "metadata": {}}
-        asked |= {"max_output_tokens": self.request.max_output_tokens, "tool_choice": "auto"}
-        fixed = {"parallel_tool_calls": True, "temperature": None, "top_p": None, "error": None}
-        return {**head, **asked, **fixed, "incomplete_details": cut, "usage": usage}
 
 
 def _response_id(exchange: Exchange) -> str:

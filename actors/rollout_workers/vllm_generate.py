@@ -112,9 +112,12 @@ class GenerateAnswer:
         return ()
 
     def _choice(self, turn: CapturedTurn, index: int) -> dict[str, Any]:
-        ids = turn.turn.action_ids
-        choice = {"index": index, "token_ids": ids, "finish_reason": turn.finish}
-        return {**choice, "logprobs": self._logprobs(turn)}
+        return {
+            "index": index,
+            "token_ids": turn.turn.action_ids,
+            "finish_reason": turn.finish,
+            "logprobs": self._logprobs(turn),
+        }
 
     def _logprobs(self, turn: CapturedTurn) -> dict[str, Any] | None:
         if self.request.sampling_params.logprobs is None:

@@ -43,12 +43,18 @@ def preference_loss(
             normalizer=normalizer,
             weights=weights,
         )
-    shared: dict[str, Any] = {"normalizer": normalizer, "weights": weights}
-    shared |= {"beta": config.dpo_beta}
+    shared: dict[str, Any] = {
+        "normalizer": normalizer,
+        "weights": weights,
+        "beta": config.dpo_beta,
+    }
     if config.loss == "ipo":
         return ipo_loss(*policy, *reference, *lengths, **shared)
-    shared |= {"f_divergence_type": config.f_divergence_type, "f_alpha": config.f_alpha}
-    shared |= {"label_smoothing": config.label_smoothing}
+    shared |= {
+        "f_divergence_type": config.f_divergence_type,
+        "f_alpha": config.f_alpha,
+        "label_smoothing": config.label_smoothing,
+    }
     if config.loss == "mpo":
         types = {loss_type(name): weight for name, weight in config.mpo_types.items()}
         return mpo_loss(*policy, *reference, *lengths, **shared, loss_types=types)
