@@ -1,14 +1,32 @@
-"""The generalized JSD against a loop over the vocabulary, its closed-form gradient and limits."""
+"""The generalized JSD against a loop over the vocabulary, its closed-form gradient and limits.
+
+The entropies of student and teacher beside a distillation loss.
+
+Every distillation loss against recorded results of the published code, loss and gradient.
+
+A teacher's weights as the moving average of a student's.
+"""
+
+from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributions import Categorical
+from upstream_cases import DISTILLATION, check_distillation, distillation_cases
 
-from composer_mesh.losses.distillation import generalized_jsd
+from composer_mesh.losses import distillation
+from composer_mesh.losses.distillation import (
+    distillation_figures,
+    ema_update,
+    ema_update_tensor,
+    generalized_jsd,
+)
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 
@@ -216,3 +234,98 @@ def test_an_impossible_setting_is_named_with_its_bound(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generalized_jsd(*batch(), **{"jsd_beta": 0.5, "normalizer": 1, **changed})
+
+
+def test_entropies_are_those_of_the_rows_under_the_mask_at_the_temperature() -> None:
+    rng = torch.Generator().manual_seed(2)
+    student, teacher = torch.randn(2, 3, 4, 6, generator=rng, dtype=torch.float64)
+    mask = torch.rand(3, 4, generator=rng) < 0.5
+    student[~mask] = math.nan
+    found = distillation_figures(student, teacher, mask, temperature=1.7, normalizer=5)
+    for rows, entropy in ((student, found.student_entropy), (teacher, found.teacher_entropy)):
+        expected = Categorical(logits=rows[mask] / 1.7).entropy().sum() / 5
+        torch.testing.assert_close(entropy, expected)
+
+
+def test_unreduced_entropies_are_of_each_token_and_carry_no_graph() -> None:
+    student = torch.zeros(2, 2, 4, requires_grad=True)
+    mask = torch.tensor([[True, False], [False, True]])
+    teacher = torch.tensor([0.0, -math.inf, -math.inf, 0.0]).expand(2, 2, 4)
+    found = distillation_figures(student, teacher, mask, reduction="none")
+    torch.testing.assert_close(found.student_entropy, mask * math.log(4))
+    torch.testing.assert_close(found.teacher_entropy, mask * math.log(2))
+    assert not found.student_entropy.requires_grad
+
+
+CASES = [
+    pytest.param(group, case, id=f"{group['function']}-{number}")
+    for number, (group, case) in enumerate(distillation_cases())
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(("group", "case"), CASES)
+def test_loss_and_gradient_are_those_of_the_published_code(
+    group: dict[str, Any], case: dict[str, Any], dtype: torch.dtype
+) -> None:
+    check_distillation(group, case, dtype)
+
+
+@pytest.mark.parametrize("case", DISTILLATION["schedule"]["cases"])
+def test_the_taid_schedule_is_that_of_the_published_code(case: dict[str, Any]) -> None:
+    schedule = distillation.TaidSchedule(**case["settings"])
+    steps = len(case["losses"])
+    found = [schedule.update(loss, step, steps) for step, loss in enumerate(case["losses"])]
+    rtol, _ = DISTILLATION["schedule"]["tolerance"]
+    assert found == pytest.approx(case["t"], rel=rtol)
+
+
+def test_every_loss_has_recorded_cases() -> None:
+    losses = {name for name in distillation.__all__ if name.endswith(("_loss", "_jsd", "_kl"))}
+    recorded = {group["function"] for group in DISTILLATION["losses"]}
+    ours_alone = {"entropy_gated_kl"}
+    assert losses - ours_alone <= recorded
+
+
+def test_repeated_updates_are_the_sum_of_decayed_students() -> None:
+    rng = torch.Generator().manual_seed(0)
+    start, *students = (torch.randn(3, 2, generator=rng, dtype=torch.float64) for _ in range(5))
+    teacher = {"w": start.clone()}
+    for student in students:
+        ema_update(teacher, {"w": student, "unknown": student}, 0.1)
+    expected = 0.9**4 * start
+    for age, student in enumerate(reversed(students)):
+        expected += 0.1 * 0.9**age * student
+    torch.testing.assert_close(teacher["w"], expected)
+
+
+def test_a_rate_of_one_copies_and_of_zero_keeps() -> None:
+    teacher, student = torch.zeros(2), torch.tensor([1.0, 1e-30])
+    ema_update_tensor(teacher, student, 0)
+    assert teacher.tolist() == [0, 0]
+    ema_update_tensor(teacher, student, 1)
+    assert torch.equal(teacher, student)
+
+
+def test_the_average_keeps_the_teachers_dtype_and_memory_and_no_graph() -> None:
+    teacher = torch.zeros(2, requires_grad=True)
+    memory = teacher.data_ptr()
+    ema_update({"w": teacher}, {"w": torch.ones(2, dtype=torch.bfloat16)}, 0.25)
+    assert teacher.data_ptr() == memory
+    assert teacher.is_leaf
+    assert teacher.tolist() == [0.25, 0.25]
+
+
+def test_whole_numbers_are_copied() -> None:
+    teacher = torch.tensor([3])
+    ema_update_tensor(teacher, torch.tensor([7]), 0.5)
+    assert teacher.tolist() == [7]
+
+
+def test_tensors_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"1 of the teacher's 1 tensors .*first: a"):
+        ema_update({"a": torch.zeros(1)}, {"b": torch.zeros(1)}, 0.5)
+    with pytest.raises(ValueError, match=r"has shape \(1,\) but the student's \(2,\)"):
+        ema_update_tensor(torch.zeros(1), torch.zeros(2), 0.5)
+    with pytest.raises(ValueError, match=r"rate is 1.5 but has to be in \[0, 1\]"):
+        ema_update_tensor(torch.zeros(1), torch.zeros(1), 1.5)

@@ -1,19 +1,31 @@
-"""Several updates of a step: each is the update of its part, on ratios to the step's start."""
+"""Several updates of a step: each is the update of its part, on ratios to the step's start.
+
+Pairs with an update of their own: that of a second optimizer after the shared one.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from step_batches import ALL_ON, NARROW, batch_of, largest_change, nearby, weights_of
 from torch import Tensor
 
+from composer_mesh.actors.learning.learner import Learner
+from composer_mesh.actors.learning.step import OWN as OWN_STATE
 from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.models.policy import save_policy
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.losses.policy import decoupled_ppo_loss, grpo_loss
+from composer_mesh.planning.memory import total
+from composer_mesh.planning.memory_estimate import memory_of
+from composer_mesh.planning.model_sizes import sizes_of
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import minibatches
 
@@ -166,3 +178,154 @@ def test_the_weights_wait_for_their_publisher_before_the_first_update_only(
     waits: list[float] = []
     step.run(batch, None, lambda: waits.append(float(largest_change(before, weights_of(model)))))
     assert waits == [0.0]
+
+
+OWN = {**ALL_ON["replay"], "update": "own"}
+
+
+TRAINER = {"lr": 1e-2, "microbatch_tokens": 256, "grad_clip": 0.1}
+
+
+def batches(model: Any, count: int = 2, pairs: int = 4) -> list[StepBatch]:
+    rng = random.Random(3)
+    found = [batch_of(model, rng, samples=6, pairs=pairs) for _ in range(count)]
+    return [replace(one, views=[], step=step) for step, one in enumerate(found)]
+
+
+def equal(one: Any, two: Any) -> bool:
+    others = weights_of(two)
+    return all(torch.equal(weight, others[name]) for name, weight in weights_of(one).items())
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_the_weights_are_those_of_two_optimizers_one_after_the_other(
+    build_config: Any, build_model: Any, sharing: bool
+) -> None:
+    trainer = {**TRAINER, "prefix_sharing": sharing}
+    own, apart = build_model(1), build_model(1)
+    step = ThreeChannelStep(own, None, build_config(**NARROW, trainer=trainer, replay=OWN))
+    shared = ThreeChannelStep(apart, None, build_config(**NARROW, trainer=trainer))
+    pairs = ThreeChannelStep(
+        apart, None, build_config(**NARROW, trainer=trainer, replay=ALL_ON["replay"])
+    )
+    for batch in batches(own):
+        found = step.run(batch, None)
+        policy = shared.run(replace(batch, pairs=[]), None)
+        replay = pairs.run(replace(batch, samples=[]), None)
+        assert equal(own, apart)
+        assert found["policy/grad_norm"] == policy["policy/grad_norm"]
+        assert found["replay/grad_norm"] == replay["policy/grad_norm"]
+        assert found["loss/replay"] == replay["loss/replay"]
+        assert found["loss/policy"] == policy["loss/policy"]
+        assert found["loss/total"] == pytest.approx(
+            policy["loss/policy"] + 0.3 * replay["loss/replay"]
+        )
+
+
+def test_a_step_without_pairs_leaves_their_optimizer_alone(
+    build_config: Any, build_model: Any
+) -> None:
+    model = build_model(1)
+    step = ThreeChannelStep(model, None, build_config(**NARROW, trainer=TRAINER, replay=OWN))
+    (batch,) = batches(model, 1, pairs=0)
+    found = step.run(batch, None)
+    assert found["loss/replay"] is None
+    assert "replay/lr" not in found
+    assert not any(name.startswith(OWN_STATE) for name in step.optimizer_state())
+
+
+def test_the_rate_follows_the_schedule_and_the_loss_does_not(
+    build_config: Any, build_model: Any
+) -> None:
+    falling = {**OWN, "beta_schedule": {"decay": "linear"}}
+    changed = []
+    for replay in (OWN, falling):
+        model = build_model(1)
+        config = build_config(**NARROW, trainer=TRAINER, replay=replay, run={"steps": 4})
+        step = ThreeChannelStep(model, None, config)
+        (batch,) = batches(model, 1)
+        found = step.run(replace(batch, step=2), None)
+        changed.append((found["replay/grad_norm"], found["replay/lr"], found["policy/lr"]))
+    (norm, rate, own), (fallen_norm, fallen, fallen_own) = changed
+    assert norm == fallen_norm
+    assert fallen == pytest.approx(rate / 2)
+    assert own == fallen_own
+
+
+def test_each_of_several_updates_is_followed_by_that_of_its_pairs(
+    build_config: Any, build_model: Any
+) -> None:
+    model = build_model(1)
+    trainer = {**TRAINER, "updates_per_batch": 2}
+    step = ThreeChannelStep(model, None, build_config(**NARROW, trainer=trainer, replay=OWN))
+    (batch,) = batches(model, 1)
+    groups = [replace(one, group_id=at // 3) for at, one in enumerate(batch.samples)]
+    found = step.run(replace(batch, samples=groups), None)
+    assert found["policy/updates"] == 2
+    counts = {
+        float(state)
+        for name, state in step.optimizer_state().items()
+        if name.startswith(OWN_STATE) and name.endswith("/step")
+    }
+    assert counts == {2.0}
+
+
+@pytest.fixture
+def folder(build_model: Any, tokenizer: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "policy"
+    save_policy(build_model(1), tokenizer, path)
+    return path
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_resumed_trainer_goes_on_bit_for_bit(
+    build_config: Any, build_model: Any, folder: Path, tmp_path: Path, offload: bool
+) -> None:
+    trainer = {**TRAINER, "optimizer_offload": offload}
+    config = build_config(**NARROW, trainer=trainer, replay=OWN)
+    first, second = batches(build_model(1))
+    learner = Learner(config, folder, Ranks())
+    learner.train(first, None)
+    learner.copy()
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    learner.write(checkpoint)
+    resumed = Learner(config, folder, Ranks())
+    resumed.restore(checkpoint)
+    kept = resumed.step.optimizer_state()
+    assert {name.startswith(OWN_STATE) for name in kept} == {False, True}
+    expected, found = learner.train(second, None), resumed.train(second, None)
+    assert expected["replay/grad_norm"] == found["replay/grad_norm"]
+    assert equal(learner.model, resumed.model)
+
+
+def test_a_sharded_model_has_the_same_updates(
+    build_config: Any, build_model: Any, folder: Path
+) -> None:
+    found = []
+    try:
+        for sharding in ("none", "fsdp2"):
+            trainer = {**TRAINER, "sharding": sharding}
+            config = build_config(**NARROW, trainer=trainer, replay=OWN)
+            learner = Learner(config, folder, Ranks())
+            found.append([learner.train(one, None) for one in batches(build_model(1))])
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    for whole, sharded in zip(*found, strict=True):
+        for name in ("loss/policy", "loss/replay", "policy/grad_norm", "replay/grad_norm"):
+            assert sharded[name] == pytest.approx(whole[name], rel=1e-5)
+
+
+def test_check_counts_both_optimizers(build_config: Any) -> None:
+    def state(update: str) -> int:
+        config = build_config(**NARROW, replay={**OWN, "update": update})
+        parts = memory_of("trainer", config, sizes_of(config.policy)).host
+        return total([part for part in parts if part.what == "optimizer state"])
+
+    assert state("own") == 2 * state("shared") > 0
+
+
+def test_an_own_update_has_no_share_to_bound(build_config: Any) -> None:
+    with pytest.raises(ValidationError, match="set update to 'shared'"):
+        build_config(replay={**OWN, "max_update_share": 0.3})

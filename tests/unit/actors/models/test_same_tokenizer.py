@@ -1,4 +1,7 @@
-"""Two tokenizers are the same where ids of one mean the same to the other, and only there."""
+"""Two tokenizers are the same where ids of one mean the same to the other, and only there.
+
+The tokenizer that skips transformers' wrapper gives the same ids and texts.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from repetition import LONG
 from tokenizers import normalizers, pre_tokenizers
 
 from composer_mesh.actors.models.policy import build_tokenizer, save_policy
 from composer_mesh.actors.models.template_process import TemplateProcess
-from composer_mesh.actors.models.tokenizer import difference
+from composer_mesh.actors.models.tokenizer import BackendTokenizer, difference
 from composer_mesh.planning.model_folder import UnfitModelFolder
 from composer_mesh.services.checks.accepting import check_policy_files, check_policy_template
 
@@ -88,3 +93,29 @@ def test_a_folder_is_compared_within_limits_before_a_run(
     (tmp_path / "teacher" / "model.safetensors").unlink()
     with pytest.raises(UnfitModelFolder, match=r"^sdpo.teacher_model.path: .* is missing"):
         check_policy_files(config)
+
+
+TOKENIZER = build_tokenizer(["a tool returned the sum of 17 orders"] * 40, 300)
+
+
+@given(st.text())
+def test_texts_have_the_ids_and_ids_the_texts_of_transformers(text: str) -> None:
+    fast = BackendTokenizer(TOKENIZER)
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert fast.encode(text, add_special_tokens=False) == ids
+    options: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    assert fast.decode(ids, **options) == TOKENIZER.decode(ids, **options)
+
+
+def test_a_folder_that_asks_for_truncation_cuts_nothing_off() -> None:
+    tokenizer = build_tokenizer(["a tool returned the sum"] * 40, 300)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    text = "a tool returned the sum of all orders"
+    assert BackendTokenizer(tokenizer).encode(text, add_special_tokens=False) == tokenizer.encode(
+        text, add_special_tokens=False
+    )
+
+
+def test_text_is_never_cleaned_up() -> None:
+    with pytest.raises(ValueError, match="not cleaned up"):
+        BackendTokenizer(TOKENIZER).decode([1], clean_up_tokenization_spaces=True)

@@ -1,15 +1,25 @@
-"""Requests of one episode: which are the same one, and which are sampled anew."""
+"""Requests of one episode: which are the same one, and which are sampled anew.
+
+Workflows of agents as they are: what they sample by HTTP is trained, and their answer scored.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_templates import FAMILIES
 from chat_templates import with_template
+from openai import AsyncOpenAI, OpenAIError
 from scripted_generation import ScriptedGeneration, a_sample
+from workflow_ports import Ports, sample
 
+from composer_mesh import Agent, AgentWorkflow, CommandAgent, FunctionAgent, Message
 from composer_mesh.actors.rollout_workers import agent_episode
 from composer_mesh.actors.rollout_workers.agent_episode import (
     AgentEpisode,
@@ -19,8 +29,14 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
     Exchange,
     TooManyTurns,
 )
+from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.episode import EpisodePlayer
+from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.tasks.errors import TaskError, UnusableTask
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 ASK = Ask([ChatQuestion([{"role": "user", "content": "q"}], [])])
 
@@ -143,3 +159,122 @@ async def test_an_episode_asks_for_a_bounded_number_of_answers(
     with pytest.raises(TooManyTurns, match="may ask for 4096"):
         await episode.answer(Ask(ASK.questions, n=agent_episode.MOST_TURNS + 1), b"k", False)
     assert generation.requests == []
+
+
+@pytest.fixture
+def ports(toolbox: ToolboxTask, tokenizer: Any) -> Ports:
+    answer = toolbox.verified_answer(toolbox.episode("train", 0))
+    return Ports(toolbox, ChatFormat(tokenizer, toolbox.tools), lambda _: f"Answer: {answer}")
+
+
+async def played(ports: Ports, workflow: AgentWorkflow) -> Trace:
+    player = WorkflowPlayer(workflow, ports, ports, ports.chat, 60.0)
+    try:
+        return (await player.play(sample(ports.task), "train-000000-000")).trace
+    finally:
+        await player.close()
+
+
+class Asks(AgentWorkflow):
+    """Asks once, with the tools of the task."""
+
+    def __init__(self, tools: list[dict[str, Any]]) -> None:
+        self.tools = tools
+
+    async def solve(self, messages: list[Message], agent: Agent) -> str:
+        async with AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key) as client:
+            asked: Any = {"messages": messages, "tools": self.tools}
+            answer = await client.chat.completions.create(model="any", **asked)
+        return answer.choices[0].message.content or ""
+
+
+async def test_what_an_agent_samples_is_the_native_loops_trajectory(ports: Ports) -> None:
+    trace = await played(ports, Asks(ports.task.tools))
+    native = await EpisodePlayer(ports, ports, ports.chat).play(sample(ports.task), "native")
+    assert [turn.context_ids for turn in trace.turns] == [
+        turn.context_ids for turn in native.trace.turns
+    ]
+    assert [turn.action_ids for turn in trace.turns] == [
+        turn.action_ids for turn in native.trace.turns
+    ]
+    assert (trace.reward, trace.success, trace.rewards) == (1.0, True, {"solved": 1.0})
+
+
+def asks_by_http(messages: list[Message], base_url: str, api_key: str) -> str:
+    """A plain function without any client library."""
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions",
+        json.dumps({"model": "any", "messages": messages}).encode(),
+        {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return str(json.load(answer)["choices"][0]["message"]["content"])
+
+
+async def test_a_plain_function_is_an_agent(ports: Ports) -> None:
+    trace = await played(ports, FunctionAgent(f"{__name__}:asks_by_http"))
+    assert (trace.reward, len(trace.turns)) == (1.0, 1)
+
+
+PROGRAM = """
+import json, os, sys
+sys.path[:0] = {folders!r}
+from test_agent_episode import asks_by_http
+messages = json.load(sys.stdin)["messages"]
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+asks_by_http(messages, url, key)
+print(asks_by_http(messages, url, key))
+"""
+
+
+async def test_a_program_is_an_agent_and_each_of_its_requests_is_trained_once(
+    ports: Ports, tmp_path: Path
+) -> None:
+    program = tmp_path / "agent.py"
+    folder = Path(__file__).parent
+    folders = [str(folder), str(folder.parents[1] / "helpers")]
+    program.write_text(PROGRAM.format(folders=folders))
+    trace = await played(ports, CommandAgent([sys.executable, str(program)]))
+    assert trace.reward == 1.0
+    trained = [turn for one in trace.trajectories() for turn in one.turns if turn.trained]
+    assert len(trained) == len(ports.requests) == 2
+    assert len({one.trace_id for one in trace.trajectories()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.exit('no key')", "ended with status 1: no key"),
+        ("import time; time.sleep(600)", r"did not end within 0\.5 s: raise timeout_s"),
+        ("print('Answer: 1')", "has not asked its endpoint"),
+    ],
+)
+async def test_a_program_that_fails_hangs_or_asks_nothing_fails_its_attempt(
+    ports: Ports, code: str, said: str
+) -> None:
+    limit = 0.5 if "sleep" in code else 60.0
+    with pytest.raises(TaskError, match=said):
+        await played(ports, CommandAgent([sys.executable, "-c", code], timeout_s=limit))
+    assert not ports.sessions
+
+
+async def test_a_generator_that_fails_is_no_fault_of_the_agent(ports: Ports) -> None:
+    def fails(_: int) -> str:
+        raise ConnectionResetError("the generator is gone")
+
+    ports.answer = fails
+
+    class Robust(Asks):
+        async def solve(self, messages: list[Message], agent: Agent) -> str:
+            try:
+                return await super().solve(messages, agent)
+            except OpenAIError:
+                return call_text("lookup", {"key": "x"})
+
+    with pytest.raises(Exception, match="the generator is gone"):
+        await played(ports, Robust([]))
+
+
+def test_a_function_that_is_not_there_is_named() -> None:
+    with pytest.raises(UnusableTask, match="function is 'nowhere:solve', which cannot be imported"):
+        FunctionAgent("nowhere:solve")
