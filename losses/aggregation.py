@@ -7,7 +7,7 @@ Callers count tokens and sequences, and split the step into microbatches and ran
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +17,6 @@ from composer_mesh.losses.logprobs import PolicyLoss, masked_mean
 from composer_mesh.losses.reductions import Number, check_choice, masked_sum, normalized_sum
 
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
-AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 Reduction = Literal["sum", "none"]
 
 
@@ -35,7 +34,7 @@ class Reducer:
     reduction: Reduction
 
     def __post_init__(self) -> None:
-        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
         check_choice("reduction", self.reduction, ("sum", "none"))
         if self.reduction == "sum" and self.normalizer is None:
             raise ValueError(
@@ -74,7 +73,7 @@ def aggregate(
     the mask is empty, which is NaN there, and in "grpo": verl divides the sum of a sequence by its
     n + 1e-8 tokens, here by n.
     """
-    check_choice("aggregation", kind, AGGREGATIONS)
+    check_choice("aggregation", kind, get_args(Aggregation))
     if kind == "grpo":
         return normalized_sum(masked_mean(values, mask), normalizer)
     return masked_sum(values, mask, normalizer)
@@ -107,7 +106,7 @@ def aggregation_normalizer(
     on its microbatch. To get that, pass tokens of the microbatch * gradient_accumulation_steps (*
     ranks) as normalizer of each.
     """
-    check_choice("aggregation", kind, AGGREGATIONS)
+    check_choice("aggregation", kind, get_args(Aggregation))
     if kind in ("grpo", "luspo"):
         return sequences
     if kind != "dr_grpo":

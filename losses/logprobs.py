@@ -8,7 +8,7 @@ constants that a loss multiplies its terms by. Products of weights are weights.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +25,6 @@ from composer_mesh.losses.reductions import (
 )
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
-RATIO_LEVELS = ("token", "sequence", "sequence_token")
 
 # exp(80) is finite in float32 and exp(89) is not; an infinite ratio has a NaN gradient even where
 # the clip discards it. In float64 exp(709) is the last finite one.
@@ -139,7 +138,7 @@ def importance_ratio(
     the same value with a gradient through each token's own log-prob: sg(s) exp(lp - sg(lp))
     (verl, TRL's experimental gspo_token).
     """
-    check_choice("ratio_level", level, RATIO_LEVELS)
+    check_choice("ratio_level", level, get_args(RatioLevel))
     if level == "token":
         return log_ratio.exp()
     mean = masked_mean(log_ratio, mask).expand_as(log_ratio)
@@ -204,7 +203,6 @@ def weighted_terms(
 
 
 KlEstimator = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "low_var_kl")
 
 
 def token_kl(
@@ -232,7 +230,7 @@ def token_kl(
     Source: verl `core_algos.py::kl_penalty` (kl, mse, low_var_kl are its names for k1, k2 and k3,
     the last always with the bounds of low_var_kl); TRL's GRPO penalty is k3.
     """
-    check_choice("estimator", estimator, KL_ESTIMATORS)
+    check_choice("estimator", estimator, get_args(KlEstimator))
     gap = bounded(selected(logprobs, mask) - selected(reference_logprobs.detach(), mask))
     value = estimate_kl(gap, estimator)
     if not k2_gradient:
@@ -256,7 +254,6 @@ def estimate_kl(gap: Float[Tensor, "*B T"], estimator: KlEstimator) -> Float[Ten
 
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def sampling_weights(
@@ -284,7 +281,7 @@ def sampling_weights(
     log-probs are recomputed by the trainer whenever the correction is on. Differs from TRL: values
     outside of the mask may be NaN; log-ratios beyond +-80 (float64: 700) count as that.
     """
-    check_choice("mode", mode, MODES)
+    check_choice("mode", mode, get_args(CorrectionMode))
     _check_bounds(minimum, maximum)
     level, action = mode.split("_")
     log_ratio = masked_log_ratio(old_logprobs.detach(), sampling_logprobs, mask)

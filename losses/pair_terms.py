@@ -8,7 +8,7 @@ Log-probabilities of whole answers come from those of their tokens (T tokens, V 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -81,7 +81,6 @@ PreferenceType = Literal[
     "sigmoid", "hinge", "robust", "exo_pair", "apo_zero", "apo_down", "bco_pair", "sigmoid_norm"
 ]
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 Scores = Float[Tensor, "*B"]
 
@@ -97,7 +96,7 @@ def divergence_scores(
     a is `f_alpha`, 1 less the paper's alpha, as in TRL: 1 is reverse KL and 0 forward KL. Exponents
     above 80 count as 80, so that they are finite in float32.
     """
-    check_choice("f_divergence_type", kind, F_DIVERGENCES)
+    check_choice("f_divergence_type", kind, get_args(FDivergence))
     if kind == "js_divergence":
         return logsigmoid(log_ratios)
     slope = -1.0 if kind == "forward_kl" else f_alpha - 1.0

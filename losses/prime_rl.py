@@ -11,7 +11,7 @@ sampled and sum over tokens; the normalizer (`loss_scale`) is the number of trai
 step, at least 1.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,7 +35,6 @@ from composer_mesh.losses.reductions import (
 )
 
 Divergence = Literal["tv", "kl", "ratio"]
-DIVERGENCES = ("tv", "kl", "ratio")
 THRESHOLDS = {"tv": 0.15, "kl": 0.05, "ratio": 0.2}
 
 
@@ -79,7 +78,7 @@ def dppo_loss(
     dppo_tv and dppo_kl differ in a default cap of 20 and in raising ratios below exp(-20) to it.
     Differs from both: an empty mask gives 0, not NaN; values outside of the mask may be NaN.
     """
-    check_choice("divergence", divergence, DIVERGENCES)
+    check_choice("divergence", divergence, get_args(Divergence))
     low = THRESHOLDS[divergence] if threshold is None else threshold
     high = low if threshold_high is None else threshold_high
     check_not_negative("threshold", low, f"use {THRESHOLDS[divergence]}")
