@@ -199,8 +199,12 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
     name, made = section.import_path, check_backend(section)
     backend = call_function(made, name, "", context, section.kwargs)
     if not isinstance(backend, TrainerBackend):
-        told = f"it made a {type(backend).__name__} without the methods {', '.join(METHODS)}"
-        raise CustomFunctionError(name, "", f"{told}: return a backend")
+        raise CustomFunctionError(
+            name,
+            "",
+            f"it made a {type(backend).__name__} without the methods {', '.join(METHODS)}"
+            ": return a backend",
+        )
     return UsersBackend(name, backend, config.trainer.sharded, ranks)
 
 
@@ -213,8 +217,12 @@ def check_backend(section: CustomFunction) -> Callable[..., Any]:
     check_signature(found, name, section.kwargs, given="context")
     missing = [one for one in METHODS if not callable(getattr(found, one, None))]
     if isinstance(found, type) and missing:
-        told = f"it has no method {missing[0]!r}: derive it from composer_mesh.TorchBackend"
-        raise CustomFunctionError(name, "", f"{told}, or write {', '.join(METHODS)}")
+        raise CustomFunctionError(
+            name,
+            "",
+            f"it has no method {missing[0]!r}: derive it from composer_mesh.TorchBackend"
+            f", or write {', '.join(METHODS)}",
+        )
     return found
 
 
@@ -233,33 +241,50 @@ class UsersBackend:
             found = published.get(name)
             if found is None or found.shape != weight.shape:
                 shape = "nothing" if found is None else f"shape {tuple(found.shape)}"
-                told = f"its published {name} is {shape} but has to be {tuple(weight.shape)}"
-                raise self._error("published", f"{told}: return what generators load from {folder}")
+                raise self._error(
+                    "published",
+                    f"its published {name} is {shape} but has to be {tuple(weight.shape)}"
+                    f": return what generators load from {folder}",
+                )
         own = set(distinct(own_weights(model)))
         if not self.adapters(model) and set(distinct(published)) != own:
-            told = "it publishes other tensors than the model's own and has no adapters"
-            raise self._error("adapters", f"{told}: return the trained tensors from adapters")
+            raise self._error(
+                "adapters",
+                "it publishes other tensors than the model's own and has no adapters"
+                ": return the trained tensors from adapters",
+            )
         return model
 
     def _check_model(self, model: Any) -> None:
         missing = [part for part in MODEL_PARTS if not hasattr(model, part)]
         if missing:
-            told = f"it returned a {type(model).__name__} without {missing[0]!r}"
-            raise self._error("model", f"{told}: return a causal LM of transformers")
+            raise self._error(
+                "model",
+                f"it returned a {type(model).__name__} without {missing[0]!r}"
+                ": return a causal LM of transformers",
+            )
         if not any(weight.requires_grad for weight in model.parameters()):
-            told = "no parameter of its model requires a gradient"
-            raise self._error("model", f"{told}: leave some that are trained")
+            raise self._error(
+                "model",
+                "no parameter of its model requires a gradient: leave some that are trained",
+            )
         for key, asked, found in (
             ("context_parallel", self._ranks.context, context_of(model)),
             ("expert_parallel", self._ranks.experts, experts_of(model)),
         ):
             if asked is not found:
-                told = f"its model is not divided among ranks as trainer.{key} asks"
-                raise self._error("model", f"{told}: load it with super().model, or set that to 1")
+                raise self._error(
+                    "model",
+                    f"its model is not divided among ranks as trainer.{key} asks"
+                    ": load it with super().model, or set that to 1",
+                )
         if is_sharded(model) != self._sharded:
             own, wanted = ("sharded", "none") if is_sharded(model) else ("whole", "fsdp2")
-            told = f"its model is {own} but the config shards it as {wanted!r}"
-            raise self._error("model", f"{told}: load it with super().model, or set sharding")
+            raise self._error(
+                "model",
+                f"its model is {own} but the config shards it as {wanted!r}"
+                ": load it with super().model, or set sharding",
+            )
 
     def optimizers(self, weights: Mapping[str, nn.Parameter]) -> Sequence[torch.optim.Optimizer]:
         """Return the backend's optimizers; raises unless each weight is in one of them, once."""
@@ -267,17 +292,25 @@ class UsersBackend:
         if not isinstance(found, list | tuple) or not all(
             isinstance(one, torch.optim.Optimizer) for one in found
         ):
-            told = f"it returned a {type(found).__name__}"
-            raise self._error("optimizers", f"{told}: return a list of torch's optimizers")
+            raise self._error(
+                "optimizers",
+                f"it returned a {type(found).__name__}: return a list of torch's optimizers",
+            )
         held = [id(one) for optimizer in found for group in optimizer.param_groups
                 for one in group["params"]]  # fmt: skip
         for name, weight in weights.items():
             if (count := held.count(id(weight))) != 1:
-                told = f"{name} is in {count} of its optimizers' groups but has to be in one"
-                raise self._error("optimizers", f"{told}: give them all of `weights`")
+                raise self._error(
+                    "optimizers",
+                    f"{name} is in {count} of its optimizers' groups but has to be in one"
+                    ": give them all of `weights`",
+                )
         if len(held) != len(weights):
-            told = f"its optimizers hold {len(held)} tensors but {len(weights)} are trained"
-            raise self._error("optimizers", f"{told}: give them `weights` alone")
+            raise self._error(
+                "optimizers",
+                f"its optimizers hold {len(held)} tensors but {len(weights)} are trained"
+                ": give them `weights` alone",
+            )
         return list(found)
 
     def published(self, model: Any) -> dict[str, Tensor]:
@@ -293,8 +326,11 @@ class UsersBackend:
         if not isinstance(found, dict) or not all(
             isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()
         ):
-            told = f"it returned a {type(found).__name__} that is no dict of tensors by name"
-            raise self._error(method, f"{told}: return one")
+            raise self._error(
+                method,
+                f"it returned a {type(found).__name__} that is no dict of tensors by name"
+                ": return one",
+            )
         return found
 
     def _error(self, method: str, problem: str) -> CustomFunctionError:

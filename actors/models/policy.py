@@ -134,7 +134,7 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
     """
     try:
         implementation = IMPLEMENTATIONS[attention or _plain_attention(folder)]
-        model, told = class_for(config_of(folder)).from_pretrained(
+        model, info = class_for(config_of(folder)).from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
@@ -148,7 +148,7 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
         repair = "mend what the reason names, or export the model again"
         raise UnfitModelFolder(str(folder), why, repair) from error
     made_progress(f"the model of {folder.name}")
-    for what, names in (("lack", told["missing_keys"]), ("have", told["unexpected_keys"])):
+    for what, names in (("lack", info["missing_keys"]), ("have", info["unexpected_keys"])):
         if names:
             why = f"has files that {what} {min(names)[:120]}, unlike the model of its config.json"
             raise UnfitModelFolder(str(folder), why)
@@ -245,21 +245,21 @@ class CheckpointNames:
 
     def __init__(self, folder: Path) -> None:
         self.model = empty_model(folder)
-        self._files = folder_weights(folder)
-        self._told = _read(empty_model(folder), self._files)
-        self.model._weight_conversions = self._told.conversions
+        read = empty_model(folder)
+        self._loading_info = _loading_info(read, folder_weights(folder))
+        self.model._weight_conversions = read._weight_conversions
         state = self.model.state_dict(keep_vars=True)
         self.expected = {name for name, _ in self.converted(_with_all_names(state))}
 
     def differences(self) -> Iterator[str]:
         """Yield why the files do not hold the model that the folder's config describes."""
-        told = self._told
-        for name, held, own in sorted(told.mismatched):
+        missing, unexpected = self._loading_info.missing_keys, self._loading_info.unexpected_keys
+        for name, held, own in sorted(self._loading_info.mismatched_keys):
             yield f"{name} is {[*held]} but {[*own]} there"
-        if told.missing:
-            yield f"{_few(told.missing)} {_verb(told.missing)} missing"
-        if told.unexpected:
-            yield f"{_few(told.unexpected)} {_verb(told.unexpected)} unknown there"
+        if missing:
+            yield f"{_few(missing)} {_verb(missing)} missing"
+        if unexpected:
+            yield f"{_few(unexpected)} {_verb(unexpected)} unknown there"
 
     def converted(self, tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor of the files, under every name, in the order of the layers.
@@ -272,18 +272,11 @@ class CheckpointNames:
             yield from _reverted(self.model, named).items()
 
 
-class _Told:
-    """What transformers says of files that it read into a model."""
+def _loading_info(model: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """Let transformers read tensors of these shapes, without numbers, into an empty model.
 
-    def __init__(self, model: Any, info: Any) -> None:
-        self.conversions: list[Any] = model._weight_conversions
-        self.missing: set[str] = info.missing_keys
-        self.unexpected: set[str] = info.unexpected_keys
-        self.mismatched: set[tuple[str, Any, Any]] = info.mismatched_keys
-
-
-def _read(model: Any, shapes: dict[str, tuple[int, ...]]) -> _Told:
-    """Let transformers read tensors of these shapes, without numbers, into an empty model."""
+    Returns its `LoadStateDictInfo`, with the keys that are missing, unexpected or mismatched.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -297,7 +290,7 @@ def _read(model: Any, shapes: dict[str, tuple[int, ...]]) -> _Told:
     info, _ = convert_and_load_state_dict_in_model(model, tensors, here)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
-    return _Told(model, info)
+    return info
 
 
 def _reverted(model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
