@@ -1,16 +1,24 @@
-"""Losses of whole sequences, GSPO's two gradients and KL estimates, against loops over tokens."""
+"""Losses of whole sequences, GSPO's two gradients and KL estimates, against loops over tokens.
+
+The sampler correction's weights against loops, and REINFORCE with and without them.
+"""
 
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from composer_mesh.losses.policy import (
     cispo_loss,
     gmpo_loss,
     grpo_loss,
+    off_policy_weights,
+    reinforce_loss,
+    sampling_weights,
     sapo_loss,
     token_kl,
     vespo_loss,
@@ -232,3 +240,156 @@ def test_the_expected_gradient_of_each_estimate_is_that_of_the_stated_divergence
         ]
         wanted = torch.zeros_like(slopes[0]) if estimator == "k1" else slopes[1]
         torch.testing.assert_close(slopes[0], wanted, rtol=1e-9, atol=1e-11)
+
+
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+BOUNDS = [(3.0, None), (1.5, 0.5), (None, 0.8), (None, None)]
+
+
+def policies(
+    rows: int = 5, tokens: int = 4, seed: int = 0, scale: float = 0.5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of two policies and a mask with an empty row, in float64."""
+    rng = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(rows, tokens, generator=rng, dtype=torch.float64)
+    sampling = old + scale * torch.randn(rows, tokens, generator=rng, dtype=torch.float64)
+    mask = torch.rand(rows, tokens, generator=rng) < 0.7
+    mask[:1] = False
+    return old, sampling, mask
+
+
+def weights_by_hand(
+    old: Tensor, sampling: Tensor, mask: Tensor, mode: str, top: float, bottom: float
+) -> list[list[float]]:
+    found = []
+    for o, s, on in zip(old.tolist(), sampling.tolist(), mask.tolist(), strict=True):
+        gaps = [x - y if m else 0.0 for x, y, m in zip(o, s, on, strict=True)]
+        if mode.startswith("sequence"):
+            gaps = [math.fsum(gaps)] * len(gaps)
+        row = [math.exp(g) for g in gaps]
+        if mode.endswith("truncate"):
+            found.append([min(max(w, bottom), top) for w in row])
+        else:
+            found.append([w if bottom <= w <= top else 0.0 for w in row])
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("maximum", "minimum"), BOUNDS)
+def test_each_mode_agrees_with_its_definition(
+    mode: Any, maximum: float | None, minimum: float | None
+) -> None:
+    values = policies(seed=3)
+    found = sampling_weights(*values, mode=mode, maximum=maximum, minimum=minimum)
+    top, bottom = math.inf if maximum is None else maximum, minimum or 0.0
+    expected = torch.tensor(weights_by_hand(*values, mode, top, bottom), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@given(seed=st.integers(0, 2**16), scale=st.floats(0, 50), mode=st.sampled_from(MODES))
+@settings(max_examples=50, deadline=None)
+def test_no_weight_leaves_its_bounds(seed: int, scale: float, mode: Any) -> None:
+    found = sampling_weights(*policies(seed=seed, scale=scale), mode=mode, maximum=2.0, minimum=0.5)
+    inside = (found >= 0.5) & (found <= 2.0)
+    assert bool((inside | ((found == 0) & mode.endswith("mask"))).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_policies_and_empty_sequences_have_weight_one(mode: Any) -> None:
+    old, _, mask = policies()
+    assert torch.equal(sampling_weights(old, old, mask, mode=mode), torch.ones_like(old))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_stands_under_no_mask_does_not_count(mode: Any) -> None:
+    old, sampling, mask = policies()
+    dirty = torch.where(mask, sampling, math.nan)
+    assert torch.equal(
+        sampling_weights(old, dirty, mask, mode=mode),
+        sampling_weights(old, torch.where(mask, sampling, 0.0), mask, mode=mode),
+    )
+
+
+def test_the_ratio_of_a_sequence_is_a_product_and_no_mean() -> None:
+    old, sampling = torch.zeros(1, 4), torch.full((1, 4), -0.1)
+    found = sampling_weights(old, sampling, torch.ones(1, 4).bool(), mode="sequence_truncate")
+    torch.testing.assert_close(found, torch.full((1, 4), math.exp(0.4)))
+
+
+@pytest.mark.parametrize("gap", [-1e4, 1e4])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_absurd_mismatch_keeps_the_weights_finite(mode: Any, gap: float) -> None:
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    for maximum in (3.0, None):
+        found = sampling_weights(old, torch.full((1, 3), gap), mask, mode=mode, maximum=maximum)
+        assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"maximum": 0.0}, "maximum is 0.0 but has to be > 0: use 3.0"),
+        ({"minimum": -1.0}, "minimum is -1.0 but has to be >= 0"),
+        ({"minimum": 4.0}, "minimum is 4.0 but has to be <= maximum, 3.0: raise maximum"),
+    ],
+)
+def test_impossible_bounds_are_named(changed: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampling_weights(*policies(), **changed)
+
+
+def test_only_bad_sequences_far_from_their_sampler_are_dropped() -> None:
+    policy = torch.tensor([[-2.0, -2.0], [-2.0, -2.0], [-1.0, -1.0], [-9.0, -1.0]])
+    sampling = torch.full((4, 2), -1.0)
+    mask = torch.tensor([[True, True], [True, True], [True, True], [False, True]])
+    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])
+    found = off_policy_weights(policy, sampling, advantages, mask, threshold=0.5)
+    assert found.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]
+    assert off_policy_weights(policy, sampling, advantages, mask, threshold=1.0).min() == 1
+    with pytest.raises(ValueError, match=r"threshold is -1 but has to be >= 0"):
+        off_policy_weights(policy, sampling, advantages, mask, threshold=-1)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+def test_reinforce_agrees_with_its_definition(kind: Any) -> None:
+    logprobs, advantages, mask = policies(seed=8)
+    logprobs.requires_grad_()
+    found = reinforce_loss(logprobs, advantages, mask, normalizer=7, aggregation=kind)
+    found.loss.backward()
+    value, slope = 0.0, torch.zeros_like(logprobs)
+    for b, t in mask.nonzero().tolist():
+        share = 7 * (int(mask[b].sum()) if kind == "grpo" else 1)
+        slope[b, t] = -advantages[b, t] / share
+        value += slope[b, t].item() * logprobs[b, t].item()
+    assert found.loss.item() == pytest.approx(value, rel=1e-9)
+    torch.testing.assert_close(logprobs.grad, slope, rtol=1e-9, atol=1e-11)
+
+
+def test_reinforce_has_the_gradient_of_the_ratio_on_policy() -> None:
+    logprobs, advantages, mask = policies()
+    logprobs.requires_grad_()
+    losses = (
+        reinforce_loss(logprobs, advantages, mask, normalizer=7),
+        cispo_loss(logprobs, logprobs, advantages, mask, normalizer=7),
+    )
+    slopes = [torch.autograd.grad(found.loss, logprobs)[0] for found in losses]
+    assert torch.equal(slopes[0], slopes[1])
+
+
+def test_reinforce_weighted_by_its_held_ratio_is_cispo() -> None:
+    logprobs = torch.tensor([[-1.0, -5.0, -1.0]], requires_grad=True)
+    sampling, mask = torch.tensor([[-1.5, -1.0, -9.0]]), torch.ones(1, 3).bool()
+    bounds: dict[str, Any] = {"mode": "token_truncate", "maximum": 10.0, "minimum": 0.1}
+    weights = sampling_weights(logprobs, sampling, mask, **bounds)
+    losses = (
+        reinforce_loss(logprobs, torch.ones(1), mask, normalizer=1, sampling_weights=weights),
+        cispo_loss(
+            logprobs, sampling, torch.ones(1), mask, normalizer=1, clip_low=0.9, clip_high=9.0
+        ),
+    )
+    expected = torch.tensor([[-math.exp(0.5), -0.1, -10.0]])
+    for found in losses:
+        (slope,) = torch.autograd.grad(found.loss, logprobs)
+        torch.testing.assert_close(slope, expected)
