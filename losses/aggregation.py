@@ -14,10 +14,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.losses.logprobs import PolicyLoss, masked_mean
-from composer_mesh.losses.reductions import Number, check_choice, masked_sum, normalized_sum
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    check_choice,
+    masked_sum,
+    normalized_sum,
+)
 
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
-Reduction = Literal["sum", "none"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Reducer:
 
     def __post_init__(self) -> None:
         check_choice("aggregation", self.aggregation, get_args(Aggregation))
-        check_choice("reduction", self.reduction, ("sum", "none"))
+        check_choice("reduction", self.reduction, get_args(Reduction))
         if self.reduction == "sum" and self.normalizer is None:
             raise ValueError(
                 "normalizer is None but reduction 'sum' divides by it: pass the count of the whole"

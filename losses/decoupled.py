@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.aggregation import Reducer, Reduction, policy_loss
+from composer_mesh.losses.aggregation import Reducer, policy_loss
 from composer_mesh.losses.grpo import clip_binds
 from composer_mesh.losses.logprobs import (
     KlEstimator,
@@ -27,7 +27,7 @@ from composer_mesh.losses.logprobs import (
     masked_mean,
     mean_advantages,
 )
-from composer_mesh.losses.reductions import Number, check_choice, check_clip
+from composer_mesh.losses.reductions import Number, Reduction, check_choice, check_clip
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,7 @@ def entropy_opd_loss(
         s_top if student_full_vocab else s_top.log_softmax(-1),
         entropy(t_log) >= tau,
     )
-    terms = _Terms(pg, coef * soft, mask)
-    return terms.reduced(normalizer, soft_normalizer, aggregation, reduction)
+    return _reduced(pg, coef * soft, mask, normalizer, soft_normalizer, aggregation, reduction)
 
 
 def entropy_opd_from_logprobs(
@@ -243,8 +242,7 @@ def entropy_opd_from_logprobs(
     soft = _gated_forward_kl(
         teacher_topk_logprobs[mask], student_topk_logprobs[mask], teacher_entropy[mask] >= tau
     )
-    terms = _Terms(pg, coef * soft, mask)
-    return terms.reduced(normalizer, soft_normalizer, aggregation, reduction)
+    return _reduced(pg, coef * soft, mask, normalizer, soft_normalizer, aggregation, reduction)
 
 
 def entropy_gated_kl(
@@ -284,28 +282,22 @@ def entropy(logprobs: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
     return -(logprobs.exp() * terms).sum(-1)
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """Both terms of entropy-aware distillation, for the tokens under a mask."""
-
-    pg: Float[Tensor, "N"]
-    soft: Float[Tensor, "N"]
-    mask: Bool[Tensor, "*B T"]
-
-    def reduced(
-        self,
-        normalizer: Number | None,
-        soft_normalizer: Number | None,
-        aggregation: Aggregation,
-        reduction: Reduction,
-    ) -> Float[Tensor, "..."]:
-        if reduction == "none" or normalizer is None:
-            return reduce_selected(self.pg + self.soft, self.mask, normalizer, reduction)
-        pg = aggregate(unselected(self.pg, self.mask), self.mask, aggregation, normalizer)
-        if soft_normalizer is not None:
-            return pg + normalized_sum(self.soft, soft_normalizer + SOFT_EPS)
-        soft = unselected(self.soft, self.mask)
-        return pg + aggregate(soft, self.mask, aggregation, normalizer + SOFT_EPS)
+def _reduced(
+    pg: Float[Tensor, "N"],
+    soft: Float[Tensor, "N"],
+    mask: Bool[Tensor, "*B T"],
+    normalizer: Number | None,
+    soft_normalizer: Number | None,
+    aggregation: Aggregation,
+    reduction: Reduction,
+) -> Float[Tensor, "..."]:
+    """The reduced sum of both terms of entropy-aware distillation."""
+    if reduction == "none" or normalizer is None:
+        return reduce_selected(pg + soft, mask, normalizer, reduction)
+    loss = aggregate(unselected(pg, mask), mask, aggregation, normalizer)
+    if soft_normalizer is not None:
+        return loss + normalized_sum(soft, soft_normalizer + SOFT_EPS)
+    return loss + aggregate(unselected(soft, mask), mask, aggregation, normalizer + SOFT_EPS)
 
 
 def _clipped_gradient(

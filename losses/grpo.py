@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.aggregation import Aggregation, Reducer, Reduction, policy_loss
+from composer_mesh.losses.aggregation import Aggregation, Reducer, policy_loss
 from composer_mesh.losses.logprobs import (
     KlEstimator,
     PolicyLoss,
@@ -35,7 +35,13 @@ from composer_mesh.losses.logprobs import (
     token_kl,
     weighted_terms,
 )
-from composer_mesh.losses.reductions import Number, check_clip, check_not_negative, check_positive
+from composer_mesh.losses.reductions import (
+    Number,
+    Reduction,
+    check_clip,
+    check_not_negative,
+    check_positive,
+)
 
 
 def grpo_loss(

@@ -25,6 +25,7 @@ from composer_mesh.losses.reductions import (
     Reduction,
     at_least_float32,
     check_jsd_beta,
+    check_positive,
     check_temperature,
     check_top_k,
     reduce_selected,
@@ -86,14 +87,15 @@ def generalized_jsd(
                 f"temperature is {temperature} and top_k is {top_k} but logits_are_probs, and"
                 " probabilities are taken as they are: leave both out, or pass logits"
             )
-        terms = divergence_terms(_floored_log(s), _floored_log(p), jsd_beta)
+        logprobs = (_floored_log(s), _floored_log(p))
     else:
-        if top_k is not None:
-            s, p = _teacher_top_k(s, p, top_k)
-        logprobs = (row_logprobs(s, temperature), row_logprobs(p, temperature))
-        terms = divergence_terms(*logprobs, jsd_beta)
-    per_token = clip_elements(terms, element_clip).sum(-1)
-    return reduce_selected(per_token, mask, normalizer, reduction)
+        scores = (at_least_float32(rows) / temperature for rows in (s, p))
+        logprobs = _shared_support(*scores, top_k, False, "teacher")
+    terms = divergence_terms(*logprobs, jsd_beta)
+    check_positive("element_clip", element_clip, "use 0.05, or None for no clip")
+    if element_clip is not None:
+        terms = terms.clamp(max=element_clip)
+    return reduce_selected(terms.sum(-1), mask, normalizer, reduction)
 
 
 def row_logprobs(scores: Float[Tensor, "N V"], temperature: Number = 1.0) -> Float[Tensor, "N V"]:
@@ -122,27 +124,8 @@ def kl_terms(p_log: Float[Tensor, "N V"], q_log: Float[Tensor, "N V"]) -> Float[
     return p_log.exp() * difference
 
 
-def clip_elements(terms: Float[Tensor, "N V"], limit: Number | None) -> Float[Tensor, "N V"]:
-    """Bound each term from above; None changes nothing."""
-    if limit is None:
-        return terms
-    if not limit > 0:
-        raise ValueError(
-            f"element_clip is {limit} but has to be > 0: use 0.05, or None for no clip"
-        )
-    return terms.clamp(max=limit)
-
-
 def _floored_log(probabilities: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
     return at_least_float32(probabilities).clamp(min=MIN_PROBABILITY).log()
-
-
-def _teacher_top_k(
-    student: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"], top_k: int
-) -> tuple[Float[Tensor, "N K"], Float[Tensor, "N K"]]:
-    check_top_k(top_k)
-    chosen, ids = teacher.topk(min(top_k, teacher.shape[-1]), dim=-1)
-    return student.gather(-1, ids), chosen
 
 
 def _log_mixture(
@@ -194,9 +177,7 @@ def sampled_reverse_kl(
     per_token = -advantage * student
     if old_logprobs is not None:
         per_token = per_token * importance_weights(student, old_logprobs[mask], is_clip)
-    if weights is not None:
-        per_token = per_token * weights.detach()[mask]
-    return reduce_selected(per_token, mask, normalizer, reduction)
+    return reduce_selected(_weighted(per_token, weights, mask), mask, normalizer, reduction)
 
 
 def importance_weights(
@@ -210,8 +191,7 @@ def importance_weights(
     """
     if is_clip is None:
         return torch.ones_like(at_least_float32(logprobs.detach()))
-    if not is_clip > 0:
-        raise ValueError(f"is_clip is {is_clip} but has to be > 0: use 2.0, or None for no weights")
+    check_positive("is_clip", is_clip, "use 2.0, or None for no weights")
     log_ratio = at_least_float32(logprobs.detach()) - at_least_float32(old_logprobs.detach())
     log_ratio = log_ratio.clamp(-LOG_IMPORTANCE_LIMIT, LOG_IMPORTANCE_LIMIT)
     return log_ratio.exp().clamp(max=is_clip)

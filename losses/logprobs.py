@@ -231,7 +231,7 @@ def token_kl(
     the last always with the bounds of low_var_kl); TRL's GRPO penalty is k3.
     """
     check_choice("estimator", estimator, get_args(KlEstimator))
-    gap = bounded(selected(logprobs, mask) - selected(reference_logprobs.detach(), mask))
+    gap = masked_log_ratio(logprobs, reference_logprobs, mask)
     value = estimate_kl(gap, estimator)
     if not k2_gradient:
         return value

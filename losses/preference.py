@@ -32,6 +32,7 @@ from composer_mesh.losses.reductions import (
     Reduction,
     at_least_float32,
     check_choice,
+    check_positive,
     reduce_terms,
 )
 
@@ -296,9 +297,7 @@ def _preference(
 
 
 def _check(name: str, beta: Number, label_smoothing: Number = 0.0) -> None:
-    if not beta > 0:
-        default = 2.0 if name == "simpo" else 0.1
-        raise ValueError(f"{name} beta is {beta} but has to be > 0: use {default}")
+    check_positive(f"{name} beta", beta, f"use {2.0 if name == 'simpo' else 0.1}")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing is {label_smoothing} but has to be in [0, 0.5):"

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.aggregation import Aggregation, Reducer, Reduction, policy_loss
+from composer_mesh.losses.aggregation import Aggregation, Reducer, policy_loss
 from composer_mesh.losses.logprobs import (
     PolicyLoss,
     masked_advantages,
@@ -29,6 +29,7 @@ from composer_mesh.losses.logprobs import (
 )
 from composer_mesh.losses.reductions import (
     Number,
+    Reduction,
     check_choice,
     check_not_negative,
     check_positive,
