@@ -35,7 +35,12 @@ from composer_mesh.losses.group_advantages import (
     rloo_advantages,
     select,
 )
-from composer_mesh.losses.reductions import Number, check_choice, check_not_negative
+from composer_mesh.losses.reductions import (
+    Number,
+    check_choice,
+    check_fraction,
+    check_not_negative,
+)
 
 __all__ = [
     "Baseline",
@@ -67,8 +72,7 @@ def turn_returns(
     rewards: Float[Tensor, "*B K"], mask: Bool[Tensor, "*B K"], gamma: Number = 1.0
 ) -> Float[Tensor, "*B K"]:
     """Discounted reward still to come at each turn: R_k = r_k + gamma R_(k+1)."""
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma is {gamma} but has to be in [0, 1]: use 1 for no discount")
+    check_fraction("gamma", gamma, "use 1 for no discount")
     values, mask = select(rewards, mask)
     returns = torch.zeros_like(values)
     running = torch.zeros_like(values[..., 0]) if values.shape[-1] else None

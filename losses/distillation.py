@@ -43,6 +43,7 @@ from composer_mesh.losses.reductions import (
     Number,
     Reduction,
     at_least_float32,
+    check_fraction,
     check_temperature,
     reduce_selected,
 )
@@ -94,10 +95,7 @@ def taid_loss(
     (upstream takes float64 down to float32); a vocabulary padded with -inf is right at t = 0 and
     t = 1 too, and an empty mask gives 0, where upstream gives NaN.
     """
-    if not 0 <= t <= 1:
-        raise ValueError(
-            f"t is {t} but has to be in [0, 1]: 0 is the student itself, 1 is the teacher"
-        )
+    check_fraction("t", t, "0 is the student itself, 1 is the teacher")
     check_temperature(temperature)
     s = at_least_float32(student_logits[mask]) / temperature
     p = at_least_float32(teacher_logits.detach()[mask]) / temperature
@@ -154,10 +152,8 @@ class TaidSchedule:
                 f"t_end is {self.t_end} but has to be in [{self.t_start}, 1], since t only"
                 " rises: use 1.0"
             )
-        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
-            if not 0 <= value <= 1:
-                default = 5e-4 if name == "alpha" else 0.99
-                raise ValueError(f"taid {name} is {value} but has to be in [0, 1]: use {default}")
+        check_fraction("taid alpha", self.alpha, "use 0.0005")
+        check_fraction("taid beta", self.beta, "use 0.99")
         self.t = self.t_start
 
     def update(self, loss: float, step: int, steps: int) -> float:
@@ -218,10 +214,7 @@ def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], rat
 @torch.no_grad()
 def ema_update_tensor(teacher: Tensor, student: Tensor, rate: Number) -> None:
     """Apply `ema_update` to one tensor."""
-    if not 0 <= rate <= 1:
-        raise ValueError(
-            f"rate is {rate} but has to be in [0, 1]: 0 keeps the teacher, 1 copies the student"
-        )
+    check_fraction("rate", rate, "0 keeps the teacher, 1 copies the student")
     if teacher.shape != student.shape:
         raise ValueError(
             f"the teacher's tensor has shape {tuple(teacher.shape)} but the student's"

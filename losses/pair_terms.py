@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT
-from composer_mesh.losses.reductions import Number, at_least_float32, check_choice
+from composer_mesh.losses.reductions import Number, at_least_float32, check_choice, check_fraction
 
 
 def sequence_logprobs(
@@ -43,11 +43,8 @@ def sequence_logprobs(
             f"ld_alpha is {ld_alpha} and shared_lengths are"
             f" {'not ' if shared_lengths is None else ''}given: pass both, or neither"
         )
-    if not 0 <= ld_alpha <= 1:
-        raise ValueError(
-            f"ld_alpha is {ld_alpha} but has to be in [0, 1]: 1 weighs all tokens alike, 0 leaves"
-            " out what is beyond the shared length"
-        )
+    repair = "1 weighs all tokens alike, 0 leaves out what is beyond the shared length"
+    check_fraction("ld_alpha", ld_alpha, repair)
     beyond = mask.cumsum(-1) > shared_lengths.unsqueeze(-1)
     return torch.where(beyond, ld_alpha * values, values).sum(-1)
 

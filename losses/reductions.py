@@ -94,12 +94,15 @@ def check_not_negative(name: str, value: Number | None, repair: str) -> None:
         raise ValueError(f"{name} is {value} but has to be >= 0: {repair}")
 
 
+def check_fraction(name: str, value: Number, repair: str) -> None:
+    """Raise unless the value is in [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value} but has to be in [0, 1]: {repair}")
+
+
 def check_clip(low: Number, high: Number) -> None:
     """Raise unless the clip range [1 - low, 1 + high] contains 1 and no negative ratios."""
-    if not 0 <= low <= 1:
-        raise ValueError(
-            f"clip_low is {low} but has to be in [0, 1]: use 0.2, or 1 for no lower clip"
-        )
+    check_fraction("clip_low", low, "use 0.2, or 1 for no lower clip")
     check_not_negative("clip_high", high, "use 0.2, or inf for no upper clip")
 
 
@@ -110,10 +113,7 @@ def check_temperature(value: Number) -> None:
 
 def check_jsd_beta(value: Number) -> None:
     """Raise for a mixture weight of student and teacher outside [0, 1]."""
-    if not 0 <= value <= 1:
-        raise ValueError(
-            f"jsd_beta is {value} but has to be in [0, 1]: 0 is forward KL, 1 is reverse KL"
-        )
+    check_fraction("jsd_beta", value, "0 is forward KL, 1 is reverse KL")
 
 
 def check_top_k(value: int) -> None:
