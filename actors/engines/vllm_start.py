@@ -79,51 +79,43 @@ class ExpertLayers:
         numbers = [int(name.removeprefix(f"{whole}.").partition(".")[0]) for name in names]
         return cls(numbers, sizes[1], model.config)
 
-    def choices(self, request: GenerationRequest, tokens: int, found: Any) -> ExpertChoices:
-        """Return the experts [positions, layers, per_token] of an answer of so many `tokens`.
+    def noting(self, call: Callable[..., Sequence[Any]]) -> Experts:
+        """Return what asks our worker for the experts of an answer, which it notes on a CPU.
+
+        `call` calls a method of every worker of an engine.
+        """
+        call(NOTE_EXPERTS, args=(self.numbers, self.per_token))
+
+        def noted(name: str, request: GenerationRequest, output: Any) -> ExpertChoices:
+            end = len(request.prompt_ids) + len(output.token_ids) - 1
+            first, *_ = call(CHOSEN_EXPERTS, args=(name, request.experts_from or 0, end))
+            return self._choices(request, output, first)
+
+        return noted
+
+    def returned(self, _: str, request: GenerationRequest, output: Any) -> ExpertChoices:
+        """Return the experts that vLLM gives with an answer [positions, decoder layers, per_token].
+
+        Dense layers have rows too, which mean nothing.
+        """
+        if output.routed_experts is None:
+            raise EngineFault(f"vLLM told no experts of {request.request_id}")
+        numbers = torch.as_tensor(output.routed_experts.astype("int32"))
+        return self._choices(request, output, numbers[:, self.numbers])
+
+    def _choices(self, request: GenerationRequest, output: Any, found: Any) -> ExpertChoices:
+        """Return the experts [positions, layers, per_token] of an answer.
 
         Raises `EngineFault` if they are not those of the positions that the request asks for.
         """
-        start = request.experts_from or 0
-        shape = (len(request.prompt_ids) + tokens - 1 - start, len(self.numbers), self.per_token)
+        end = len(request.prompt_ids) + len(output.token_ids) - 1
+        shape = (end - (request.experts_from or 0), len(self.numbers), self.per_token)
         if found.shape != shape:
             raise EngineFault(
                 f"vLLM told the experts {[*found.shape]} (positions, layers, experts of a token) "
                 f"of {request.request_id}, which are {[*shape]}"
             )
         return choices_of(found, self.config)
-
-
-class NotedExperts:
-    """The experts that our worker's routers told it, on a CPU."""
-
-    def __init__(self, call: Callable[..., Sequence[Any]], layers: ExpertLayers) -> None:
-        """`call` calls a method of every worker of an engine."""
-        self._call, self._layers = call, layers
-        call(NOTE_EXPERTS, args=(layers.numbers, layers.per_token))
-
-    def __call__(self, name: str, request: GenerationRequest, output: Any) -> ExpertChoices:
-        tokens = len(output.token_ids)
-        end = len(request.prompt_ids) + tokens - 1
-        first, *_ = self._call(CHOSEN_EXPERTS, args=(name, request.experts_from or 0, end))
-        return self._layers.choices(request, tokens, first)
-
-
-class ReturnedExperts:
-    """The experts that vLLM returns with an answer [positions, decoder layers, per_token].
-
-    Dense layers have rows too, which mean nothing.
-    """
-
-    def __init__(self, layers: ExpertLayers) -> None:
-        self._layers = layers
-
-    def __call__(self, _: str, request: GenerationRequest, output: Any) -> ExpertChoices:
-        if output.routed_experts is None:
-            raise EngineFault(f"vLLM told no experts of {request.request_id}")
-        numbers = torch.as_tensor(output.routed_experts.astype("int32"))
-        chosen = numbers[:, self._layers.numbers]
-        return self._layers.choices(request, len(output.token_ids), chosen)
 
 
 def refuse_without_experts(version: str, sampling: Any) -> None:
@@ -223,14 +215,11 @@ def _start(
         llm.model_config.get_vocab_size(),
         config.generator.max_concurrent,
     )
-    experts = None if layers is None else _experts(config, llm, layers)
+    experts: Experts | None = None
+    if layers is not None:
+        on_cpu = flavour_of(config) == "cpu"
+        experts = layers.noting(llm.collective_rpc) if on_cpu else layers.returned
     return _Started(llm, checkpoint, limits, experts)
-
-
-def _experts(config: Config, llm: Any, layers: ExpertLayers) -> Experts:
-    if flavour_of(config) == "cpu":
-        return NotedExperts(llm.collective_rpc, layers)
-    return ReturnedExperts(layers)
 
 
 def sampling_parameters() -> Sampling:

@@ -24,8 +24,6 @@ from composer_mesh.actors.engines.vllm_settings import (
 )
 from composer_mesh.actors.engines.vllm_start import (
     ExpertLayers,
-    NotedExperts,
-    ReturnedExperts,
     refuse_without_experts,
 )
 from composer_mesh.actors.engines.vllm_worker import CHOSEN_EXPERTS, NOTE_EXPERTS, PolicyWorker
@@ -68,7 +66,7 @@ def rows(start: int, kind: str = "uint8") -> Any:
 def test_returned_experts_are_those_of_the_layers_that_have_some(start: int, kind: str) -> None:
     config = SimpleNamespace(num_experts=400 if kind == "uint16" else 8, num_experts_per_tok=2)
     layers = ExpertLayers([0, 2], 2, SimpleNamespace(get_text_config=lambda: config))
-    result = answered(asking(start), ReturnedExperts(layers), rows(start, kind))
+    result = answered(asking(start), layers.returned, rows(start, kind))
     assert result.experts is not None
     assert result.experts.shape == (2, 2, 2 if kind == "uint16" else 1)
     found = numbers_of(result.experts)
@@ -85,7 +83,7 @@ def test_returned_experts_are_those_of_the_layers_that_have_some(start: int, kin
 )
 def test_experts_of_other_positions_are_a_fault(returned: Any, why: str) -> None:
     with pytest.raises(EngineFault, match=why):
-        answered(asking(), ReturnedExperts(LAYERS), returned)
+        answered(asking(), LAYERS.returned, returned)
 
 
 class Workers:
@@ -107,7 +105,7 @@ def test_noted_experts_are_asked_for_by_the_name_that_vllm_has_for_a_request() -
     workers = Workers()
     config = SimpleNamespace(num_experts=8, num_experts_per_tok=2)
     layers = ExpertLayers([0, 2], 2, SimpleNamespace(get_text_config=lambda: config))
-    result = answered(asking(4), NotedExperts(workers, layers), None)
+    result = answered(asking(4), layers.noting(workers), None)
     assert workers.calls == [(NOTE_EXPERTS, ([0, 2], 2)), (CHOSEN_EXPERTS, ("0-of-vllm", 4, 7))]
     assert result.experts is not None
     assert numbers_of(result.experts).tolist() == rows(4)[:, [0, 2]].tolist()
@@ -115,7 +113,7 @@ def test_noted_experts_are_asked_for_by_the_name_that_vllm_has_for_a_request() -
 
 def test_who_does_not_ask_is_told_no_experts() -> None:
     workers = Workers()
-    assert answered(asking(None), NotedExperts(workers, LAYERS), None).experts is None
+    assert answered(asking(None), LAYERS.noting(workers), None).experts is None
     assert [method for method, _ in workers.calls] == [NOTE_EXPERTS]
 
 
