@@ -42,8 +42,8 @@ def _add_serve_env(parser: argparse.ArgumentParser) -> None:
 @command("offer a task to others as an OpenEnv and MCP server", _add_serve_env, many_files=True)
 def serve_env(arguments: argparse.Namespace) -> int:
     """Serve a task to OpenEnv and MCP clients."""
+    from composer_mesh.plugins.openenv.server.command import ServeOptions
     from composer_mesh.plugins.openenv.server.command import serve_env as serve
-    from composer_mesh.plugins.openenv.server.options import ServeOptions
     from composer_mesh.services.web.options import ServeRefused
 
     try:

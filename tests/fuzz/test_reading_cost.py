@@ -30,7 +30,7 @@ from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask
 from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, read_patch
-from composer_mesh.plugins.openenv.server.errors import Refused as FrameRefused
+from composer_mesh.plugins.openenv.server.validation import Refused as FrameRefused
 from composer_mesh.plugins.openenv.server.validation import client_frame
 from composer_mesh.plugins.task_packages.reasoning_gym import last_answer
 from composer_mesh.plugins.tinker.server.requests import Sample, parsed

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -18,8 +19,12 @@ import httpx
 from pydantic import ValidationError
 
 from composer_mesh.configs.validation import fail_fast, first_error, validated
-from composer_mesh.plugins.openenv.client.begin import full, open_and_ask
-from composer_mesh.plugins.openenv.client.connection import Connection, reason_of
+from composer_mesh.plugins.openenv.client.connection import (
+    Connection,
+    full,
+    open_and_ask,
+    reason_of,
+)
 from composer_mesh.plugins.openenv.client.errors import (
     ConnectionLost,
     ProtocolViolation,
@@ -27,7 +32,6 @@ from composer_mesh.plugins.openenv.client.errors import (
     shown,
 )
 from composer_mesh.plugins.openenv.client.options import OpenEnvOptions
-from composer_mesh.plugins.openenv.client.splits import TaskSplit
 from composer_mesh.plugins.openenv.client.wire import (
     ERROR_PENALTY,
     HEALTH_PATH,
@@ -57,6 +61,14 @@ ABSENT = frozenset({404, 405, 501})
 """Statuses of a server or an environment without a Task API."""
 
 TOOLS = fail_fast(list[Tool])
+
+
+@dataclass(frozen=True)
+class TaskSplit:
+    """A split of the Task API: `kind` is "train", "validation" or "test"."""
+
+    name: str
+    kind: str
 
 
 class Server:

@@ -2,34 +2,41 @@
 
 The reward is taken from the environment alone, and only after the server has confirmed that no
 answer is left over and that the episode is the one that was begun.
+
+Observations are untrusted: their texts are data for the agent, and what names an error or a hint is
+taken only in a known form. Metadata is never shown to the agent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Mapping
+from string import Formatter
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+from pydantic import ValidationError
+
+from composer_mesh.configs.validation import validated
 from composer_mesh.plugins.openenv.client.errors import (
     EnvironmentRaised,
     ProtocolViolation,
     ServerFailure,
 )
-from composer_mesh.plugins.openenv.client.observations import (
-    UnreadableObservation,
-    accepted_actions,
-    has_error_kind,
-    text_of,
-    told_error,
-    tool_result,
-)
 from composer_mesh.plugins.openenv.client.wire import (
+    ACCEPTED_ACTIONS,
+    ERROR_FACTS,
+    ERROR_KIND,
     FINISH,
+    HINT_TEMPLATE_KEY,
     MESSAGE,
     MOST_EPISODE_ID,
+    NO_ERROR,
     TURN,
     CallToolAction,
+    CallToolObservation,
     ErrorCode,
     ErrorFrame,
     ObservationData,
@@ -39,6 +46,7 @@ from composer_mesh.plugins.openenv.client.wire import (
     StateFrame,
     StateReply,
     StepFrame,
+    ToolErrorType,
 )
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import ERROR_PREFIX, ToolError
@@ -69,7 +77,7 @@ class OpenEnvSession(Session):
 
     async def start(self) -> None:
         """Connect and reset. Waits while the server is full or away, within the task's limits."""
-        from composer_mesh.plugins.openenv.client.begin import open_and_ask
+        from composer_mesh.plugins.openenv.client.connection import open_and_ask
 
         limits, task = self.task.limits, self.task
         self._connection, self._first = await open_and_ask(
@@ -186,8 +194,7 @@ class OpenEnvSession(Session):
 
     def _meaning(self, frame: ErrorFrame, what: str) -> Exception:
         """Return the error that an error frame stands for."""
-        from composer_mesh.plugins.openenv.client.begin import full
-        from composer_mesh.plugins.openenv.client.connection import reason_of
+        from composer_mesh.plugins.openenv.client.connection import full, reason_of
 
         url, code, reason = self.task.options.url, frame.data.code, reason_of(frame)
         if (failure := full(url, frame)) is not None:
@@ -265,3 +272,122 @@ class OpenEnvSession(Session):
     def _connected(self) -> Connection:
         assert self._connection is not None, "a session is started before it is used"
         return self._connection
+
+
+KIND = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+MOST_FACTS, LONGEST_FACT = 20, 1_000
+GENERAL_TEMPLATE = "tool_error"
+
+
+class UnreadableObservation(ValueError):
+    """An observation that has not the form of the environment's kind."""
+
+
+def text_of(data: ObservationData, field: str | None) -> str:
+    """Return an observation as text: the named field, its only text, or all of it as JSON."""
+    said = {key: value for key, value in data.observation.items() if key != "metadata"}
+    if field is not None:
+        if field not in said:
+            raise UnreadableObservation(f"an observation has no field {field!r}")
+        said = {field: said[field]}
+    texts = [value for value in said.values() if isinstance(value, str)]
+    if len(said) == 1 and texts:
+        return texts[0]
+    return json.dumps(said, ensure_ascii=False) if said else ""
+
+
+def tool_result(data: ObservationData) -> tuple[str, ToolError | None]:
+    """Return the result of a call as text, and the agent's error where the result is one.
+
+    Raises UnreadableObservation for one that is no result of a call.
+    """
+    try:
+        called = validated(CallToolObservation, data.observation)
+    except ValidationError:
+        raise UnreadableObservation("a call was answered by no result of a call") from None
+    if called.error is not None:
+        failed = _failed_call(called.tool_name, called.error.error_type, called.error.message)
+        return failed.text, failed
+    result = called.result
+    if isinstance(result, Mapping) and "content" in result:
+        text = _content(result)
+        is_error = result.get("is_error") is True or result.get("isError") is True
+        return text, ToolError("tool_failed", text) if is_error else None
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), None
+
+
+def told_error(data: ObservationData, templates: Mapping[str, str]) -> ToolError | None:
+    """Return the error of the agent that an observation's metadata names, by our extension.
+
+    Its hint template is used if it is one of `templates` and the facts fill it.
+    """
+    metadata = data.metadata or data.observation.get("metadata")
+    if not isinstance(metadata, Mapping):
+        return None
+    kind = metadata.get(ERROR_KIND)
+    if not isinstance(kind, str) or kind == NO_ERROR or not KIND.fullmatch(kind):
+        return None
+    facts = _facts(metadata.get(ERROR_FACTS))
+    asked = metadata.get(HINT_TEMPLATE_KEY)
+    for key in (asked, kind):
+        if isinstance(key, str) and key in templates and _fields(templates[key]) <= facts.keys():
+            return ToolError(kind, "", facts, key)
+    return ToolError(kind, "", facts, GENERAL_TEMPLATE)
+
+
+def has_error_kind(data: ObservationData) -> bool:
+    """Whether the environment says of its answers if the agent was wrong."""
+    metadata = data.metadata or data.observation.get("metadata")
+    return isinstance(metadata, Mapping) and ERROR_KIND in metadata
+
+
+def accepted_actions(data: ObservationData) -> frozenset[str]:
+    """Return what an environment says at a reset that it takes besides calls, by our extension."""
+    told = (data.metadata or {}).get(ACCEPTED_ACTIONS)
+    return frozenset(one for one in (MESSAGE, FINISH) if isinstance(told, list) and one in told)
+
+
+def _failed_call(tool: str, error: str, message: str) -> ToolError:
+    """Return the error of a call that the environment did not carry out.
+
+    Raises UnreadableObservation where that was no error of the agent.
+    """
+    if error == ToolErrorType.TIMEOUT:
+        return ToolError("tool_timeout", message or f"{tool} took too long", {"tool": tool})
+    agents = (
+        ToolErrorType.INVALID_ARGS,
+        ToolErrorType.TOOL_NOT_FOUND,
+        ToolErrorType.EXECUTION_ERROR,
+    )
+    if error in agents:
+        return ToolError(f"remote_{error}", message or error)
+    raise UnreadableObservation(f"a call failed with {error[:LONGEST_FACT]!r}: {message}")
+
+
+def _content(result: Mapping[str, Any]) -> str:
+    """Return the texts of a result of MCP; other content is named."""
+    parts = result["content"]
+    if not isinstance(parts, list):
+        raise UnreadableObservation("a result has a content that is no list")
+    texts = [_part(part) for part in parts]
+    if not texts and result.get("structured_content") is not None:
+        texts = [json.dumps(result["structured_content"], ensure_ascii=False)]
+    return "\n".join(texts)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return f"[{str(kind)[:20]}]"
+
+
+def _facts(facts: Any) -> dict[str, str]:
+    if not isinstance(facts, Mapping):
+        return {}
+    named = [(name, text) for name, text in facts.items() if KIND.fullmatch(str(name))]
+    return {str(name): str(text)[:LONGEST_FACT] for name, text in named[:MOST_FACTS]}
+
+
+def _fields(template: str) -> set[str]:
+    return {field for _, field, _, _ in Formatter().parse(template) if field is not None}

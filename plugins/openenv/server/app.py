@@ -25,17 +25,29 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from composer_mesh.plugins.openenv.client.wire import SESSION_PATH, ErrorCode
-from composer_mesh.plugins.openenv.server import describe, task_api
-from composer_mesh.plugins.openenv.server.errors import Refused, invalid
-from composer_mesh.plugins.openenv.server.forwarding import Forwarding
+from composer_mesh.plugins.openenv.server.describe import (
+    SPLITS,
+    NoSuchTask,
+    RangeQuery,
+    SplitQuery,
+    TaskQuery,
+    UnnumberedEpisodes,
+    metadata,
+    num_tasks,
+    one_task,
+    openapi,
+    schemas,
+    task_range,
+)
 from composer_mesh.plugins.openenv.server.late_rewards import LateReward, LateRewards
-from composer_mesh.plugins.openenv.server.mcp_sessions import SESSION_HEADER, McpSessions
-from composer_mesh.plugins.openenv.server.session import EnvSession
-from composer_mesh.plugins.openenv.server.session_pool import SessionPool
+from composer_mesh.plugins.openenv.server.mcp import SESSION_HEADER, Forwarding, McpSessions
+from composer_mesh.plugins.openenv.server.session import EnvSession, SessionPool
 from composer_mesh.plugins.openenv.server.socket_protocol import json_text, serve_socket
 from composer_mesh.plugins.openenv.server.validation import (
     MOST_REQUEST_BYTES,
+    Refused,
     checked,
+    invalid,
     json_object,
 )
 from composer_mesh.services.web.bodies import HANDLERS, Bodies
@@ -122,13 +134,13 @@ class _Routes:
         return _json({"episode_id": None, "step_count": 0})
 
     async def schema(self, _: Request) -> Response:
-        return _json(describe.schemas(self._pool.task))
+        return _json(schemas(self._pool.task))
 
     async def metadata(self, _: Request) -> Response:
-        return _json(describe.metadata(self._pool.task))
+        return _json(metadata(self._pool.task))
 
     async def openapi(self, _: Request) -> Response:
-        return _json(describe.openapi(self._pool.task))
+        return _json(openapi(self._pool.task))
 
     async def health(self, _: Request) -> Response:
         return _json({"status": "healthy"})
@@ -138,25 +150,25 @@ class _Routes:
 
     async def splits(self, request: Request) -> Response:
         self._check_name(request)
-        return _json(list(task_api.SPLITS))
+        return _json(list(SPLITS))
 
     async def num_tasks(self, request: Request) -> Response:
-        query = await self._query(request, task_api.SplitQuery)
-        count = await _counted(task_api.num_tasks(self._pool.runner, query.split))
+        query = await self._query(request, SplitQuery)
+        count = await _counted(num_tasks(self._pool.runner, query.split))
         return _json({"num_tasks": count})
 
     async def tasks(self, request: Request) -> Response:
-        query = await self._query(request, task_api.RangeQuery)
-        found = await _counted(task_api.task_range(self._pool.runner, query))
+        query = await self._query(request, RangeQuery)
+        found = await _counted(task_range(self._pool.runner, query))
         return _json({"tasks": found, "env_name": self._pool.task.name})
 
     async def task(self, request: Request) -> Response:
-        query = await self._query(request, task_api.TaskQuery)
-        return _json({"task": await _counted(task_api.one_task(self._pool.runner, query))})
+        query = await self._query(request, TaskQuery)
+        return _json({"task": await _counted(one_task(self._pool.runner, query))})
 
     async def task_range(self, request: Request) -> Response:
-        query = await self._query(request, task_api.RangeQuery)
-        return _json({"tasks": await _counted(task_api.task_range(self._pool.runner, query))})
+        query = await self._query(request, RangeQuery)
+        return _json({"tasks": await _counted(task_range(self._pool.runner, query))})
 
     async def mcp(self, request: Request) -> Response:
         body = await self._read(request, bytes)
@@ -265,9 +277,9 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _counted(work: Awaitable[Any]) -> Any:
     try:
         return await work
-    except task_api.UnnumberedEpisodes:
+    except UnnumberedEpisodes:
         raise HTTPException(501, "the episodes are generated: any index can be reset") from None
-    except task_api.NoSuchTask as error:
+    except NoSuchTask as error:
         raise HTTPException(400, str(error)) from None
     except (TaskError, LoopLost) as error:
         raise Refused(

@@ -6,15 +6,23 @@
 
 A fault of the task's own code ends the episode, never with a reward; the session goes on with the
 next reset.
+
+`SessionPool` has the open sessions of one process, within the bound of all. All processes map a
+file with their counts, of which each writes its own alone. Two that look at the same moment may
+both find the last place, so the bound is passed by at most one session for each further process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import mmap
 import random
 import uuid
-from collections.abc import Coroutine, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -29,15 +37,21 @@ from composer_mesh.plugins.openenv.client.wire import (
     ErrorCode,
     ListToolsAction,
 )
-from composer_mesh.plugins.openenv.server.errors import Refused, invalid
 from composer_mesh.plugins.openenv.server.observations import (
+    answer_name,
+    answer_text,
     call_result,
     episode_metadata,
     error_metadata,
+    listed_tools,
     observation,
 )
-from composer_mesh.plugins.openenv.server.tools import answer_name, answer_text, listed_tools
-from composer_mesh.plugins.openenv.server.validation import checked
+from composer_mesh.plugins.openenv.server.validation import (
+    Refused,
+    capacity_reached,
+    checked,
+    invalid,
+)
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Message, Split
@@ -249,3 +263,90 @@ def action_of(data: Mapping[str, Any]) -> Action:
         known = ", ".join(name for name in _ACTIONS if name)
         raise invalid(f'the type is {str(kind)[:40]!r}: send {known}, or {{"message": TEXT}}')
     return checked(_ACTIONS[kind], dict(data))
+
+
+SIZE = 8
+
+
+class SessionCounts:
+    """The counts of all processes; this one is `number`."""
+
+    def __init__(self, path: Path, processes: int, number: int, most: int) -> None:
+        """Open or make the file, and count no session of this process."""
+        self._own, self.most = slice(number * SIZE, (number + 1) * SIZE), most
+        with path.open("a+b") as file:
+            file.truncate(processes * SIZE)
+            self._map = mmap.mmap(file.fileno(), processes * SIZE)
+        self._set(0)
+        self.here = 0
+
+    @property
+    def active(self) -> int:
+        """Sessions of all processes."""
+        whole = bytes(self._map)
+        parts = range(0, len(whole), SIZE)
+        return sum(int.from_bytes(whole[at : at + SIZE], "little") for at in parts)
+
+    def take(self) -> bool:
+        """Count one more session of this process; return False where all places are taken."""
+        if self.active >= self.most:
+            return False
+        self.here += 1
+        self._set(self.here)
+        return True
+
+    def give_back(self) -> None:
+        """Count one session less."""
+        self.here -= 1
+        self._set(self.here)
+
+    def close(self) -> None:
+        """Count none, and release the file."""
+        self._set(0)
+        self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _set(self, count: int) -> None:
+        self._map[self._own] = count.to_bytes(SIZE, "little")
+
+
+class SessionPool:
+    """Opens and closes the sessions of a task."""
+
+    def __init__(self, runner: TaskRunner, counts: SessionCounts, timeout_s: float) -> None:
+        self.runner, self.timeout_s = runner, timeout_s
+        self._counts = counts
+
+    @property
+    def task(self) -> Task:
+        """The task that is served."""
+        return self.runner.task
+
+    def open(self) -> EnvSession:
+        """Open a session; raise Refused where all are taken."""
+        if not self._counts.take():
+            raise capacity_reached(self._counts.active, self._counts.most)
+        return EnvSession(self.runner)
+
+    async def close(self, session: EnvSession) -> None:
+        """Close a session. Waits for the task's own code, whose errors are logged and no more."""
+        try:
+            await session.close()
+        except Refused:
+            pass  # its fault is in the log, and nobody waits for the session
+        finally:
+            self._counts.give_back()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[EnvSession]:
+        """Open a session for a block; it is closed also if the block is cancelled."""
+        session = self.open()
+        try:
+            yield session
+        finally:
+            await asyncio.shield(self.close(session))

@@ -21,11 +21,9 @@ from composer_mesh.plugins.openenv.client.wire import (
     StateFrame,
     StepFrame,
 )
-from composer_mesh.plugins.openenv.server.errors import Refused
 from composer_mesh.plugins.openenv.server.mcp import mcp_reply
-from composer_mesh.plugins.openenv.server.session import EnvSession
-from composer_mesh.plugins.openenv.server.session_pool import SessionPool
-from composer_mesh.plugins.openenv.server.validation import client_frame
+from composer_mesh.plugins.openenv.server.session import EnvSession, SessionPool
+from composer_mesh.plugins.openenv.server.validation import Refused, client_frame
 
 
 class Socket(Protocol):

@@ -1,4 +1,7 @@
-"""Reads frames of clients: JSON, bounded, with errors by code."""
+"""Reads frames of clients: JSON, bounded, with errors by code.
+
+`Refused` is why a request was not served, as its error frame says it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,32 @@ from pydantic import BaseModel, ValidationError
 from composer_mesh.configs.validation import errors_of, place_and_text, validated
 from composer_mesh.mesh.untrusted_json import LONGEST_REASON, parsed_json
 from composer_mesh.plugins.openenv.client.wire import CLIENT_FRAME, ClientFrame, ErrorCode
-from composer_mesh.plugins.openenv.server.errors import Refused
+
+
+class Refused(Exception):
+    """A request that is not served; with `ends` its session is over."""
+
+    def __init__(self, code: ErrorCode, text: str, ends: bool = False, **more: Any) -> None:
+        super().__init__(code, text, ends, more)
+        self.code, self.text, self.ends, self.more = code, text, ends, more
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The error as the data of an error frame."""
+        return {"message": self.text, "code": self.code.value, **self.more}
+
+
+def capacity_reached(active: int, most: int) -> Refused:
+    """Return the error for a client that comes when all sessions are taken."""
+    text = f"{active} of {most} sessions are open: come back later"
+    more = {"active_sessions": active, "max_sessions": most}
+    return Refused(ErrorCode.CAPACITY_REACHED, text, True, **more)
+
+
+def invalid(text: str) -> Refused:
+    """Return the error for a request that its sender has to change."""
+    return Refused(ErrorCode.VALIDATION_ERROR, text)
+
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -25,12 +25,10 @@ from composer_mesh.configs.validation import validated_json
 from composer_mesh.mesh.environment import use_import_paths
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.plugins.openenv.server.app import Served, make_app
-from composer_mesh.plugins.openenv.server.forwarding import Forwarding
+from composer_mesh.plugins.openenv.server.command import WorkerStart
 from composer_mesh.plugins.openenv.server.late_rewards import LateRewards
-from composer_mesh.plugins.openenv.server.mcp_sessions import McpSessions
-from composer_mesh.plugins.openenv.server.options import WorkerStart
-from composer_mesh.plugins.openenv.server.session_counts import SessionCounts
-from composer_mesh.plugins.openenv.server.session_pool import SessionPool
+from composer_mesh.plugins.openenv.server.mcp import Forwarding, McpSessions
+from composer_mesh.plugins.openenv.server.session import SessionCounts, SessionPool
 from composer_mesh.plugins.openenv.server.validation import MOST_REQUEST_BYTES
 from composer_mesh.services.web.access import Access
 from composer_mesh.services.web.http_server import http_config, listening

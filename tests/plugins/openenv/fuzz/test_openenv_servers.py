@@ -11,14 +11,14 @@ from typing import Any
 
 from openenv_server import CALLS, TOOLS, Json, OpenEnvServer, Socket
 
-from composer_mesh.plugins.openenv.client.observations import (
+from composer_mesh.plugins.openenv.client.options import read_options
+from composer_mesh.plugins.openenv.client.schemas import SchemaToolSpec
+from composer_mesh.plugins.openenv.client.session import (
+    OpenEnvSession,
     UnreadableObservation,
     text_of,
     told_error,
 )
-from composer_mesh.plugins.openenv.client.options import read_options
-from composer_mesh.plugins.openenv.client.schemas import SchemaToolSpec
-from composer_mesh.plugins.openenv.client.session import OpenEnvSession
 from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 from composer_mesh.plugins.openenv.client.wire import ObservationData
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.openenv.server.forwarding import Forwarding
+from composer_mesh.plugins.openenv.server.command import ServeOptions, WorkerStart
 from composer_mesh.plugins.openenv.server.late_rewards import LateRewards
-from composer_mesh.plugins.openenv.server.mcp_sessions import McpSessions
-from composer_mesh.plugins.openenv.server.options import ServeOptions, WorkerStart
-from composer_mesh.plugins.openenv.server.session_counts import SessionCounts
-from composer_mesh.plugins.openenv.server.session_pool import SessionPool
+from composer_mesh.plugins.openenv.server.mcp import Forwarding, McpSessions
+from composer_mesh.plugins.openenv.server.session import SessionCounts, SessionPool
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services.web.http_server import listening_socket
 from composer_mesh.tasks.errors import ToolError

@@ -8,7 +8,7 @@ import pytest
 from guides import Guide, as_a_run
 from openenv_server import OpenEnvServer
 
-from composer_mesh.plugins.openenv.client import begin, options, schemas, task, wire
+from composer_mesh.plugins.openenv.client import connection, options, schemas, task, wire
 from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 from composer_mesh.tasks.loading import make_task
 
@@ -36,7 +36,7 @@ def test_the_table_of_options_is_whole() -> None:
         f'`name` | name of the task in traces and metrics; `"{OpenEnvTask.name}"`',
         f"{schemas.MOST_TOOLS} tools, {schemas.MOST_NODES:,} schemas",
         f"descriptions of {schemas.LONGEST_TEXT:,}\ncharacters",
-        f"after {begin.FIRST_WAIT_S:g} to {begin.LONGEST_WAIT_S:g} s",
+        f"after {connection.FIRST_WAIT_S:g} to {connection.LONGEST_WAIT_S:g} s",
         f"`reset_s` is {task.RESET_SHARE:g} and `step_s` {task.STEP_SHARE:g} of it",
         f"what `reset_s` leaves of {task.MOST_SHARE:g}",
         f"`metadata.{wire.TURN}`",

@@ -9,8 +9,8 @@ import pytest
 from served_tasks import SECRET, SYSTEM, Count, Counting, call, pool_of
 
 from composer_mesh.plugins.openenv.client.wire import ErrorCode, ObservationData, StateData
-from composer_mesh.plugins.openenv.server.errors import Refused
 from composer_mesh.plugins.openenv.server.session import EnvSession
+from composer_mesh.plugins.openenv.server.validation import Refused
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.task_loop import TaskRunner
 

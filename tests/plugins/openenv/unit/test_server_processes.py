@@ -1,4 +1,7 @@
-"""The processes of a server: replaced when they die, given up when they cannot start."""
+"""The processes of a server: replaced when they die, given up when they cannot start.
+
+Also where a task may be served, and with what token.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import pytest
 from served_tasks import worker_start
 
 from composer_mesh.mesh.programs import ProgramFailed
-from composer_mesh.plugins.openenv.server.processes import ServerProcesses
+from composer_mesh.plugins.openenv.server.command import ServeOptions, ServerProcesses, WorkerStart
+from composer_mesh.services.cli import main
 from composer_mesh.services.web.options import ServeRefused
 
 
@@ -94,3 +98,34 @@ def test_a_process_that_the_machine_has_no_room_for_is_tried_again(
         assert not processes.gave_up.wait(0.001)
     processes.close()
     assert second.asked[-1] == b"stop"
+
+
+LONG = "0123456789abcdef"
+
+
+def test_the_token_is_in_no_text_of_a_start(build_config: object) -> None:
+    start = WorkerStart(
+        options=ServeOptions(),
+        config=build_config(),  # type: ignore[operator]
+        folder="x",
+        number=0,
+        token=LONG,
+    )
+    assert LONG not in repr(start)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--processes", "0"], "--processes"),
+        (["--max-sessions", "0"], "--max-sessions"),
+        (["--session-timeout", "1e9"], "--session-timeout"),
+        (["--host", "8.8.8.8"], "--any-address"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve-env", "toolbox", *words]) == 2
+    assert reason in capsys.readouterr().err

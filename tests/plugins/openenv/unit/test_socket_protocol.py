@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from served_tasks import ScriptedSocket, call, pool_of
 
-from composer_mesh.plugins.openenv.server.session_counts import SessionCounts
+from composer_mesh.plugins.openenv.server.session import SessionCounts
 from composer_mesh.plugins.openenv.server.socket_protocol import json_text, serve_socket
 
 RESET = {"type": "reset", "data": {"seed": 1}}
