@@ -25,8 +25,8 @@ from islands_kills import KillOutcome, killed_islands
 from islands_s3 import BUCKET, s3_program, s3_server
 from report import Report, arguments
 
+from composer_mesh.plugins.islands.store.blobs import decided
 from composer_mesh.plugins.islands.store.opening import open_store
-from composer_mesh.plugins.islands.store.write_once import decided
 from composer_mesh.services.directory.report import read_metrics
 
 PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from composer_mesh.plugins.islands.store.port import ObjectStore
+from composer_mesh.plugins.islands.store.opening import ObjectStore
 
 TOLERANCE = 1e-5
 

@@ -19,7 +19,7 @@ from islands_stores import Faults, FaultyStore, MemoryStore
 from islands_world import Run, island_config
 
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock
-from composer_mesh.plugins.islands.store.port import ObjectStore
+from composer_mesh.plugins.islands.store.opening import ObjectStore
 
 FASTER = 20
 HANG_S = 60.0

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from composer_mesh.plugins.islands.store.port import StoreUnavailable
+from composer_mesh.plugins.islands.store.opening import StoreUnavailable
 
 
 class MemoryStore:

@@ -14,7 +14,7 @@ from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock
 from composer_mesh.plugins.islands.rounds.island import Island
 from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
-from composer_mesh.plugins.islands.store.port import ObjectStore
+from composer_mesh.plugins.islands.store.opening import ObjectStore
 
 SIZES = {"a": 30, "b": 10, "c": 20, "d": 5}
 

@@ -100,7 +100,7 @@ def _add_island_job(parser: argparse.ArgumentParser) -> None:
 @command("what a job of `islands --on` runs", _add_island_job, signals=True)
 def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Train the island of a cloud's job, or go on with it, and copy its records to the store."""
-    from composer_mesh.plugins.islands.jobs.in_job import train_in_job
+    from composer_mesh.plugins.islands.jobs.jobs import train_in_job
 
     output: Path = arguments.output.expanduser()
 
@@ -118,6 +118,6 @@ def tree_of(root: Path, as_json: bool, watch: bool) -> int | None:
 
     if (place := islands_in(root)) is None:
         return None
-    from composer_mesh.plugins.islands.jobs.tree import islands_tree
+    from composer_mesh.plugins.islands.jobs.directory import islands_tree
 
     return islands_tree(place, as_json, watch)

@@ -13,10 +13,24 @@ from torch import Tensor
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import broadcast_into, is_dtensor, local, rows_of
+from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.islands.rounds.island import IslandPort, schedules
-from composer_mesh.plugins.islands.rounds.opening import open_island
+from composer_mesh.plugins.islands.rounds.island import Island, IslandPort, Weights, schedules
 from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
+from composer_mesh.plugins.islands.rounds.torchft_rules import check_torchft
+
+
+def open_island(config: IslandsConfig, steps: int, weights: Weights) -> IslandPort:
+    """Return the island of a run with `steps` optimizer steps.
+
+    Raises `StoreUnfit` for an address that cannot be used, or a package that is missing.
+    """
+    if config.lighthouse is None:
+        return Island(config, steps, weights)
+    check_torchft(config)
+    from composer_mesh.plugins.islands.rounds.managed_island import ManagedIsland
+
+    return ManagedIsland(config, steps, weights)
 
 
 class WholeWeights:

@@ -9,7 +9,7 @@ TABLE = {
         "islands": "composer_mesh.plugins.islands.learner:LearnerIsland",
     },
     "checks": {
-        "islands": "composer_mesh.plugins.islands.rounds.lighthouse:check_torchft",
+        "islands": "composer_mesh.plugins.islands.rounds.torchft_rules:check_torchft",
     },
     "trees": {
         "islands": "composer_mesh.plugins.islands.commands:tree_of",

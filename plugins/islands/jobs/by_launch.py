@@ -15,9 +15,14 @@ from pathlib import Path
 
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.planning.placement_solver import described_hosts
-from composer_mesh.plugins.islands.jobs.ports import Replica, ReplicaState, State
-from composer_mesh.plugins.islands.jobs.states import failure_of, wait_for_all
-from composer_mesh.plugins.islands.store.port import ObjectStore
+from composer_mesh.plugins.islands.jobs.ports import (
+    Replica,
+    ReplicaState,
+    State,
+    failure_of,
+    wait_for_all,
+)
+from composer_mesh.plugins.islands.store.opening import ObjectStore
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.directory.status import STATUS_FILE, read_status
 from composer_mesh.services.launch.command import print_plan, submit

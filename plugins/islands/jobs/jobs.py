@@ -1,31 +1,100 @@
 """Islands as jobs of a cloud, which gives each a machine for as long as its command runs.
 
 A job gets its config in an environment variable, and no file of this machine. The records of its
-run come back through the store where the islands meet.
+run come back through the store where the islands meet: the island copies them to `records/RANK/`,
+and a reader copies them from there into a run directory, on which `tree`, `dashboard` and the
+summary work as on any other.
+
+`train_in_job` runs in a job: `train` with that config, and a thread that copies the records. A
+cloud that announces the end of a job by SIGTERM gets a checkpoint, as from any run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from composer_mesh.configs.load import dump_toml
+from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.plugins.islands.jobs.ports import ENDED, Replica, ReplicaState, State
-from composer_mesh.plugins.islands.jobs.records import RunRecords
-from composer_mesh.plugins.islands.jobs.states import failure_of, wait_for_all
-from composer_mesh.plugins.islands.store.port import ObjectStore, StoreUnavailable
+from composer_mesh.plugins.islands.jobs.ports import (
+    ENDED,
+    Replica,
+    ReplicaState,
+    State,
+    failure_of,
+    wait_for_all,
+)
+from composer_mesh.plugins.islands.store.opening import (
+    LARGEST_OBJECT,
+    ObjectStore,
+    StoreUnavailable,
+    open_store,
+)
+from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
-from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.directory.report import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TIMELINE_FILE,
+    read_metrics,
+)
+from composer_mesh.services.directory.resume import CONFIG_FILE
+from composer_mesh.services.directory.status import EVENTS_FILE, STATUS_FILE, read_status
 from composer_mesh.services.launch.ports import LaunchFailed
+
+RECORDS = (
+    *(CONFIG_FILE, EVENTS_FILE, METRICS_FILE, EVALUATIONS_FILE, TIMELINE_FILE),
+    *(STATUS_FILE, SUMMARY_FILE),
+)
+"""The files that are copied; how a run ended is in the last two, so they come last."""
+
+
+class RunRecords:
+    """The records of one island, in its run directory and in the store."""
+
+    def __init__(self, store: ObjectStore, rank: int, run: Path) -> None:
+        self._store, self._folder, self._run = store, f"records/{rank}", run
+        self._sent: dict[str, bytes] = {}
+
+    def send(self) -> None:
+        """Copy what has changed to the store; raises `StoreUnavailable`."""
+        for name in RECORDS:
+            path = self._run / name
+            if path.is_file() and (data := path.read_bytes()) != self._sent.get(name):
+                self._store.put(f"{self._folder}/{name}", data)
+                self._sent[name] = data
+
+    def fetch(self) -> None:
+        """Copy what the store has into the run directory; raises `StoreUnavailable`."""
+        for name in RECORDS:
+            key = f"{self._folder}/{name}"
+            size = self._store.size(key)
+            if size is None:
+                continue
+            if size > LARGEST_OBJECT:  # a stranger may write to a store
+                why = f"it has {size} bytes, above {LARGEST_OBJECT}"
+                raise StoreUnavailable("copy", key, why)
+            data = self._store.get(key)
+            path = self._run / name
+            if data is not None and not (path.is_file() and path.read_bytes() == data):
+                self._run.mkdir(parents=True, exist_ok=True)
+                write_whole(path, data)
+
+    def forget(self) -> None:
+        """Remove the records of an earlier run from the store; raises `StoreUnavailable`."""
+        for name in RECORDS:
+            self._store.delete(f"{self._folder}/{name}")
+
 
 JOBS_FILE = "jobs.json"
 MOST_BYTES = 1 << 20
@@ -248,3 +317,58 @@ def _has_finished(one: Replica) -> bool:
     """Whether an island's records say so; a cloud may report a start that failed as an end."""
     status = read_status(one.output)
     return status is not None and status.state == "finished"
+
+
+SEND_S = 15.0
+"""Seconds between two copies of the records."""
+
+
+def train_in_job(output: Path, train: Callable[[Path], int]) -> int:
+    """Train the island with the config of the variable CONFIG; return the status of `train`.
+
+    `train` gets the config as a file. Raises `UsageError` without the variable.
+    """
+    text = os.environ.pop(CONFIG, None)
+    if text is None:
+        raise UsageError(f"{CONFIG} is not set: `islands --on` starts jobs that have it")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = output.parent / f"{output.name}.toml"
+    write_whole(file, text.encode())
+    islands = load_config(file).islands
+    if islands.store is None:
+        raise UsageError(f"the config in {CONFIG} has no islands.store: set it")
+    store = open_store(islands.store, islands.request_s)
+    copies = _Copies(RunRecords(store, islands.rank, output))
+    try:
+        return train(file)
+    finally:
+        copies.close(islands.request_s)
+
+
+class _Copies:
+    """Copies the records every SEND_S seconds; what could not be copied is copied next time."""
+
+    def __init__(self, records: RunRecords) -> None:
+        self._records, self._closed = records, threading.Event()
+        self._thread = threading.Thread(target=self._copy, name="records", daemon=True)
+        self._thread.start()
+
+    def close(self, within_s: float) -> None:
+        """Copy what is left; gives up after `within_s`."""
+        self._closed.set()
+        self._thread.join()
+        until = time.monotonic() + within_s
+        while not self._sent() and time.monotonic() < until:
+            time.sleep(1.0)
+
+    def _copy(self) -> None:
+        while not self._closed.wait(SEND_S):
+            self._sent()
+
+    def _sent(self) -> bool:
+        try:
+            self._records.send()
+        except (StoreUnavailable, OSError) as failed:
+            sys.stderr.write(f"composer-mesh: the run's records are not copied: {failed}\n")
+            return False
+        return True

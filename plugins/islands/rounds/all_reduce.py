@@ -17,9 +17,9 @@ from typing import Protocol
 
 import numpy as np
 
-from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
-from composer_mesh.plugins.islands.rounds.quantization import (
+from composer_mesh.plugins.islands.rounds.outer_optimizer import (
     Quantization,
+    Vector,
     count_unusable,
     decode,
     encode,
@@ -32,15 +32,21 @@ from composer_mesh.plugins.islands.rounds.rounds import (
     Refused,
     RoundRules,
 )
-from composer_mesh.plugins.islands.store.blobs import head_of, is_payload, payload_of, put_blob
-from composer_mesh.plugins.islands.store.opening import open_store
-from composer_mesh.plugins.islands.store.port import CorruptObject, ObjectStore
-from composer_mesh.plugins.islands.store.retrying import RetryingStore
-from composer_mesh.plugins.islands.store.write_once import (
+from composer_mesh.plugins.islands.store.blobs import (
     BETWEEN_READS_S,
     READS,
     decide,
     decided,
+    head_of,
+    is_payload,
+    payload_of,
+    put_blob,
+)
+from composer_mesh.plugins.islands.store.opening import (
+    CorruptObject,
+    ObjectStore,
+    RetryingStore,
+    open_store,
 )
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 2.0

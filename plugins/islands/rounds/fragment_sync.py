@@ -27,23 +27,27 @@ from composer_mesh.plugins.islands.rounds.all_reduce import (
     WrongMean,
     number_of,
 )
-from composer_mesh.plugins.islands.rounds.outer_gradient import (
-    count_not_finite,
-    mixed,
-    outer_gradient,
-)
 from composer_mesh.plugins.islands.rounds.outer_optimizer import (
     OuterOptimizer,
     OuterState,
     Vector,
+    count_unusable,
     first_state,
+    mixed,
+    outer_gradient,
     state_bytes,
     state_of,
 )
 from composer_mesh.plugins.islands.rounds.rounds import Manifest, Unanswered
-from composer_mesh.plugins.islands.store.blobs import delete_folder, head_of, payload_of, put_blob
-from composer_mesh.plugins.islands.store.port import CorruptObject, StoreUnavailable
-from composer_mesh.plugins.islands.store.write_once import decide, decided
+from composer_mesh.plugins.islands.store.blobs import (
+    decide,
+    decided,
+    delete_folder,
+    head_of,
+    payload_of,
+    put_blob,
+)
+from composer_mesh.plugins.islands.store.opening import CorruptObject, StoreUnavailable
 
 LAST = "-last"
 Tell = Callable[[str, str], None]
@@ -164,7 +168,7 @@ class FragmentSync:
                 self._residual = gradient.residual
             self._unanswered.sent(base)
         else:
-            bad = count_not_finite(common, snapshot)
+            bad = count_unusable(common - snapshot)
             self.counts.refused += 1
             self.tell("contribution_refused", f"own outer gradient has {bad} values like NaN")
         closing = in_background(self._sending(base, snapshot.size, payload))

@@ -1,23 +1,100 @@
 """One island: what happens between its trainer's steps and the rounds of all fragments.
 
 Knows no model: it reads and writes flat float32 vectors of named weights.
+
+Weights are cut into fragments, whose rounds take turns as in Streaming DiLoCo (2501.18512):
+
+steps       1 . . 4 . . . 8 . . . 12        4 steps a round in 2 fragments, overlap of 1:
+fragment 0          b m       b m           `b`: its outer gradient is taken and sent
+fragment 1      b m       b m               `m`: the round's result is merged
 """
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock, ObjectStoreAllReduce
-from composer_mesh.plugins.islands.rounds.fragment_sync import LAST, FragmentSync
-from composer_mesh.plugins.islands.rounds.fragments import Fragment, FragmentSchedule, cut
+from composer_mesh.plugins.islands.rounds.fragment_sync import LAST, Counts, FragmentSync
 from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector, make_outer
 from composer_mesh.plugins.islands.rounds.rounds import RoundRules
-from composer_mesh.plugins.islands.store.opening import open_store
-from composer_mesh.plugins.islands.store.port import ObjectStore, StoreUnfit
-from composer_mesh.plugins.islands.store.retrying import RetryingStore
-from composer_mesh.plugins.islands.store.write_once import decide
+from composer_mesh.plugins.islands.store.blobs import decide
+from composer_mesh.plugins.islands.store.opening import (
+    ObjectStore,
+    RetryingStore,
+    StoreUnfit,
+    Traffic,
+    open_store,
+)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Some weights by name, in order, with their sizes."""
+
+    index: int
+    sizes: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return sum(self.sizes.values())
+
+
+@dataclass(frozen=True)
+class FragmentSchedule:
+    """When a fragment's rounds begin and end, in trained steps."""
+
+    steps_per_round: int
+    offset: int
+    overlap_steps: int
+    steps: int
+    """Steps of the run: its last step begins and ends a round of every fragment."""
+
+    def begins(self, step: int) -> bool:
+        """Whether an outer gradient is taken after this step."""
+        return step == self.steps or (step > 0 and self._place(step) == 0)
+
+    def merges(self, step: int) -> bool:
+        """Whether a result is merged after this step; after `begins` where both are due."""
+        late = step > self.overlap_steps and self._place(step - self.overlap_steps) == 0
+        return step == self.steps or late
+
+    def last_merge(self, step: int) -> int:
+        """Return the last step up to `step` after which a result is merged; 0 for none."""
+        while step > 0 and not self.merges(step):
+            step -= 1
+        return step
+
+    def _place(self, step: int) -> int:
+        return (step + self.offset) % self.steps_per_round
+
+
+def cut(sizes: Mapping[str, int], count: int) -> list[Fragment]:
+    """Cut weights into `count` fragments of successive ones, of about equal size.
+
+    Raises ValueError for more fragments than weights.
+    """
+    if count > len(sizes):
+        raise ValueError(
+            f"islands.fragments is {count} but the model has {len(sizes)} trained weights: lower "
+            f"it to {len(sizes)} or less"
+        )
+    parts: list[dict[str, int]] = [{}]
+    left, names = sum(sizes.values()), list(sizes)
+    for place, name in enumerate(names):
+        open_parts = count - len(parts) + 1
+        full = sum(parts[-1].values()) >= left / open_parts
+        must = len(names) - place <= count - len(parts)
+        if parts[-1] and len(parts) < count and (full or must):
+            left -= sum(parts[-1].values())
+            parts.append({})
+        parts[-1][name] = sizes[name]
+    return [Fragment(index, part) for index, part in enumerate(parts)]
+
 
 LAYOUT = "layout"
 FIGURES = ("merged", "lost", "late", "dropped", "refused")
@@ -66,19 +143,72 @@ class OtherIslands(StoreUnfit):
     """The store has rounds of islands with another model or other rules."""
 
 
-class IslandPort(Protocol):
+class IslandPort(ABC):
     """What a trainer asks of its island, whatever the islands meet by."""
 
-    def join(self) -> bool: ...
-    def restore(self, step: int, kept: Mapping[str, Vector]) -> None: ...
-    def kept(self) -> dict[str, Vector]: ...
-    def after_step(self, step: int) -> dict[str, float]: ...
-    def figures(self, waited_s: float = 0.0) -> dict[str, float]: ...
-    def new_events(self) -> list[tuple[str, str]]: ...
+    def __init__(self) -> None:
+        self._told: list[tuple[str, str]] = []
+        self._reported: dict[str, float] = {}
+
+    @property
+    @abstractmethod
+    def counts(self) -> list[Counts]:
+        """What happened to the rounds so far, in one or several parts."""
+
+    @property
+    @abstractmethod
+    def round(self) -> int:
+        """Rounds of which this island has the common weights."""
+
+    @property
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """Bytes that were sent and received so far."""
+
+    @abstractmethod
+    def join(self) -> bool:
+        """Start a run; return whether its weights are not its own any more."""
+
+    @abstractmethod
+    def restore(self, step: int, kept: Mapping[str, Vector]) -> None:
+        """Resume after the checkpoint of a step, with what `kept` returned for it."""
+
+    @abstractmethod
+    def kept(self) -> dict[str, Vector]:
+        """Return what a checkpoint stores for `restore`, besides the weights."""
+
+    @abstractmethod
+    def after_step(self, step: int) -> dict[str, float]:
+        """Begin and end what is due after a trained step; return figures of this step."""
+
+    def new_events(self) -> list[tuple[str, str]]:
+        """Return the events since the last call: kind and text."""
+        told, self._told = self._told, []
+        return told
+
+    def figures(self, waited_s: float = 0.0) -> dict[str, float]:
+        """Return what happened since the last call."""
+        traffic, counts = self.traffic, self.counts
+        now: dict[str, float] = {
+            "islands/bytes_sent": traffic.sent,
+            "islands/bytes_received": traffic.received,
+            "islands/retries": traffic.retries,
+        }
+        now |= {f"islands/{name}": sum(getattr(one, name) for one in counts) for name in FIGURES}
+        before, self._reported = self._reported, now
+        return {
+            **{name: value - before.get(name, 0.0) for name, value in now.items()},
+            "islands/round": self.round,
+            "islands/contributors": max(one.contributors for one in counts),
+            "time/islands_s": waited_s,
+        }
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._told.append((kind, text))
 
 
-class Island:
-    """The rounds of all fragments of one run, by an object store; an `IslandPort`.
+class Island(IslandPort):
+    """The rounds of all fragments of one run, by an object store.
 
     Raises `StoreUnfit`, and `OtherIslands` where the other islands train something else.
     """
@@ -92,16 +222,27 @@ class Island:
         clock: Clock | None = None,
     ) -> None:
         assert config.store is not None, "a run without islands.store is no island"
+        super().__init__()
         opened = store or open_store(config.store, config.request_s)
         self._config, self._weights, self._steps = config, weights, steps
         self._clock = clock or Clock()
         self._store = RetryingStore(opened, config.request_s, self._clock.sleep)
         self._fragments = cut(weights.sizes, config.fragments)
-        self._told: list[tuple[str, str]] = []
         self._check_layout()
         self._syncs = [self._sync(one) for one in self._fragments]
         self._schedules = schedules(config, steps)
-        self._reported = self._totals()
+
+    @property
+    def counts(self) -> list[Counts]:
+        return [sync.counts for sync in self._syncs]
+
+    @property
+    def round(self) -> int:
+        return min(sync.round for sync in self._syncs)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._store.traffic
 
     def join(self) -> bool:
         """Start from the newest common weights; return whether they are not the run's own."""
@@ -170,14 +311,6 @@ class Island:
         for sync in self._syncs:
             sync.finish()
 
-    def new_events(self) -> list[tuple[str, str]]:
-        """Return the events since the last call: kind and text."""
-        told, self._told = self._told, []
-        return told
-
-    def _tell(self, kind: str, text: str) -> None:
-        self._told.append((kind, text))
-
     def _sync(self, fragment: Fragment) -> FragmentSync:
         config = self._config
         rules = RoundRules(
@@ -219,25 +352,3 @@ class Island:
                 f"{self._config.store} has rounds of islands with other {', '.join(other)} than "
                 f"island {self._config.rank}: give all islands one config, or a new store"
             )
-
-    def _totals(self) -> dict[str, float]:
-        traffic = self._store.traffic
-        counts = [sync.counts for sync in self._syncs]
-        totals = {name: float(sum(getattr(one, name) for one in counts)) for name in FIGURES}
-        return {
-            **{f"islands/{name}": value for name, value in totals.items()},
-            "islands/bytes_sent": traffic.sent,
-            "islands/bytes_received": traffic.received,
-            "islands/retries": traffic.retries,
-        }
-
-    def figures(self, waited_s: float = 0.0) -> dict[str, float]:
-        """Return what happened since the last call."""
-        before, now = self._reported, self._totals()
-        self._reported = now
-        return {
-            **{name: value - before[name] for name, value in now.items()},
-            "islands/round": min(sync.round for sync in self._syncs),
-            "islands/contributors": max(sync.counts.contributors for sync in self._syncs),
-            "time/islands_s": waited_s,
-        }

@@ -6,6 +6,8 @@
 Every island averages the same fragment in a round: round r, counted from 0, is that of fragment
 r modulo `fragments`. So the fragment is chosen after the quorum, in which an island that comes
 back gets the common state and the round of the others.
+
+`FragmentStates` is the common state of all fragments, which islands give to one that comes back.
 """
 
 import hashlib
@@ -19,13 +21,87 @@ import numpy as np
 from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.mesh.waiting import in_background
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock, RoundLost
-from composer_mesh.plugins.islands.rounds.common_state import FragmentStates
 from composer_mesh.plugins.islands.rounds.fragment_sync import Counts
-from composer_mesh.plugins.islands.rounds.fragments import cut
-from composer_mesh.plugins.islands.rounds.island import FIGURES, Weights, layout_of, schedules
-from composer_mesh.plugins.islands.rounds.outer_gradient import OuterGradient, mixed, outer_gradient
-from composer_mesh.plugins.islands.rounds.outer_optimizer import OuterState, Vector, make_outer
+from composer_mesh.plugins.islands.rounds.island import (
+    IslandPort,
+    Weights,
+    cut,
+    layout_of,
+    schedules,
+)
+from composer_mesh.plugins.islands.rounds.outer_optimizer import (
+    OuterGradient,
+    OuterOptimizer,
+    OuterState,
+    Vector,
+    first_state,
+    make_outer,
+    mixed,
+    outer_gradient,
+    state_bytes,
+    state_of,
+)
 from composer_mesh.plugins.islands.rounds.torchft_all_reduce import Offer, Outcome, TorchftAllReduce
+from composer_mesh.plugins.islands.store.opening import Traffic
+
+
+class FragmentStates:
+    """The outer optimizer's state of each fragment. A state is replaced, never changed."""
+
+    def __init__(self, outer: OuterOptimizer, weights: Sequence[Vector]) -> None:
+        self._outer = outer
+        self.healed = False
+        """Whether `load` has replaced the state since somebody set this to False."""
+        self.now: tuple[OuterState, ...] = ()
+        self.start(weights)
+
+    @property
+    def round(self) -> int:
+        """The number of rounds of all fragments."""
+        return sum(one.round for one in self.now)
+
+    def start(self, weights: Sequence[Vector]) -> None:
+        """Begin before the first round, from these weights of each fragment."""
+        self.now = tuple(first_state(one, self._outer) for one in weights)
+
+    def advance(self, index: int, gradient: Vector) -> None:
+        """Take the outer step of one fragment."""
+        new = self._outer.step(self.now[index], gradient)
+        self.now = (*self.now[:index], new, *self.now[index + 1 :])
+
+    def digest(self, index: int) -> bytes:
+        """Return the SHA-256 of a fragment's state."""
+        state = self.now[index]
+        return hashlib.sha256(state.round.to_bytes(8, "little") + state_bytes(state)).digest()
+
+    def dump(self) -> Vector:
+        """Return the state as one vector."""
+        return self.packed(self.now)
+
+    def load(self, values: Vector) -> None:
+        """Take the state of such a vector; raises ValueError for another length."""
+        sizes = [one.weights.size for one in self.now]
+        rounds, rest = values[: len(sizes)], values[len(sizes) :]
+        lengths = [size * (1 + self._outer.slots) for size in sizes]
+        if rest.size != sum(lengths):
+            raise ValueError(f"a common state of {rest.size} values must have {sum(lengths)}")
+        parts = np.split(rest, np.cumsum(lengths)[:-1])
+        self.now = tuple(
+            state_of(int(number), part.astype("<f4").tobytes(), size, self._outer)
+            for number, part, size in zip(rounds.view("<i4"), parts, sizes, strict=True)
+        )
+        self.healed = True
+
+    @staticmethod
+    def packed(states: Sequence[OuterState]) -> Vector:
+        """Return states as one vector: their rounds, as the bits of integers, then their arrays."""
+        rounds = np.array([one.round for one in states], "<i4").view(np.float32)
+        return np.concatenate([rounds, *(part for one in states for part in _arrays(one))])
+
+
+def _arrays(state: OuterState) -> tuple[Vector, ...]:
+    return (state.weights, *state.slots)
+
 
 Residuals = dict[int, Vector]
 
@@ -40,7 +116,7 @@ class Pending:
     done: Future[Outcome]
 
 
-class ManagedIsland:
+class ManagedIsland(IslandPort):
     """The rounds of one run, one at a time; not to be used before `join` or `restore`.
 
     Raises `BadRank`, and `LighthouseUnfit` for an address that cannot be used.
@@ -50,6 +126,7 @@ class ManagedIsland:
         self, config: IslandsConfig, steps: int, weights: Weights, clock: Clock | None = None
     ) -> None:
         assert config.lighthouse is not None, "a run without islands.lighthouse has no Manager"
+        super().__init__()
         self._config, self._weights, self._steps = config, weights, steps
         self._clock = clock or Clock()
         self._fragments = cut(weights.sizes, config.fragments)
@@ -60,7 +137,6 @@ class ManagedIsland:
         self._states = FragmentStates(self._outer, nothing)  # `join` and `restore` fill it
         self._residuals: Residuals = {}
         self._pending: Pending | None = None
-        self._told: list[tuple[str, str]] = []
         self._counts = Counts()
         self._islands: tuple[int, ...] | None = None
         (self._schedule,) = schedules(config, steps)
@@ -78,7 +154,18 @@ class ManagedIsland:
             state=self._states,
             clock=self._clock,
         )
-        self._reported = self._totals()
+
+    @property
+    def counts(self) -> list[Counts]:
+        return [self._counts]
+
+    @property
+    def round(self) -> int:
+        return self._states.round
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._reduce.traffic
 
     def join(self) -> bool:
         """Start from the run's own weights; its first round brings those of the others."""
@@ -137,22 +224,6 @@ class ManagedIsland:
     def finish(self) -> None:
         """Leave, so that no island waits for this one."""
         self._reduce.close()
-
-    def new_events(self) -> list[tuple[str, str]]:
-        """Return the events since the last call: kind and text."""
-        told, self._told = self._told, []
-        return told
-
-    def figures(self, waited_s: float = 0.0) -> dict[str, float]:
-        """Return what happened since the last call."""
-        before, now = self._reported, self._totals()
-        self._reported = now
-        return {
-            **{name: value - before[name] for name, value in now.items()},
-            "islands/round": self._states.round,
-            "islands/contributors": self._counts.contributors,
-            "time/islands_s": waited_s,
-        }
 
     def _begin(self, snapshot: Vector) -> None:
         states, residuals = self._states.now, dict(self._residuals)
@@ -220,20 +291,8 @@ class ManagedIsland:
             of = f"{len(outcome.islands)} of {self._config.world_size} islands"
             self._tell("islands_changed", f"round {outcome.round} averages {of}: {names}")
 
-    def _tell(self, kind: str, text: str) -> None:
-        self._told.append((kind, text))
-
     def _read(self) -> Vector:
         return self._weights.read(self._names)
 
     def _parts(self, flat: Vector) -> list[Vector]:
         return list(np.split(flat, self._ends))
-
-    def _totals(self) -> dict[str, float]:
-        traffic = self._reduce.traffic
-        return {
-            **{f"islands/{name}": float(getattr(self._counts, name)) for name in FIGURES},
-            "islands/bytes_sent": traffic.sent,
-            "islands/bytes_received": traffic.received,
-            "islands/retries": traffic.retries,
-        }

@@ -26,10 +26,9 @@ from composer_mesh.plugins.islands.rounds.all_reduce import (
     Clock,
     RoundLost,
 )
-from composer_mesh.plugins.islands.rounds.lighthouse import LighthouseUnfit
-from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
-from composer_mesh.plugins.islands.rounds.quantization import (
+from composer_mesh.plugins.islands.rounds.outer_optimizer import (
     Quantization,
+    Vector,
     count_unusable,
     decode,
     encode,
@@ -39,6 +38,7 @@ from composer_mesh.plugins.islands.rounds.torchft_manager import IslandManager
 from composer_mesh.plugins.islands.rounds.torchft_rules import (
     NOTHING,
     Header,
+    LighthouseUnfit,
     NoAverage,
     OtherLayout,
     RecoveredWithoutAverage,
@@ -46,6 +46,7 @@ from composer_mesh.plugins.islands.rounds.torchft_rules import (
     check_same_mean,
     contributors,
 )
+from composer_mesh.plugins.islands.store.opening import Traffic
 
 BEHIND = -1
 """A step before every other, so that the Manager heals this island in the next quorum."""
@@ -92,20 +93,6 @@ class Outcome:
     gave: bool
 
 
-@dataclass
-class Traffic:
-    """Bytes that the algorithms of gloo send and receive for the values, and failed attempts."""
-
-    sent: int = 0
-    received: int = 0
-    retries: int = 0
-
-    def count(self, sent: int, received: int) -> None:
-        """Add a transfer."""
-        self.sent += sent
-        self.received += received
-
-
 class TorchftAllReduce:
     """Averages float32 vectors of `world_size` islands, round by round.
 
@@ -133,6 +120,7 @@ class TorchftAllReduce:
         self.round = 0
         """Committed rounds that this island knows."""
         self.traffic = Traffic()
+        """What the algorithms of gloo send and receive for the values, and failed attempts."""
         self._quorum, self._deadline_s, self._request_s = quorum, deadline_s, request_s
         self._layout, self._clock = layout, clock or Clock()
         self._address, self._host = lighthouse, host

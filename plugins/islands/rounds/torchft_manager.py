@@ -23,9 +23,8 @@ from torchft.checkpointing import CheckpointTransport
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 from torchft.process_group import ProcessGroupGloo
 
-from composer_mesh.plugins.islands.rounds.lighthouse import LighthouseUnfit
 from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
-from composer_mesh.plugins.islands.rounds.torchft_rules import OtherLayout
+from composer_mesh.plugins.islands.rounds.torchft_rules import LighthouseUnfit, OtherLayout
 
 HEARTBEAT = timedelta(milliseconds=100)
 GROUP_RANK = 1

@@ -19,12 +19,11 @@ from modal_server import TOKEN_ID, TOKEN_SECRET, modal_server, use
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.islands.jobs.directory import IslandsDirectory
+from composer_mesh.plugins.islands.jobs.directory import IslandsDirectory, summarize
 from composer_mesh.plugins.islands.jobs.hf_jobs import HfJobs
 from composer_mesh.plugins.islands.jobs.jobs import JobCloud, JobExecutor, JobOptions
 from composer_mesh.plugins.islands.jobs.modal_sandboxes import ModalSandboxes
 from composer_mesh.plugins.islands.jobs.ports import Replica
-from composer_mesh.plugins.islands.jobs.summary import summarize
 from composer_mesh.plugins.islands.store.opening import open_store
 from composer_mesh.services.directory.report import read_metrics
 

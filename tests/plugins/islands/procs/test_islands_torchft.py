@@ -19,7 +19,7 @@ from islands_world import SIZES
 from live_run import PRESET, SHORT, composer_mesh, wait_until
 from safetensors.numpy import load_file
 
-from composer_mesh.plugins.islands.rounds.fragments import cut
+from composer_mesh.plugins.islands.rounds.island import cut
 from composer_mesh.services.directory.report import read_metrics
 from composer_mesh.services.launch.by_ssh import pid_of
 from composer_mesh.services.launch.handle import read_handle

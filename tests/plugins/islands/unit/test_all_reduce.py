@@ -15,7 +15,7 @@ from composer_mesh.plugins.islands.rounds.all_reduce import (
     RoundLost,
     WrongMean,
 )
-from composer_mesh.plugins.islands.rounds.quantization import Quantization
+from composer_mesh.plugins.islands.rounds.outer_optimizer import Quantization
 from composer_mesh.plugins.islands.rounds.rounds import BadRank, Contribution, RoundRules
 
 

@@ -7,7 +7,7 @@ import tomllib
 from repository import ROOT
 
 from composer_mesh.configs.islands import IslandsConfig
-from composer_mesh.plugins.islands.rounds.quantization import payload_bytes
+from composer_mesh.plugins.islands.rounds.outer_optimizer import payload_bytes
 from composer_mesh.plugins.islands.store.blobs import PART_BYTES
 from composer_mesh.services.commands.parser import make_parser
 

@@ -15,11 +15,10 @@ from islands_stores import MemoryStore
 from composer_mesh.configs.islands import OuterSgd
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock, ObjectStoreAllReduce
 from composer_mesh.plugins.islands.rounds.fragment_sync import FragmentSync
-from composer_mesh.plugins.islands.rounds.outer_gradient import outer_gradient
-from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector, make_outer
+from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector, make_outer, outer_gradient
 from composer_mesh.plugins.islands.rounds.rounds import RoundRules
+from composer_mesh.plugins.islands.store.blobs import decide, decided, seal
 from composer_mesh.plugins.islands.store.opening import open_store
-from composer_mesh.plugins.islands.store.write_once import decide, decided, seal
 
 SIZE = 700
 STRAY = ("999999999999", "99999999", "²", "٣", "-1", "1e9", "00000009x", "9" * 5000)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from composer_mesh.plugins.islands.rounds.fragments import FragmentSchedule, cut
+from composer_mesh.plugins.islands.rounds.island import FragmentSchedule, cut
 
 
 @given(sizes=some.lists(some.integers(1, 50), min_size=1, max_size=20), data=some.data())

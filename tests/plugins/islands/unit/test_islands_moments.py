@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from islands_moments import GROUP, PHASES, Watched, wait_for_moment
 
-from composer_mesh.plugins.islands.store.write_once import seal
+from composer_mesh.plugins.islands.store.blobs import seal
 
 MEMBER = "0123456789abcdef"
 

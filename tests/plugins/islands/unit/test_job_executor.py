@@ -12,13 +12,17 @@ from hf_jobs_server import NAMESPACE, TOKEN, FakeHfJobs, hf_jobs_server
 from huggingface_hub import HfApi
 from job_islands import FINISHED, PRESET, job_islands
 
-from composer_mesh.plugins.islands.jobs.executors import executor_of
+from composer_mesh.plugins.islands.jobs.command import executor_of
 from composer_mesh.plugins.islands.jobs.hf_jobs import HfJobs
-from composer_mesh.plugins.islands.jobs.jobs import CONFIG, JOBS_FILE, JobExecutor, JobOptions
+from composer_mesh.plugins.islands.jobs.jobs import (
+    CONFIG,
+    JOBS_FILE,
+    JobExecutor,
+    JobOptions,
+    RunRecords,
+)
 from composer_mesh.plugins.islands.jobs.ports import Replica
-from composer_mesh.plugins.islands.jobs.records import RunRecords
-from composer_mesh.plugins.islands.store.opening import open_store
-from composer_mesh.plugins.islands.store.port import StoreUnavailable
+from composer_mesh.plugins.islands.store.opening import StoreUnavailable, open_store
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError

@@ -9,13 +9,13 @@ from lighthouses import lighthouse_server
 from pytest_httpserver import HTTPServer
 
 from composer_mesh.configs.islands import IslandsConfig
-from composer_mesh.plugins.islands.rounds.lighthouse import (
+from composer_mesh.plugins.islands.rounds.torchft_rules import (
     LighthouseUnfit,
+    OtherLayout,
     TorchftMissing,
     check_lighthouse,
     check_torchft,
 )
-from composer_mesh.plugins.islands.rounds.torchft_rules import OtherLayout
 
 
 def test_a_lighthouse_that_answers_is_accepted() -> None:

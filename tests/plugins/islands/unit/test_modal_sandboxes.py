@@ -13,7 +13,7 @@ from job_islands import FINISHED, PRESET, job_islands
 from modal_proto import api_pb2
 from modal_server import FakeModal, modal_server, use
 
-from composer_mesh.plugins.islands.jobs.executors import executor_of
+from composer_mesh.plugins.islands.jobs.command import executor_of
 from composer_mesh.plugins.islands.jobs.jobs import CONFIG, JobExecutor, JobOptions
 from composer_mesh.plugins.islands.jobs.modal_sandboxes import ModalSandboxes, resources_of
 from composer_mesh.plugins.islands.jobs.ports import Replica

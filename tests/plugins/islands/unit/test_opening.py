@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from islands_stores import Faults, FaultyStore, MemoryStore, UnconditionalStore
 
-from composer_mesh.plugins.islands.store.opening import check_conditional_writes, open_store
-from composer_mesh.plugins.islands.store.port import StoreUnfit
+from composer_mesh.plugins.islands.store.opening import (
+    StoreUnfit,
+    check_conditional_writes,
+    open_store,
+)
 
 
 def test_a_folder_is_a_store(tmp_path: Path) -> None:

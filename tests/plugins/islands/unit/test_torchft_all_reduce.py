@@ -14,12 +14,10 @@ import pytest
 from lighthouses import lighthouse_server
 
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock, RoundLost
-from composer_mesh.plugins.islands.rounds.lighthouse import LighthouseUnfit
-from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
-from composer_mesh.plugins.islands.rounds.quantization import decode, encode
+from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector, decode, encode
 from composer_mesh.plugins.islands.rounds.rounds import BadRank
 from composer_mesh.plugins.islands.rounds.torchft_all_reduce import Offer, Outcome, TorchftAllReduce
-from composer_mesh.plugins.islands.rounds.torchft_rules import OtherLayout
+from composer_mesh.plugins.islands.rounds.torchft_rules import LighthouseUnfit, OtherLayout
 
 SIZE = 1000
 
