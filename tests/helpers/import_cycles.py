@@ -17,7 +17,6 @@ Circle = tuple[str, ...]
 CLOSED_BY_TYPES: frozenset[Circle] = frozenset(
     {
         (
-            "composer_mesh.plugins.code_tasks.session",
             "composer_mesh.plugins.code_tasks.task",
             "composer_mesh.plugins.code_tasks.work",
         ),

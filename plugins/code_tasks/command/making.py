@@ -1,18 +1,26 @@
-"""Makes the tasks of several packages, some at once, and writes them into one file."""
+"""Makes the tasks of several packages, some at once, and writes them into one file.
+
+The table at the end has a line for each package, then what was refused and why.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from composer_mesh.plugins.code_tasks.command.sources import SourceUnavailable, opened
 from composer_mesh.plugins.code_tasks.making.make import Made, made_of
-from composer_mesh.plugins.code_tasks.making.package import Package, PackageRefused, package_of
-from composer_mesh.plugins.code_tasks.making.survey import MakingLimits
+from composer_mesh.plugins.code_tasks.making.package import (
+    MakingLimits,
+    Package,
+    PackageRefused,
+    package_of,
+)
 from composer_mesh.tasks.sandbox import Sandbox
 
 HELD_OUT_EVERY = 5
@@ -106,3 +114,33 @@ def _package(source: str, indexes: Sequence[str], in_boxes: Sequence[str]) -> Pa
     found = opened(source, indexes)
     package = package_of(found.name, found.version, found.sha256, found.files, in_boxes)
     return replace(package, fewest_lines=found.fewest_lines)
+
+
+HEAD = ("package", "tests", "stable", "candidates", "tasks", "values", "lines", "failing", "s")
+WIDTH = 28
+
+
+def table_of(results: Results) -> Iterator[str]:
+    """Yield the lines of the table; lines and failing tests are medians of a task."""
+    yield _line(*HEAD)
+    for one in results.made:
+        name = f"{one.package} {one.version}"
+        counts = (one.tests, one.stable, one.candidates, len(one.tasks), one.with_cases)
+        yield _line(name, *counts, one.median_lines, one.median_failing, round(one.seconds))
+    every = [task for one in results.made for task in one.tasks]
+    kinds = Counter(task["kind"] for task in every)
+    candidates = sum(one.candidates for one in results.made)
+    values = sum(one.with_cases for one in results.made)
+    yield _line("all", "", "", candidates, len(every), values, "", "", "")
+    yield "kinds: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+    reasons: Counter[str] = Counter()
+    for one in results.made:
+        reasons.update(one.refused)
+    for reason, count in reasons.most_common():
+        yield f"candidates refused: {count}: {reason}"
+    for source, reason in results.refused.items():
+        yield f"{source}: refused: {reason}"
+
+
+def _line(name: str, *values: object) -> str:
+    return f"{name:{WIDTH}}" + "".join(f"{value!s:>11}" for value in values)

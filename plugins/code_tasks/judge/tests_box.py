@@ -1,16 +1,73 @@
-"""Runs tests in a fresh box and reads what was reported."""
+"""Runs tests, or calls functions on hidden inputs, in a fresh box, and reads what was reported.
+
+Agent code may have written any of a report, and nothing here makes it trustworthy: it is checked
+for what honest programs never do, and the rest is believed as far as the verdict does not rest on
+it. The box gets the inputs of hidden cases only, and values are compared out here: whoever forges
+answers has to know the right values.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.plugins.code_tasks.judge.channel import Report, read_report
+from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask
 from composer_mesh.plugins.code_tasks.judge.programs.bundle import ARGV, Program, stdin_of
 from composer_mesh.tasks.sandbox import CommandResult, FileTree, Sandbox, SandboxLimits
+
+LONGEST_LINE = 4_000_000
+MOST_LINES = 200_000
+
+
+@dataclass(frozen=True)
+class Report:
+    """The lines of a program in order. `faults` names what an honest program never does."""
+
+    lines: tuple[Mapping[str, Any], ...] = ()
+    end: Mapping[str, Any] | None = None
+    faults: frozenset[str] = field(default_factory=frozenset)
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        """Return the lines of a kind."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def read_report(stdout: bytes, mark: str, cut: bool = False) -> Report:
+    """Return the lines with the mark, up to the first that is out of order."""
+    lines: list[Mapping[str, Any]] = []
+    faults = {"output_cut"} if cut else set[str]()
+    for raw in stdout.split(b"\n")[:MOST_LINES]:
+        if not raw.strip():
+            continue
+        line = _parsed(raw)
+        if line is None or line.get("mark") != mark:
+            faults.add("foreign_output")
+        elif line.get("number") != len(lines) or (lines and lines[-1]["kind"] == "end"):
+            faults.add("out_of_order")
+            break
+        else:
+            lines.append(line)
+    end = lines[-1] if lines and lines[-1]["kind"] == "end" else None
+    if end is None:
+        faults.add("early_exit")
+    elif end.get("lines") != len(lines) - 1:
+        faults.add("out_of_order")
+    return Report(tuple(lines), end, frozenset(faults))
+
+
+def _parsed(raw: bytes) -> Mapping[str, Any] | None:
+    if len(raw) > LONGEST_LINE:
+        return None
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("kind"), str) else None
+
 
 LIMIT_FLAGS = {"wall_time": "timeout", "cpu_time": "timeout", "memory": "memory"}
 
@@ -141,3 +198,86 @@ AUDITED = frozenset(
         *("forbidden_import", "file_write"),
     }
 )
+
+
+@dataclass(frozen=True)
+class ValueResults:
+    """How many hidden cases agree by value and exact type."""
+
+    agreeing: int
+    cases: int
+    box: BoxReport
+
+    @property
+    def all_agree(self) -> bool:
+        """Whether every case was answered once, and rightly."""
+        return self.agreeing == self.cases and not self.box.report.faults
+
+
+async def compare_values(
+    sandbox: Sandbox,
+    task: JudgedTask,
+    tree: FileTree,
+    changed: Sequence[str],
+    limits: SandboxLimits,
+) -> ValueResults:
+    """Run all hidden cases of a task on a tree. Waits for a box; SandboxError where that fails."""
+    calls = [
+        {"target": one.target, "arguments": list(one.arguments), "keywords": dict(one.keywords)}
+        for one in task.cases
+    ]
+    spec = {"imports": list(task.imports), "changed": list(changed), "calls": calls}
+    box = await run_program(sandbox, tree, "call_functions", spec, limits)
+    lines = box.report.of("value")
+    answers = {line["place"]: line for line in lines if type(line.get("place")) is int}
+    agreeing = sum(agrees(case, answers.get(place)) for place, case in enumerate(task.cases))
+    return ValueResults(agreeing, len(task.cases), box)
+
+
+def agrees(case: HiddenCase, answer: Any) -> bool:
+    """Whether an answer from the box is what the original did."""
+    if answer is None:
+        return False
+    try:
+        return _agrees(case, answer)
+    except RecursionError:
+        return False  # nested deeper than any value that was recorded
+
+
+def _agrees(case: HiddenCase, answer: Any) -> bool:
+    if "raised" in case.expected:
+        return same(case.expected["raised"], answer.get("raised"))
+    if "returned" not in answer or not same(case.expected["returned"], answer["returned"]):
+        return False
+    after = case.arguments_after
+    return after is None or same(list(after), answer.get("arguments"))
+
+
+def _pairs(value: Any) -> list[Any] | None:
+    """Return the items of an encoded dict by their keys; dicts are equal in any order."""
+    items = value.get("dict") if isinstance(value, dict) and len(value) == 1 else None
+    if not isinstance(items, list) or not all(isinstance(one, list) for one in items):
+        return None
+    return sorted(items, key=lambda item: json.dumps(item[:1], sort_keys=True))
+
+
+def same(expected: Any, found: Any) -> bool:
+    """Whether two JSON values are equal in value and type: 1, 1.0 and true are three values.
+
+    >>> same([1, {"a": 2.0}], [1, {"a": 2.0}]), same(1, True), same(1, 1.0)
+    (True, False, False)
+    """
+    if type(expected) is not type(found):
+        return False
+    pairs = _pairs(expected), _pairs(found)
+    if pairs[0] is not None and pairs[1] is not None:
+        return same(*pairs)
+    if isinstance(expected, dict):
+        return expected.keys() == found.keys() and all(
+            same(expected[k], found[k]) for k in expected
+        )
+    if isinstance(expected, list):
+        return len(expected) == len(found) and all(map(same, expected, found))
+    if isinstance(expected, float):
+        return expected.hex() == found.hex()
+    return bool(expected == found)

@@ -20,8 +20,7 @@ from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.plugins.code_tasks.judge.copies import copies_in_boxes
 from composer_mesh.plugins.code_tasks.making.functions import Function, functions_in
 from composer_mesh.plugins.code_tasks.making.make import made_of
-from composer_mesh.plugins.code_tasks.making.package import package_of
-from composer_mesh.plugins.code_tasks.making.survey import MakingLimits
+from composer_mesh.plugins.code_tasks.making.package import MakingLimits, package_of
 from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task

@@ -14,8 +14,7 @@ from composer_mesh.plugins.code_tasks.command.command import (
     MakeRefused,
     make_code_tasks_command,
 )
-from composer_mesh.plugins.code_tasks.command.making import Results, held_out
-from composer_mesh.plugins.code_tasks.command.table import table_of
+from composer_mesh.plugins.code_tasks.command.making import Results, held_out, table_of
 from composer_mesh.plugins.code_tasks.making.make import Made
 
 HERE = Path(__file__)

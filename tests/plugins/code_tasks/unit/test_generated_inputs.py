@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_mesh.plugins.code_tasks.making.generated_inputs import (
+from composer_mesh.plugins.code_tasks.making.hidden_cases import (
     generated_calls,
     type_of,
     varied,

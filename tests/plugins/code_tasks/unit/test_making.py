@@ -17,9 +17,8 @@ from composer_mesh.plugins.code_tasks.making.hidden_cases import (
     compared,
     with_generated,
 )
-from composer_mesh.plugins.code_tasks.making.package import PackageRefused, package_of
-from composer_mesh.plugins.code_tasks.making.proof import proof_of
-from composer_mesh.plugins.code_tasks.making.survey import Survey
+from composer_mesh.plugins.code_tasks.making.package import PackageRefused, Survey, package_of
+from composer_mesh.plugins.code_tasks.making.rows import proof_of
 
 PACKAGE = package_of("small", "1.2", "0" * 64, FILES)
 

@@ -8,13 +8,10 @@ import textwrap
 from small_packages import FILES, SUMS
 
 from composer_mesh.plugins.code_tasks.deletions import with_deletions
-from composer_mesh.plugins.code_tasks.making.features import Features
+from composer_mesh.plugins.code_tasks.making.features import Features, mutants
 from composer_mesh.plugins.code_tasks.making.functions import functions_in
-from composer_mesh.plugins.code_tasks.making.mutations import mutants
-from composer_mesh.plugins.code_tasks.making.package import package_of
-from composer_mesh.plugins.code_tasks.making.proof import Proof
-from composer_mesh.plugins.code_tasks.making.rows import prompt_of, task_row
-from composer_mesh.plugins.code_tasks.making.survey import Survey
+from composer_mesh.plugins.code_tasks.making.package import Survey, package_of
+from composer_mesh.plugins.code_tasks.making.rows import Proof, prompt_of, task_row
 
 BODY = """\
     # Counts upwards.

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from composer_mesh.plugins.code_tasks.expressions import Expression, expression_of
-from composer_mesh.plugins.code_tasks.one_liners import ASKED, OneLiners
+from composer_mesh.plugins.code_tasks.one_liners import ASKED, Expression, OneLiners, expression_of
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.task import TaskSettings, split_of

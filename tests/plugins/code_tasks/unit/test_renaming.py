@@ -8,8 +8,8 @@ import re
 from small_packages import FILES
 
 from composer_mesh.plugins.code_tasks.making.functions import functions_in
+from composer_mesh.plugins.code_tasks.making.make import renamings
 from composer_mesh.plugins.code_tasks.making.package import package_of
-from composer_mesh.plugins.code_tasks.making.renaming import renamings
 
 MODULE = b'''"""Tells sums with add_up and Total."""
 from json import dumps as written
