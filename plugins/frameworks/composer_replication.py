@@ -29,7 +29,7 @@ from composer_mesh.services.offline import api
 from composer_mesh.services.offline.options import ReplayRefused
 
 if TYPE_CHECKING:
-    from composer_mesh.plugins.frameworks.trl.replication import ComposerReplicationTrainer
+    from composer_mesh.plugins.frameworks.trl.trainer import ComposerReplicationTrainer
 
 __all__ = [
     "DEFAULT_TEACHERS",
@@ -320,7 +320,7 @@ def _need(teachers: Sequence[api.Teacher]) -> None:
 
 def __getattr__(name: str) -> Any:
     if name == "ComposerReplicationTrainer":
-        from composer_mesh.plugins.frameworks.trl import replication
+        from composer_mesh.plugins.frameworks.trl import trainer
 
-        return replication.ComposerReplicationTrainer
+        return trainer.ComposerReplicationTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

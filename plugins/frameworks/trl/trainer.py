@@ -1,4 +1,4 @@
-"""`ComposerGRPOTrainer`: TRL's GRPOTrainer with the SDPO and the replay channel beside its loss.
+"""`ComposerGRPOTrainer`: TRL's GRPOTrainer with the SDPO and the replay channel added to its loss.
 
     total = TRL's loss + alpha * sdpo + beta * replay
 
@@ -10,7 +10,8 @@
     )
 
 All of TRL's arguments are its own, and with both weights 0 every step is its own, bit for bit.
-Needs the extra `trl`.
+`ComposerReplicationTrainer` is the same by the names of the composer-replication framework. Needs
+the extra `trl`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import TrainerCallback
 
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.actors.models.policy import learning_every_id
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.channels.step import own_weights, step_total
+from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig
-from composer_mesh.plugins.frameworks.trl.callbacks import ClosesPairs
 from composer_mesh.plugins.frameworks.trl.channels import (
     Captured,
     Figures,
@@ -46,21 +48,31 @@ from composer_mesh.plugins.frameworks.trl.checks import (
     check_trainer,
 )
 from composer_mesh.plugins.frameworks.trl.environments import TaskEnvironment
-from composer_mesh.plugins.frameworks.trl.gathering import Gathered
-from composer_mesh.plugins.frameworks.trl.generations import (
+from composer_mesh.plugins.frameworks.trl.pairs import PairSettings, PairSource
+from composer_mesh.plugins.frameworks.trl.parts import Gathered, Layout, Part, parts_of, view_tokens
+from composer_mesh.plugins.frameworks.trl.traces import (
     Traces,
     batch_sites,
     batch_traces,
+    said_last,
     views_by_row,
 )
-from composer_mesh.plugins.frameworks.trl.pairs import PairSettings, PairSource
-from composer_mesh.plugins.frameworks.trl.parts import Layout, Part, parts_of, view_tokens
-from composer_mesh.plugins.frameworks.trl.traces import said_last
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.traces import Trace
+
+
+class ClosesPairs(TrainerCallback):
+    """Closes a source of pairs at the end of training."""
+
+    def __init__(self, pairs: PairSource) -> None:
+        self._pairs = pairs
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._pairs.close()
+
 
 try:
     from transformers.utils import get_json_schema
@@ -301,3 +313,38 @@ class ComposerGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (path := Path(checkpoint) / STATE_FILE).exists():
             self._taid = json.loads(path.read_text())["taid"]
+
+
+ALIASES = {
+    "loss/policy": "loss/grpo",
+    "loss/sdpo": "loss/sdpo_kl",
+    "loss/replay": "loss/trace_replay_dpo",
+}
+"""What the framework calls our figures; `loss/total` has one name."""
+
+
+class ComposerReplicationTrainer(ComposerGRPOTrainer):
+    """`ComposerGRPOTrainer` with the framework's weights and figures.
+
+    Without `pairs` the replay channel is off, whatever `beta_replay` is.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        alpha_sdpo: float = 0.1,
+        beta_replay: float = 0.05,
+        pairs: PairSource | None = None,
+        **options: Any,
+    ) -> None:
+        replay = WeightedPreferenceConfig(beta=0.0 if pairs is None else beta_replay)
+        sdpo = SdpoConfig(alpha=alpha_sdpo)
+        super().__init__(*args, sdpo=sdpo, replay=replay, pairs=pairs, **options)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the figures by both names."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for own, theirs in ALIASES.items():
+            if own in metrics:
+                metrics[theirs] = list(metrics[own])
+        super().log(logs, start_time)

@@ -2,33 +2,187 @@
 
     DriverProcess -- orders, JSON lines --> driver.py --> episodes
 
-It ends with this process, and with all that it started.
+It ends with this process, and with all that it started. An episode that did not finish has no
+reward: its error is infrastructure or data, by the class that verifiers gave it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from composer_mesh.configs.validation import validated
 from composer_mesh.mesh.environment import IMPORT_PATHS
+from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, TiedProgram
 from composer_mesh.mesh.untrusted_json import parsed_json
-from composer_mesh.plugins.frameworks.verifiers.episodes import (
-    DriverEpisode,
-    DriverError,
-    EpisodeLost,
-    failure,
+from composer_mesh.tasks.errors import TaskError, UnusableTask
+
+INFRASTRUCTURE = frozenset(
+    {"InterceptionError", "ProviderError", "SandboxError", "ToolsetError", "TunnelError"}
 )
-from composer_mesh.plugins.frameworks.verifiers.line_program import LineProgram
-from composer_mesh.tasks.errors import UnusableTask
+"""Error classes of verifiers that say nothing about the task, its code or what was sampled."""
+PASSING = frozenset({408, 425, 429})
+"""Statuses below 500 after which the same request may succeed."""
+
+
+class EpisodeFailed(TaskError):
+    """An episode of verifiers failed by its task, its harness or what the policy did."""
+
+
+class EpisodeLost(TaskError):
+    """An episode of verifiers failed by a process, a sandbox or a connection."""
+
+    failure_class = "infrastructure"
+
+
+class _Said(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DriverError(_Said):
+    """An error as verifiers recorded it."""
+
+    type: str
+    message: str
+    status_code: int | None = None
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """Whether the same episode may succeed elsewhere or later."""
+        refused = self.status_code is not None and 400 <= self.status_code < 500
+        return self.type in INFRASTRUCTURE and (not refused or self.status_code in PASSING)
+
+
+class DriverTrace(_Said):
+    """One agent's run; its requests had the header X-Session-ID `session`."""
+
+    session: str = Field(min_length=1)
+    agent: str
+    trainable: bool
+    ok: bool
+    reward: float
+    rewards: dict[str, float | None]
+    metrics: dict[str, float | None]
+    stop: str | None
+
+    def values(self) -> dict[str, float]:
+        """Return the unweighted rewards and, as `metric/NAME`, the metrics; raise EpisodeFailed."""
+        missing = [name for name, value in self.rewards.items() if value is None]
+        if missing:
+            raise EpisodeFailed(
+                f"rewards {', '.join(missing)} of agent {self.agent} were not computed: it stopped "
+                f"by {self.stop}"
+            )
+        found = {**self.rewards, **{f"metric/{name}": v for name, v in self.metrics.items()}}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class DriverEpisode(_Said):
+    """An episode; `complete` is the environment's own verdict."""
+
+    complete: bool
+    errors: list[DriverError]
+    traces: list[DriverTrace]
+
+    def scored(self) -> list[DriverTrace]:
+        """Return the finished runs of trained agents; raise EpisodeLost or EpisodeFailed."""
+        if not self.complete:
+            raise failure(self.errors)
+        found = [trace for trace in self.traces if trace.ok and trace.trainable]
+        if not found:
+            raise EpisodeFailed("the episode finished without a run of an agent that is trained")
+        return found
+
+
+def failure(errors: list[DriverError]) -> EpisodeFailed | EpisodeLost:
+    """Return the error of an episode; one error of infrastructure makes it that."""
+    first = next((one for one in errors if one.is_infrastructure), None)
+    if first is not None:
+        return EpisodeLost(_text(first))
+    if not errors:
+        return EpisodeFailed("the environment says that the episode is not complete, and not why")
+    return EpisodeFailed(_text(errors[-1]))
+
+
+def _text(error: DriverError) -> str:
+    status = "" if error.status_code is None else f" (status {error.status_code})"
+    return f"verifiers: {error.type}{status}: {error.message}"
+
+
+LAST_LINES, LONGEST_LINE = 20, 4096
+
+
+class LineProgram:
+    """A program that is told lines, and says lines whenever it has some.
+
+    It ends with this process, with all that it started. What it writes to its error stream goes to
+    the stream of this process too; the end of it is in `last_words`.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        """Start it; raises `ProgramFailed` if it is not there."""
+        self._program = TiedProgram(command, env, folder)
+        self._input, self._output, self._errors = self._program.streams
+        self._said: deque[str] = deque(maxlen=LAST_LINES)
+        self._sending, self._closing, self._closed = threading.Lock(), threading.Lock(), False
+        self._listening = threading.Thread(target=self._listen, name=command[0], daemon=True)
+        self._listening.start()
+
+    def send(self, line: str) -> None:
+        """Tell it a line. Waits while it does not read; raises BrokenPipeError after its end."""
+        with self._sending:
+            self._input.write(f"{line}\n".encode())
+            self._input.flush()
+
+    def lines(self) -> Iterator[str]:
+        """Yield its lines until it ends, or says one that is too long."""
+        with self._output as said:
+            while (line := said.readline(MOST_ANSWER_BYTES)).endswith(b"\n"):
+                yield line.decode("utf-8", "replace")
+
+    def last_words(self) -> str:
+        """Return the end of its error stream; call it after its end."""
+        self._listening.join()
+        return "".join(self._said)[-2000:].strip()
+
+    def close(self, grace_s: float) -> int:
+        """End its input, kill it after so many seconds, and return its status. May be repeated."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                if self._sending.acquire(timeout=grace_s):
+                    self._end_input()
+                    self._sending.release()
+                self._program.ends_within(grace_s)
+                self._program.close()
+            status = self._program.wait()
+            self._end_input()
+            return status
+
+    def _end_input(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended before
+            self._input.close()
+
+    def _listen(self) -> None:
+        with self._errors as errors:
+            while line := errors.readline(LONGEST_LINE):
+                text = line.decode("utf-8", "replace")
+                self._said.append(text)
+                sys.stderr.write(text)
+
 
 PROGRAM = Path(__file__).with_name("driver.py")
 GRACE_S = 5.0

@@ -21,8 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_mesh.plugins.frameworks.verifiers.driver_process import DriverProcess
-from composer_mesh.plugins.frameworks.verifiers.episodes import DriverTrace, EpisodeFailed
+from composer_mesh.plugins.frameworks.verifiers.driver_process import (
+    DriverProcess,
+    DriverTrace,
+    EpisodeFailed,
+)
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.tasks.errors import UnusableTask

@@ -11,7 +11,7 @@ from repository import ROOT
 
 from composer_mesh.configs.load import read_table
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.frameworks.verifiers.episodes import INFRASTRUCTURE
+from composer_mesh.plugins.frameworks.verifiers.driver_process import INFRASTRUCTURE
 from composer_mesh.plugins.frameworks.verifiers.workflow import VerifiersEnvironment
 
 PAGE = Guide.read("verifiers.md")

@@ -19,7 +19,7 @@ from composer_mesh.mesh.programs import (
     TiedProgram,
     run,
 )
-from composer_mesh.plugins.frameworks.verifiers.line_program import LineProgram
+from composer_mesh.plugins.frameworks.verifiers.driver_process import LineProgram
 
 LEAVES_ONE = "sleep 600 & echo $!"
 ENVIRON = dict(os.environ)

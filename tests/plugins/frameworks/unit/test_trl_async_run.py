@@ -18,10 +18,10 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.mesh.weights.receiver import WeightReceiver
 from composer_mesh.plugins.frameworks.trl.async_run import MeshThread, WeightSender, next_group
-from composer_mesh.plugins.frameworks.trl.async_samples import RolloutBuffer
 from composer_mesh.plugins.frameworks.trl.async_stream import (
     MeshFailed,
     OlderWeights,
+    RolloutBuffer,
     SampleQueues,
     SampleStream,
 )

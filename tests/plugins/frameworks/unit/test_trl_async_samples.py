@@ -18,7 +18,7 @@ from hint_traces import group_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.plugins.frameworks.trl.async_samples import (
+from composer_mesh.plugins.frameworks.trl.async_stream import (
     RolloutBuffer,
     advantages_of,
     group_figures,

@@ -18,11 +18,11 @@ from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.mesh.environment import IMPORT_PATHS
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.plugins.frameworks.verifiers.driver import Driver
-from composer_mesh.plugins.frameworks.verifiers.driver_process import environ
-from composer_mesh.plugins.frameworks.verifiers.episodes import (
+from composer_mesh.plugins.frameworks.verifiers.driver_process import (
     DriverError,
     EpisodeFailed,
     EpisodeLost,
+    environ,
     failure,
 )
 from composer_mesh.plugins.frameworks.verifiers.workflow import VerifiersEnvironment, VerifiersTask
