@@ -117,8 +117,8 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     first = study.settings[0]
     output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
     refuse_other_runs(study.runs, output)
-    from composer_mesh.plugins.ablation.merging import merged_runs
-    from composer_mesh.plugins.ablation.preview import power_before, study_lines
+    from composer_mesh.plugins.ablation.command import merged_runs
+    from composer_mesh.plugins.ablation.report import power_before, study_lines
 
     merged = merged_runs(study, arguments.merge)
     power, price = power_before(arguments, len(first.seeds), output), _price(arguments)

@@ -1,12 +1,18 @@
 """Result of an ablation: `ablation.json` with all data, and the report of each of its settings.
 
 It is computed from the runs' own files, so it does not depend on when or how often runs were made.
+Statistics of the arms are plain objects, null for unknown values. Differences to the baseline are
+paired by seed, which shares policy and episodes between arms.
+
+`study_lines` says before an ablation starts which runs it has, and what its seeds can see.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,13 +20,121 @@ from typing import Any
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json, short_reason
-from composer_mesh.plugins.ablation.arms import arms_of
-from composer_mesh.plugins.ablation.figures import INTERVAL
+from composer_mesh.plugins.ablation.figures import (
+    INTERVAL,
+    Deviation,
+    Estimate,
+    curve,
+    deviations_of,
+    mean_over_run,
+    mean_over_seeds,
+    median_steps,
+    paired,
+    power_line,
+    steps_to,
+)
 from composer_mesh.plugins.ablation.outcomes import Outcome, outcomes
-from composer_mesh.plugins.ablation.plan import Ablation
-from composer_mesh.plugins.ablation.power import Deviation, deviations_of
+from composer_mesh.plugins.ablation.plan import BASELINE, Ablation, is_finished
 from composer_mesh.plugins.ablation.settings import Study
+from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.directory.claim import RunDirectoryError
+from composer_mesh.services.directory.report import Evaluation
+
+Values = Mapping[int, float]
+"""Numbers by seed."""
+
+
+def arms_of(
+    plan: Ablation, found: Sequence[Outcome], usd_per_hour: float | None = None
+) -> dict[str, Any]:
+    """Return the statistics of each arm, over its finished runs."""
+    done = {
+        arm: {one.run.seed: one for one in found if one.run.arm == arm and one.finished}
+        for arm in plan.arms
+    }
+    runs = {arm: {s: one.evaluations for s, one in own.items()} for arm, own in done.items()}
+    means = {arm: {s: mean_over_run(run) for s, run in own.items()} for arm, own in runs.items()}
+    final = {arm: {s: run[-1].success for s, run in own.items()} for arm, own in runs.items()}
+    steps = {arm: _bounded_steps(plan, own) for arm, own in runs.items()}
+
+    def minus(values: Mapping[str, Values], arm: str, ends: tuple[float, float]) -> Any:
+        if arm == BASELINE:
+            return None
+        return _estimate(paired(values[arm], values.get(BASELINE, {})), ends)
+
+    most = float(plan.base.run.steps)
+    return {
+        arm: {
+            "curve": [_point(point.step, point.success) for point in curve(runs[arm])],
+            "steps_to_target": _steps_to_target(plan, runs[arm]),
+            "mean_over_run": _means(means[arm]),
+            "minus_neither": minus(means, arm, (-1, 1)),
+            "final": _means(final[arm]),
+            "final_minus_neither": minus(final, arm, (-1, 1)),
+            "steps_minus_neither": minus(steps, arm, (-most, most)),
+            "cost": _cost(list(done[arm].values()), usd_per_hour),
+        }
+        for arm in plan.arms
+    }
+
+
+def _bounded_steps(plan: Ablation, runs: Mapping[int, Sequence[Evaluation]]) -> dict[int, float]:
+    """Return the steps to the target by seed; a run that never reaches it counts all its steps."""
+    found = {seed: steps_to(run, plan.target) for seed, run in runs.items()}
+    return {s: float(plan.base.run.steps if n is None else n) for s, n in found.items()}
+
+
+def _cost(done: Sequence[Outcome], usd_per_hour: float | None) -> dict[str, Any]:
+    """Return what the runs took in the mean, and for each point of success that they gained.
+
+    Points are those of the last evaluation over the first; both are sums over seeds, so that a seed
+    that gained little does not decide. Null a point where nothing was gained. With a price of the
+    machine its hours are part of the dollars.
+    """
+    with_cost = [(one, one.cost) for one in done if one.cost is not None]
+    if not with_cost:
+        return {"mean": None, "per_point": None}
+    points = sum(
+        100 * (one.evaluations[-1].success - one.evaluations[0].success) for one, _ in with_cost
+    )
+    hours = usd_per_hour or 0.0
+    totals = {
+        "tokens": sum(cost.tokens for _, cost in with_cost),
+        "seconds": sum(cost.seconds for _, cost in with_cost),
+        "usd": sum(cost.usd + cost.seconds / 3600 * hours for _, cost in with_cost),
+    }
+    return {
+        "mean": {name: total / len(with_cost) for name, total in totals.items()},
+        "per_point": {n: total / points for n, total in totals.items()} if points > 0 else None,
+    }
+
+
+def _point(step: int, success: Estimate) -> dict[str, Any]:
+    return {"step": step, "mean": success.mean, "interval_95": [success.low, success.high]}
+
+
+def _steps_to_target(plan: Ablation, runs: Mapping[int, Sequence[Evaluation]]) -> dict[str, Any]:
+    steps = {seed: steps_to(run, plan.target) for seed, run in runs.items()}
+    return {"per_seed": _by_seed(steps), "median": median_steps(list(steps.values()))}
+
+
+def _means(values: Values) -> dict[str, Any]:
+    return {"per_seed": _by_seed(values), **_estimate(list(values.values()), (0, 1))}
+
+
+def _estimate(values: Sequence[float], ends: tuple[float, float]) -> dict[str, Any]:
+    """Return the mean of some values and its interval, which is clipped to what is possible."""
+    interval = mean_over_seeds(values)
+    low, high = ends
+    return {
+        "mean": sum(values) / len(values) if values else None,
+        "interval_95": [max(low, interval.low), min(high, interval.high)] if interval else None,
+    }
+
+
+def _by_seed(values: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(seed): value for seed, value in values.items()}
+
 
 REPORT_FILE = "ablation.json"
 LARGEST_REPORT = 64 * MIB
@@ -117,3 +231,44 @@ def _run(outcome: Outcome) -> dict[str, Any]:
         "cost": None if outcome.cost is None else asdict(outcome.cost),
         "evaluations": [asdict(evaluation) for evaluation in outcome.evaluations],
     }
+
+
+def power_before(arguments: argparse.Namespace, seeds: int, output: Path) -> str:
+    """Say what so many seeds can see, from the stated deviation or that of earlier runs.
+
+    Without either, those of an earlier report in the output directory count. Raises `UsageError`
+    and `RunDirectoryError`.
+    """
+    stated: float | None = arguments.deviation
+    if stated is not None:
+        if not 0 < stated < math.inf:
+            raise UsageError(
+                f"--deviation is {stated} but must be points of success above 0: correct it"
+            )
+        return power_line(seeds, Deviation(stated / 100))
+    source: Path | None = arguments.deviation_from
+    if source is None and (output / REPORT_FILE).is_file():
+        source = output
+    deviation = None if source is None else earlier_deviation(source)
+    if deviation is None and arguments.deviation_from is not None:
+        raise UsageError(
+            f"--deviation-from {source} has no arm with two finished seeds beside the baseline, so "
+            "it has no deviation: name another, or state it with --deviation"
+        )
+    return power_line(seeds, deviation)
+
+
+def study_lines(
+    study: Study, output: Path, power: str, merged: Container[Path] = ()
+) -> Iterator[str]:
+    """Yield the planned runs, how many of them have finished, and what they can see."""
+    done = [
+        run.place in merged or is_finished(output / run.place, run.config.run.steps)
+        for run in study.runs
+    ]
+    yield f"{len(done)} runs, {sum(done)} of them finished, in {output}"
+    for setting in study.settings:
+        arms, seeds = ", ".join(setting.arms), ", ".join(map(str, setting.seeds))
+        name = setting.setting or str(setting.file)
+        yield f"  {name}: {arms}; seeds {seeds}; {setting.base.run.steps} steps"
+    yield power

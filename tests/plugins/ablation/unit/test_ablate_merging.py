@@ -11,8 +11,7 @@ import pytest
 from fake_ablations import PricedRuns
 from repository import ROOT
 
-from composer_mesh.plugins.ablation.command import ablate_command
-from composer_mesh.plugins.ablation.merging import merged_runs
+from composer_mesh.plugins.ablation.command import ablate_command, merged_runs
 from composer_mesh.plugins.ablation.settings import Study, Varied, plan_study
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main

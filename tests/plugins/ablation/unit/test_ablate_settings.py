@@ -1,4 +1,7 @@
-"""Several settings: what is planned and refused, how runs go on, and what the page shows."""
+"""Several settings: what is planned and refused, how runs go on, and what the page shows.
+
+A channel of a user's own has an arm as ours have.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_ablations import FakeRuns, PricedRuns, success
+from guides import Guide
 from repository import ROOT
 from supervised_runs import supervised
 
@@ -17,6 +21,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.command import ablate_command
 from composer_mesh.plugins.ablation.outcomes import outcomes
+from composer_mesh.plugins.ablation.plan import plan_ablation
 from composer_mesh.plugins.ablation.settings import Study, Varied, plan_study
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -242,3 +247,27 @@ def test_all_runs_start_from_the_supervised_run_of_the_config(tmp_path: Path) ->
     assert {one.config.policy.path for one in planned.runs} == {folder}
     for one in planned.runs:
         assert started(one.config) == one.config
+
+
+(MODULE,) = Guide.read("channels.md").blocks("python")
+"""The channel of the docs page."""
+
+
+def test_a_channel_of_a_users_own_is_an_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_channel.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = ROOT / "configs" / "quickstart.toml"
+    settings = [
+        "run.steps=6",
+        "channels.observations.import_path=users_channel:Observations",
+        "channels.observations.weight=0.5",
+    ]
+    plan = plan_ablation(file, settings, ("neither", "observations", "both"), (0,))
+    base = load_config(file, settings)
+    weights = [
+        (one.config.sdpo.alpha, one.config.replay.beta, one.config.channels["observations"].weight)
+        for one in plan.runs
+    ]
+    assert weights == [(0, 0, 0), (0, 0, 0.5), (base.sdpo.alpha, base.replay.beta, 0)]
