@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict, create_model
 
-from composer_mesh.plugins.task_packages.named_tool import NamedTool
-from composer_mesh.plugins.task_packages.requirement import Requirement
+from composer_mesh.plugins.task_packages.requirement import NamedTool, Requirement
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.tasks.errors import ToolError, UnusableTask

@@ -1,7 +1,13 @@
-"""Calls of BFCL's functions on instances that belong to one session.
+"""BFCL's rows, its functions as tools, and their calls on instances that belong to one session.
 
-A function is found by its name among those that the documents of the session's classes name. Gold
-calls are Python expressions as text: they are parsed, and only literals are taken from them.
+Rows, documents and classes come from the package bfcl-eval. Rows are data. A class is taken by its
+name from the list below, and nothing else of the package is imported, least of all its executor,
+which evaluates text. A function is found by its name among those that the documents of the
+session's classes name. Gold calls are Python expressions as text: they are parsed, and only
+literals are taken from them.
+
+An argument is what the document says, within bounds that keep each call short: text and lists have
+a length, numbers a size, and a few arguments whose cost grows with them a smaller one.
 """
 
 from __future__ import annotations
@@ -14,10 +20,163 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
-from composer_mesh.plugins.task_packages.bfcl.source import Source
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from composer_mesh.configs.regular_files import read_regular
+from composer_mesh.plugins.task_packages.requirement import NamedTool, Requirement
 from composer_mesh.tasks.errors import UnusableTask
+
+BFCL = Requirement(
+    "bfcl",
+    "bfcl_eval",
+    "bfcl_eval",
+    ("2026.3.23",),
+    "pip install 'composer-mesh[bfcl]' && pip install --no-deps bfcl-eval==2026.3.23",
+)
+CODE = "eval_checker.multi_turn_eval.func_source_code"
+FILES = {
+    "GorillaFileSystem": "gorilla_file_system",
+    "MathAPI": "math_api",
+    "MessageAPI": "message_api",
+    "TwitterAPI": "posting_api",
+    "TicketAPI": "ticket_api",
+    "TradingBot": "trading_bot",
+    "TravelAPI": "travel_booking",
+    "VehicleControlAPI": "vehicle_control",
+}
+"""Modules of the classes, which are those of their documents too."""
+
+CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
+LONGEST = 1 << 26
+
+
+class Source(Protocol):
+    """Rows by category, the documents of a class's functions, and the class itself."""
+
+    def rows(self, category: str) -> list[dict[str, Any]]: ...
+
+    def gold(self, category: str) -> dict[str, list[list[str]]]: ...
+
+    def documents(self, api: str) -> list[dict[str, Any]]: ...
+
+    def api(self, name: str) -> type[Any]: ...
+
+
+class PackageSource:
+    """The source that bfcl-eval is."""
+
+    def rows(self, category: str) -> list[dict[str, Any]]:
+        """Return the conversations of a category."""
+        return self.single_turns(f"multi_turn_{category}")
+
+    def gold(self, category: str) -> dict[str, list[list[str]]]:
+        """Return the gold calls of each turn, as text, by the row's id."""
+        return self.answers(f"multi_turn_{category}")
+
+    def single_turns(self, category: str) -> list[dict[str, Any]]:
+        """Return the rows of a category of single turns."""
+        return _lines(self._data / f"BFCL_v4_{category}.json")
+
+    def answers(self, category: str) -> dict[str, list[Any]]:
+        """Return the right calls, each with its possible values, by the row's id."""
+        lines = _lines(self._data / "possible_answer" / f"BFCL_v4_{category}.json")
+        return {line["id"]: line["ground_truth"] for line in lines}
+
+    def documents(self, api: str) -> list[dict[str, Any]]:
+        """Return the documents of a class's functions."""
+        return _lines(self._data / "multi_turn_func_doc" / f"{_file(api)}.json")
+
+    def api(self, name: str) -> type[Any]:
+        """Return a class by its name in a row."""
+        found: type[Any] = getattr(BFCL.imported(f"{CODE}.{_file(name)}"), name)
+        return found
+
+    @cached_property
+    def _data(self) -> Path:
+        return Path(str(BFCL.imported().__file__)).parent / "data"
+
+
+def _file(api: str) -> str:
+    if api not in FILES:
+        raise UnusableTask(
+            f"a row of bfcl names the class {api[:40]!r}, which is none of {', '.join(FILES)}: "
+            "install the version of bfcl-eval that docs/task-packages.md names"
+        )
+    return FILES[api]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = read_regular(path, LONGEST).decode()
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UnusableTask(f"{path} cannot be read ({error}): {BFCL.install}") from error
+
+
+LONGEST_TEXT = 10_000
+LONGEST_LIST = 200
+LARGEST = 10**12
+COSTLY = 1_000
+"""Bound of exponents and precisions."""
+
+COSTLY_ARGUMENTS = {
+    ("power", "exponent"),
+    ("logarithm", "precision"),
+    ("square_root", "precision"),
+    ("round_number", "decimal_places"),
+}
+TEXT_TOO = {("close_ticket", "ticket_id")}
+"""Whole numbers that gold calls give as text."""
+
+STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+def function_tool(document: Mapping[str, Any], function: Callable[..., Any]) -> NamedTool:
+    """Return a document's function as a tool; `function` is the session's method that calls it."""
+    name = str(document["name"])
+    arguments = _model(name, document["parameters"])
+    return NamedTool(name, str(document["description"]), arguments, function)
+
+
+def _model(name: str, parameters: Mapping[str, Any]) -> type[BaseModel]:
+    required = set(parameters.get("required", ()))
+    fields: dict[str, Any] = {}
+    for key, one in parameters.get("properties", {}).items():
+        default = ... if key in required else one.get("default")
+        note = Field(default, description=one.get("description"))
+        kind = _costly() if (name, key) in COSTLY_ARGUMENTS else _type(name, key, one)
+        fields[key] = (kind, note)
+    model: type[BaseModel] = create_model(f"{name}_arguments", __config__=STRICT, **fields)
+    return model
+
+
+def _type(name: str, key: str, one: Mapping[str, Any]) -> Any:
+    kind = one.get("type")
+    if kind == "array":
+        items: Any = _type(name, key, one.get("items", {}))
+        return Annotated[list.__class_getitem__(items), Field(max_length=LONGEST_LIST)]
+    if kind == "dict":
+        return _model(f"{name}_{key}", one) if one.get("properties") else dict[str, Any]
+    types: dict[Any, Any] = {
+        "string": Annotated[str, Field(max_length=LONGEST_TEXT)],
+        "integer": Annotated[int, Field(ge=-LARGEST, le=LARGEST)],
+        "float": Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)],
+        "boolean": bool,
+    }
+    if (name, key) in TEXT_TOO:
+        return types["integer"] | types["string"]
+    if kind not in types:
+        raise UnusableTask(f"argument {key!r} of bfcl's {name!r} has the unknown type {kind!r}")
+    return types[kind]
+
+
+def _costly() -> Any:
+    return Annotated[float, Field(ge=-COSTLY, le=COSTLY, allow_inf_nan=False)]
+
 
 MOST_FILES = 10_000
 """Files and folders of a session's file system, as they are walked."""

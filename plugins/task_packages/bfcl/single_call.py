@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from composer_mesh.plugins.task_packages.bfcl.source import PackageSource
+from composer_mesh.plugins.task_packages.bfcl.calls import PackageSource
 from composer_mesh.rollouts.tool_calls import CLOSE, OPEN, call_text
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import ToolError, UnusableTask

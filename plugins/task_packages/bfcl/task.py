@@ -14,14 +14,16 @@ from functools import cached_property
 from typing import Any, ClassVar, cast
 
 from composer_mesh.plugins.task_packages.bfcl.calls import (
+    CATEGORIES,
     Instances,
+    PackageSource,
+    Source,
     TooManyFiles,
     contains,
+    function_tool,
     parsed_call,
 )
-from composer_mesh.plugins.task_packages.bfcl.functions import function_tool
-from composer_mesh.plugins.task_packages.bfcl.source import CATEGORIES, PackageSource, Source
-from composer_mesh.plugins.task_packages.named_tool import describe_tools
+from composer_mesh.plugins.task_packages.requirement import describe_tools
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.tasks.errors import ToolError, UnusableTask

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.plugins.task_packages.bfcl.calls import contains, parsed_call
-from composer_mesh.plugins.task_packages.bfcl.functions import function_tool
+from composer_mesh.plugins.task_packages.bfcl.calls import contains, function_tool, parsed_call
 from composer_mesh.plugins.task_packages.bfcl.task import BfclMultiTurn, BfclSession
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
@@ -221,7 +220,7 @@ def test_arguments_whose_cost_grows_with_them_are_bounded(value: Any) -> None:
 
 
 def test_a_row_with_an_unknown_class_is_refused() -> None:
-    from composer_mesh.plugins.task_packages.bfcl.source import PackageSource
+    from composer_mesh.plugins.task_packages.bfcl.calls import PackageSource
 
     with pytest.raises(UnusableTask, match="none of GorillaFileSystem"):
         PackageSource().api("os")
