@@ -38,12 +38,11 @@ from composer_mesh.plugins.tinker.models.messages import AdamParams, ModelSpec, 
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.access import ClientAccess
 from composer_mesh.plugins.tinker.server.app import make_app
-from composer_mesh.plugins.tinker.server.archives import Archives
 from composer_mesh.plugins.tinker.server.mesh_backend import (
     MeshSampleBackend,
-    MeshTrainBackend,
     ServeMesh,
 )
+from composer_mesh.plugins.tinker.server.rest_routes import Archives
 from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
 from composer_mesh.plugins.tinker.server.server import Served
 from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
@@ -93,7 +92,7 @@ async def running(place: Path, ranks: int) -> AsyncIterator[Running]:
             listening_socket("127.0.0.1", 0) as listener,
         ):
             found = await commits.run(log.read_records)
-            backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
+            backends = mesh.trainer, MeshSampleBackend(mesh.samplers)
             sizes = Sizes(config.trainer.microbatch_tokens * ranks, 128)
             more: Any = (facts, executing, sizes)
             tasks = ServerTasks(served, place, commits, found, *backends, *more)
@@ -110,7 +109,7 @@ async def running(place: Path, ranks: int) -> AsyncIterator[Running]:
 
 async def alone(mesh: ServeMesh, load: Load) -> list[float]:
     """Return the seconds of each step by two calls of the trainer actor."""
-    backend, took = MeshTrainBackend(mesh.trainer), []
+    backend, took = mesh.trainer, []
     await backend.open("alone", ModelSpec(RANK, 1), None)
     for step in range(load.steps):
         begun = time.perf_counter()

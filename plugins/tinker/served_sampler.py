@@ -18,14 +18,15 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.plugins.tinker.models.messages import ScoreRequest, Scores
-from composer_mesh.plugins.tinker.models.scoring import scored
-from composer_mesh.plugins.tinker.models.snapshot_engines import (
+from composer_mesh.plugins.tinker.models.snapshots import (
     EmbeddedEngines,
     LoadedSnapshot,
+    LoadedSnapshots,
     SnapshotEngines,
+    SnapshotReader,
     VllmEngines,
+    scored,
 )
-from composer_mesh.plugins.tinker.models.snapshots import LoadedSnapshots, SnapshotReader
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 

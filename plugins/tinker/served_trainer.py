@@ -16,9 +16,8 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.device import own_device
-from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
+from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer, make_trainer
 from composer_mesh.plugins.tinker.models.messages import ModelSpec, TrainCall, TrainResult
-from composer_mesh.plugins.tinker.models.trainer_setup import make_trainer
 from composer_mesh.tasks.loading import make_task
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         hinted_turns,
         pairs_by_vote,
         rollouts_of,
+        teacher_topk,
+        with_reference,
     )
     from composer_mesh.plugins.tinker.client.sequences import (
         Hinted,
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
         hinted,
     )
     from composer_mesh.plugins.tinker.client.step import submit, submit_public
-    from composer_mesh.plugins.tinker.client.teachers import teacher_topk, with_reference
     from composer_mesh.rollouts.chat import ChatFormat
     from composer_mesh.tasks.toolbox import ToolboxTask
 
@@ -44,8 +45,8 @@ _MODULES = {
     "rollouts_of": "plugins.tinker.client.episodes",
     "submit": "plugins.tinker.client.step",
     "submit_public": "plugins.tinker.client.step",
-    "teacher_topk": "plugins.tinker.client.teachers",
-    "with_reference": "plugins.tinker.client.teachers",
+    "teacher_topk": "plugins.tinker.client.episodes",
+    "with_reference": "plugins.tinker.client.episodes",
 }
 """Module of each public name."""
 

@@ -95,7 +95,7 @@ def _divergence(step: ThreeChannelStep) -> Loss:
     def loss(_: Sequence[Any], logprobs: Sequence[Any]) -> tuple[Any, dict[str, float]]:
         import torch
 
-        from composer_mesh.plugins.tinker.client_channels import divergence
+        from composer_mesh.plugins.tinker.client_losses import divergence
 
         parts = [
             divergence(

@@ -6,6 +6,8 @@ depends only on its own operations and on the shapes in which they were computed
 Several ranks hold the same states, or of all weights each its rows; all of them execute the same
 calls: they divide the rows of each forward, add the same gradients, and make the same optimizer
 step. The first one writes files.
+
+The policy is whole on one rank, and sharded over several: see `place_policy`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.policy import empty_model, load_model
 from composer_mesh.actors.models.ranks import Ranks, RanksLost
+from composer_mesh.actors.models.trained_model import frozen_model, trained_model
+from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.tinker.models.batches import (
     Batch,
     TokenLimit,
@@ -24,7 +31,7 @@ from composer_mesh.plugins.tinker.models.batches import (
     microbatches,
     target_count,
 )
-from composer_mesh.plugins.tinker.models.forwards import Computed, Forwards, Rows
+from composer_mesh.plugins.tinker.models.forwards import TOTAL, Computed, Forwards, Rows, joined
 from composer_mesh.plugins.tinker.models.messages import (
     CHANGES,
     Datum,
@@ -41,8 +48,13 @@ from composer_mesh.plugins.tinker.models.model_state import (
     read_state,
     write_state,
 )
-from composer_mesh.plugins.tinker.models.results import TOTAL, joined
-from composer_mesh.plugins.tinker.models.trained_weights import Weights
+from composer_mesh.plugins.tinker.models.trained_weights import (
+    ActiveAdapters,
+    AdapterWeights,
+    FullWeights,
+    Weights,
+    adapt,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -245,3 +257,27 @@ def _turns(calls: Sequence[TrainCall]) -> list[list[int]]:
 
 def _shape_of(part: Sequence[Datum]) -> Shape:
     return Shape(1, 0, len(part), max(len(one.tokens) for one in part))
+
+
+def make_trainer(config: Config, folder: Path, ranks: Ranks) -> ClientTrainer:
+    """Return a trainer without models. All ranks make theirs together. Raises `UnfitModel`."""
+    base, weights = place_policy(config, folder, ranks)
+    tokens, models = config.trainer.microbatch_tokens, config.serve.batched_models
+    return ClientTrainer(base, weights, tokens, models, ranks)
+
+
+def place_policy(config: Config, folder: Path, ranks: Ranks) -> tuple[Any, Weights]:
+    """Return the policy on this rank, and how models' numbers enter it."""
+    alpha = config.serve.lora_alpha
+    if ranks.size == 1:
+        base = load_model(folder).to(ranks.device)
+        LanguageModel(base).check_head()
+        LanguageModel(base).check_rows()
+        full = config.serve.full_weights
+        return base, FullWeights(base, ranks) if full else AdapterWeights(base, alpha)
+    if config.serve.full_weights:
+        base = trained_model(config, folder, ranks)
+        return base, FullWeights(base, ranks)
+    active = ActiveAdapters(1.0)
+    base = frozen_model(config, folder, ranks, adapt=partial(adapt, active=active))
+    return base, AdapterWeights(empty_model(folder), alpha, (base, active))

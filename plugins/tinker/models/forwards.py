@@ -11,12 +11,12 @@ reading and of losses are agreed on, so that no rank waits for one that has give
 forward or backward, between messages, cannot be: it is `RanksLost`, and all ranks are replaced.
 
 Axes: M models of a batch, R rows of each, B = M * R, T padded tokens, K targets of a token, P
-numbers of one model's adapters.
+numbers of one model's adapters, N rows of one model in `target_logprobs`, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +24,73 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from composer_mesh.actors.models.language_model import decoder_call, logit_softcap
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
+from composer_mesh.losses.blocks import default_block, softcapped
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.plugins.tinker.client_losses import CLIENT_LOSSES
-from composer_mesh.plugins.tinker.models.batch_partition import Shares
 from composer_mesh.plugins.tinker.models.batches import (
     Padded,
+    Shares,
     padded,
     padded_inputs,
     target_count,
 )
-from composer_mesh.plugins.tinker.models.messages import Datum, ModelSpec, Shape, TrainCall
-from composer_mesh.plugins.tinker.models.results import metrics_of
-from composer_mesh.plugins.tinker.models.target_logprobs import target_logprobs
-from composer_mesh.plugins.tinker.models.trained_weights import FunctionalModel, Weights
+from composer_mesh.plugins.tinker.models.messages import (
+    Datum,
+    ModelSpec,
+    Shape,
+    TrainCall,
+    TrainResult,
+)
+from composer_mesh.plugins.tinker.models.trained_weights import Weights
+
+Head = Callable[[Tensor], Tensor]
+
+
+def target_logprobs(
+    hidden: Tensor, head: Head, targets: Tensor, vocabulary: int, softcap: float | None = None
+) -> Tensor:
+    """Return the log-probs [M, N, K] of targets [M, N, K] for hidden states [M, N, H].
+
+    The rows of M models are cut together, so that the head sees all models. Scores of a block are
+    computed again in the backward where all of them would not fit.
+    """
+
+    def scored(states: Tensor, chosen: Tensor) -> Tensor:
+        scores = softcapped(head(states).float(), softcap)
+        return scores.gather(-1, chosen) - scores.logsumexp(-1, keepdim=True)
+
+    models, rows, _ = hidden.shape
+    most = max(1, default_block(hidden) // (vocabulary * models))
+    if rows <= most:
+        return scored(hidden, targets)
+    blocks = [
+        checkpoint(scored, states, chosen, use_reentrant=False)
+        for states, chosen in zip(hidden.split(most, 1), targets.split(most, 1), strict=True)
+    ]
+    return torch.cat(blocks, 1)
+
+
+TOTAL = "loss:sum"
+"""SDKs add up the metrics of several requests whose names end so."""
+
+
+def metrics_of(total: Tensor, channels: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return a loss, and those of its channels, by the names that clients read."""
+    own = {f"loss/{name}:sum": float(loss) for name, loss in channels.items()}
+    return {TOTAL: float(total.detach()), **own}
+
+
+def joined(parts: Sequence[TrainResult], shape: Shape) -> TrainResult:
+    """Return the results of a call's microbatches as one."""
+    logprobs = tuple(one for part in parts for one in part.logprobs)
+    names = dict.fromkeys(name for part in parts for name in part.metrics)
+    metrics = {name: sum(part.metrics.get(name, 0.0) for part in parts) for name in names}
+    return TrainResult(logprobs, metrics, shape)
 
 
 @dataclass(frozen=True)
@@ -176,9 +226,7 @@ class Forwards:
         model, leaf = self._weights.enter(spec, own)
         ids = shares.cut(rows.ids, rank).to(self.device)
         targets = shares.cut(rows.targets, rank).to(self.device)
-        functional = isinstance(model, FunctionalModel)
-        hidden = model.states(ids) if functional else decoder_call(model)(input_ids=ids)
-        head = model.head if functional else model.get_output_embeddings()
+        hidden, head = decoder_call(model)(input_ids=ids), model.get_output_embeddings()
         states = hidden.reshape(part.models, -1, hidden.shape[-1])
         wanted = targets.reshape(part.models, -1, targets.shape[-1])
         found = target_logprobs(states, head, wanted, self.vocabulary, self._softcap)

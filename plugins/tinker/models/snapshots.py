@@ -1,21 +1,41 @@
 """The models that a generator samples from: the policy, and snapshots of clients' models.
 
 A snapshot with adapters shares the policy's weights; one of all weights has its own.
+Each has an embedded engine; or one vLLM samples from all of them, and computes each one's adapters
+with the policy that it loaded once. `scored` gives log-probs of a given sequence.
+
+Axes: T tokens, V vocabulary, K ids at one position.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from composer_mesh.plugins.tinker.models.adapter_layers import AdapterLayout, adapted, shared_copy
+from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.loop import EngineLoop, EngineThread
+from composer_mesh.actors.engines.vllm_weights import AdapterSlots
+from composer_mesh.actors.models.language_model import decoder_states, logit_softcap
+from composer_mesh.configs.schema import Config
+from composer_mesh.losses.blocks import default_block, softcapped
+from composer_mesh.plugins.tinker.models.messages import ScoreRequest, Scores
 from composer_mesh.plugins.tinker.models.model_state import StoredState, UnusableState, read_state
+from composer_mesh.plugins.tinker.models.trained_weights import (
+    AdapterLayout,
+    adapted,
+    peft_files,
+    shared_copy,
+)
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 T = TypeVar("T")
 
@@ -92,3 +112,169 @@ class LoadedSnapshots(Generic[T]):
         idle = [name for name, one in self._held.items() if name != path and not self._in_use(one)]
         dropped = idle[: max(0, len(self._held) - self._most)]
         return [self._held.pop(name) for name in dropped]
+
+
+Answer = asyncio.Future[GenerationResult]
+Failed = Callable[[Exception], None]
+
+
+@dataclass
+class LoadedSnapshot:
+    """A snapshot that can be sampled: how to ask, its model for scores, and how to free it."""
+
+    loop: EngineLoop
+    ask: Callable[[GenerationRequest], Answer]
+    scoring: Any
+    close: Callable[[], Awaitable[None]]
+    users: int = 0
+
+
+class SnapshotEngines(Protocol):
+    """Loads snapshots, by their files; the empty path is the policy."""
+
+    async def open(self, snapshot: str) -> LoadedSnapshot:
+        """Load a snapshot. Raises `UnusableState`."""
+
+
+class EmbeddedEngines:
+    """An embedded engine for each snapshot, whose models share the policy's weights."""
+
+    def __init__(self, config: Config, reader: SnapshotReader, failed: Failed) -> None:
+        """`failed` is told the error that ends an engine."""
+        self._config, self._reader, self._failed = config, reader, failed
+
+    async def open(self, snapshot: str) -> LoadedSnapshot:
+        models = await asyncio.to_thread(self._reader.read, snapshot)
+        thread, config = EngineThread(), self._config
+        engine = await thread.run(
+            Engine,
+            models.sampling,
+            config.generator.max_concurrent,
+            config.policy.max_context,
+            prefix_tokens=config.generator.prefix_tokens,
+        )
+        loop = EngineLoop(engine, thread)
+        serving = asyncio.create_task(_serve(loop, self._failed))
+
+        async def close() -> None:
+            serving.cancel()
+            await loop.close()
+            thread.end()
+
+        return LoadedSnapshot(loop, loop.ask, models.scoring, close)
+
+
+class VllmEngines:
+    """One vLLM engine for all snapshots, and a second copy of the policy for scores."""
+
+    def __init__(
+        self,
+        config: Config,
+        reader: SnapshotReader,
+        loop: EngineLoop,
+        thread: EngineThread,
+        slots: AdapterSlots,
+        failed: Failed,
+    ) -> None:
+        self._config, self._reader = config, reader
+        self._loop, self._thread, self._slots = loop, thread, slots
+        self._serving = asyncio.create_task(_serve(loop, failed))
+
+    @classmethod
+    async def start(
+        cls, config: Config, reader: SnapshotReader, folder: Path, failed: Failed
+    ) -> VllmEngines:
+        """Start vLLM with the policy of `folder`; `failed` is told the error that ends it."""
+        from composer_mesh.actors.engines.vllm_start import start_for_snapshots
+
+        thread = EngineThread()
+        engine, slots = await thread.run(start_for_snapshots, config, folder)
+        return cls(config, reader, EngineLoop(engine, thread), thread, slots, failed)
+
+    async def open(self, snapshot: str) -> LoadedSnapshot:
+        models = await asyncio.to_thread(self._reader.read, snapshot)
+        if not snapshot:
+            return LoadedSnapshot(self._loop, self._loop.ask, models.scoring, _nothing)
+        files = await asyncio.to_thread(self._files, snapshot)
+        name = await self._thread.run(self._slots.add, files)
+
+        def ask(request: GenerationRequest) -> Answer:
+            self._slots.use(request, name)
+            try:
+                answer = self._loop.ask(request)
+            except ValueError:
+                self._slots.forget(request)
+                raise
+            answer.add_done_callback(lambda _: self._slots.forget(request))
+            return answer
+
+        async def close() -> None:
+            await self._thread.run(self._slots.remove, name)
+
+        return LoadedSnapshot(self._loop, ask, models.scoring, close)
+
+    def _files(self, snapshot: str) -> dict[str, bytes]:
+        stored = read_state(Path(snapshot))
+        layout = AdapterLayout.of(self._reader.base, stored.spec)
+        return peft_files(stored, layout, "", self._config.serve.lora_alpha)
+
+
+async def _serve(loop: EngineLoop, failed: Failed) -> None:
+    try:
+        await loop.serve()
+    except Exception as error:  # supervision boundary: no caller may wait for a dead engine
+        failed(error)
+        raise
+
+
+async def _nothing() -> None:
+    """Free nothing: the policy stays loaded."""
+
+
+@torch.inference_mode()
+def scored(model: Any, ids: list[int], request: ScoreRequest) -> Scores:
+    """Return the log-probs of tokens 1 to T - 1; empty arrays for a sequence of one token.
+
+    Raises ValueError where they are not finite. Scores of a block of positions are freed before
+    those of the next are computed.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.tensor(ids, device=device)
+    states = decoder_states(model, input_ids=tokens[None])[0, :-1]
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    block = max(1, default_block(states) // vocabulary)
+    targets = None if request.targets is None else torch.from_numpy(request.targets).to(device)
+    parts = [
+        _block(
+            model,
+            states[n : n + block],
+            tokens[n + 1 : n + 1 + block],
+            request.top_k,
+            None if targets is None else targets[n : n + block],
+        )
+        for n in range(0, max(1, len(states)), block)
+    ]
+    own, top_ids, top, wanted = (
+        None if column[0] is None else torch.cat(column).cpu().numpy()
+        for column in zip(*parts, strict=True)
+    )
+    assert own is not None
+    if np.isnan(own).any():
+        raise ValueError("logits are not finite: score with weights that have not diverged")
+    ints = None if top_ids is None else top_ids.astype(np.int32)
+    return Scores(own, ints, top, wanted)
+
+
+def _block(
+    model: Any, states: Tensor, own: Tensor, top_k: int, targets: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    head = model.get_output_embeddings()
+    logprobs = softcapped(head(states[None])[0].float(), logit_softcap(model.config)).log_softmax(
+        -1
+    )
+    chosen = logprobs.gather(-1, own[:, None])[:, 0]
+    top, top_ids = logprobs.topk(min(top_k, logprobs.shape[-1])) if top_k else (None, None)
+    if targets is None:
+        return chosen, top_ids, top, None
+    found = logprobs.gather(-1, targets.clamp(min=0))
+    return chosen, top_ids, top, found.masked_fill(targets < 0, 0.0)

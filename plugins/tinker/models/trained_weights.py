@@ -1,31 +1,183 @@
-"""How the numbers of clients' models enter the forward of a shared base."""
+"""How the numbers of clients' models enter the forward of a shared base: adapters, or all weights.
+
+Adapters of several models are in one forward of a frozen base. peft computes them one after
+another, and not in training. Here the rows of a batch belong to models in equal parts, so that each
+layer is two batched products.
+
+Axes: M models of a batch, R rank, I inputs of a layer, O outputs of a layer, P numbers of one
+model's adapters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import copy
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from composer_mesh.actors.models.language_model import decoder_states
+from composer_mesh.actors.models.adapter_files import adapter_files
+from composer_mesh.actors.models.lora import linear_layers
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
-from composer_mesh.plugins.tinker.models.adapter_layers import (
-    ActiveAdapters,
-    AdapterLayout,
-    adapted,
-    head_name,
-    shared_copy,
-    stacked,
-)
-from composer_mesh.plugins.tinker.models.batch_partition import MODELS, Shares
-from composer_mesh.plugins.tinker.models.flat_parameters import (
+from composer_mesh.plugins.tinker.models.batches import MODELS, Shares
+from composer_mesh.plugins.tinker.models.messages import ModelSpec
+from composer_mesh.plugins.tinker.models.model_state import (
     CompleteNumbers,
     Numbers,
     ShardedNumbers,
+    StoredState,
 )
-from composer_mesh.plugins.tinker.models.messages import ModelSpec
+
+ATTENTION = ("attn", "attention")
+
+Pair = tuple[Tensor, Tensor]
+"""Of a layer: `down` [M, R, I] and `up` [M, O, R]."""
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """The layers that adapters of a model have, in the order of its flat numbers [P]."""
+
+    rank: int
+    layers: tuple[tuple[str, int, int], ...]
+    """Name, inputs and outputs of each layer."""
+
+    @classmethod
+    def of(cls, model: nn.Module, spec: ModelSpec) -> AdapterLayout:
+        """Return the layers of a model that a client trains."""
+        found = [name for name in linear_layers(model) if _is_trained(name, spec)]
+        if spec.train_unembed:
+            found.append(head_name(model))
+        shapes = {name: model.get_submodule(name).weight.shape for name in found}
+        return cls(spec.rank, tuple((name, shapes[name][1], shapes[name][0]) for name in found))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Numbers of each layer's two factors, one after another."""
+        return [n * self.rank for _, inputs, outputs in self.layers for n in (inputs, outputs)]
+
+    @property
+    def total(self) -> int:
+        """Numbers of a model's adapters."""
+        return sum(self.sizes)
+
+    def pairs(self, flat: Tensor) -> dict[str, Pair]:
+        """Return the factors of each layer as views of numbers [M, P], for all models at once."""
+        parts = flat.split(self.sizes, dim=1)
+        found = {}
+        for place, (name, inputs, outputs) in enumerate(self.layers):
+            down, up = parts[2 * place], parts[2 * place + 1]
+            shapes = (-1, self.rank, inputs), (-1, outputs, self.rank)
+            found[name] = (down.view(shapes[0]), up.view(shapes[1]))
+        return found
+
+    def initial(self, seed: int) -> Tensor:
+        """Return the numbers [P] of new adapters, which have no effect: `up` is 0.
+
+        `down` is drawn as nn.Linear's weights are, as peft does.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        flat = torch.zeros(1, self.total)
+        for down, _ in self.pairs(flat).values():
+            bound = 1 / math.sqrt(down.shape[2])
+            down.uniform_(-bound, bound, generator=generator)
+        return flat[0]
+
+
+class ActiveAdapters:
+    """The adapters of the forward under way, read by the layers of one model; none at first."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.pairs = scale, dict[str, Pair]()
+
+    def use(self, pairs: Mapping[str, Pair], rank: int, alpha: float) -> None:
+        """Set the adapters of the next forwards."""
+        self.pairs, self.scale = dict(pairs), alpha / rank
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer whose input rows belong to the models of `active` in equal, ordered parts."""
+
+    def __init__(self, name: str, base: nn.Linear, active: ActiveAdapters) -> None:
+        super().__init__()
+        self.base = base
+        self._name, self._active = name, active
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the layer without adapters."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the layer."""
+        return self.base.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the layer's outputs, with those of the adapters."""
+        outputs: Tensor = self.base(inputs)
+        pair = self._active.pairs.get(self._name)
+        if pair is None:
+            return outputs
+        down, up = pair
+        models = len(down)
+        rows = inputs.reshape(models, -1, inputs.shape[-1])
+        inner = torch.bmm(rows, down.transpose(1, 2))
+        flat = outputs.reshape(models, -1, outputs.shape[-1])
+        added = torch.baddbmm(flat, inner, up.transpose(1, 2), alpha=self._active.scale)
+        return added.view_as(outputs)
+
+
+def adapted(model: Any) -> tuple[Any, ActiveAdapters]:
+    """Return a frozen copy of a model whose linear layers take adapters; it shares the weights."""
+    own, active = shared_copy(model), ActiveAdapters(1.0)
+    adapt(own, active)
+    return own, active
+
+
+def adapt(model: Any, active: ActiveAdapters) -> None:
+    """Freeze a model whose linear layers take the adapters of `active` from now on, in place."""
+    for name in (*linear_layers(model), head_name(model)):
+        parent, _, last = name.rpartition(".")
+        layer = model.get_submodule(name)
+        setattr(model.get_submodule(parent), last, AdaptedLinear(name, layer, active))
+    model.requires_grad_(False).eval()
+
+
+def shared_copy(model: Any) -> Any:
+    """Return a copy of a model's modules that shares its parameters and buffers."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(one): one for one in tensors})
+
+
+def head_name(model: Any) -> str:
+    """Return the name of a model's head."""
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head)
+
+
+def stacked(flats: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of some models [M, P] as one leaf, for their gradients."""
+    return torch.stack(list(flats)).detach().requires_grad_()
+
+
+def _is_trained(name: str, spec: ModelSpec) -> bool:
+    attends = any(part in name.rpartition(".")[0] for part in ATTENTION)
+    return spec.train_attn if attends else spec.train_mlp
+
+
+def peft_files(
+    stored: StoredState, layout: AdapterLayout, base: str, alpha: float
+) -> dict[str, bytes]:
+    """Return the files of a folder for `PeftModel.from_pretrained`, by name."""
+    weights = stored.tensors["weights"][None]
+    pairs = {name: (down[0], up[0]) for name, (down, up) in layout.pairs(weights).items()}
+    return adapter_files(pairs, base, layout.rank, alpha)
 
 
 class Weights(Protocol):
@@ -95,53 +247,20 @@ class AdapterWeights:
 
 
 class FullWeights:
-    """All weights of the policy, of one model at a time, on one rank."""
+    """All weights of the policy, of one model at a time, which are written into it.
 
-    numbers = CompleteNumbers()
-
-    def __init__(self, base: Any) -> None:
-        self._model = shared_copy(base)
-        self._names = [name for name, _ in self._model.named_parameters()]
-        self._shapes = [one.shape for one in self._model.parameters()]
-
-    def initial(self, spec: ModelSpec) -> Tensor:
-        del spec
-        return torch.cat([one.detach().reshape(-1) for one in self._model.parameters()])
-
-    def key(self, spec: ModelSpec) -> Hashable:
-        return spec.rank
-
-    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
-        del spec
-        leaf = stacked([one for one in flats if one is not None])
-        return FunctionalModel(self._model, self.tensors(leaf[0])), leaf
-
-    def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
-        del shares, ranks
-        assert leaf.grad is not None
-        return leaf.grad
-
-    def tensors(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the weights by name, as views of a model's numbers [P]."""
-        parts = flat.split([shape.numel() for shape in self._shapes])
-        return {
-            name: part.view(shape)
-            for name, part, shape in zip(self._names, parts, self._shapes, strict=True)
-        }
-
-
-class ShardedWeights:
-    """All weights of the policy, of one model at a time, sharded over ranks by FSDP2.
-
-    Each rank has its rows of the weights, of their gradients and of AdamW's moments, and the rows
-    that the policy began with.
+    Sharded over several ranks by FSDP2, each rank has its rows of the weights, of their gradients
+    and of AdamW's moments, and the rows that the policy began with.
     """
 
     def __init__(self, model: Any, ranks: Ranks) -> None:
         # Between forwards these are the sharded ones, which a forward replaces.
         self._model, self._weights = model, list(model.parameters())
-        self.numbers = ShardedNumbers(self._weights, ranks)
-        self._begun = torch.cat([local(one.detach()).reshape(-1) for one in self._weights])
+        self._sizes = [local(one).numel() for one in self._weights]
+        self.numbers: Numbers = (
+            CompleteNumbers() if ranks.size == 1 else ShardedNumbers(self._weights, ranks)
+        )
+        self._begun = torch.cat([local(one.detach()).reshape(-1) for one in self._weights]).cpu()
 
     def initial(self, spec: ModelSpec) -> Tensor:
         del spec
@@ -154,44 +273,16 @@ class ShardedWeights:
     def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
         del spec
         (flat,) = (one for one in flats if one is not None)
-        for weight, part in zip(self._weights, flat.split(self.numbers.sizes), strict=True):
+        self._model.zero_grad()  # a failed backward may have left some gradients
+        for weight, part in zip(self._weights, flat.split(self._sizes), strict=True):
             own = local(weight.detach())
             own.copy_(part.view_as(own))
         return self._model, flat[None]
 
     @torch.no_grad()
     def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
-        """Return the sums over ranks that FSDP2 made of this rank's rows, [1, P]."""
+        """Return the gradients of this rank's rows, [1, P], which FSDP2 sums over ranks."""
         del leaf, shares, ranks
-        found = [local(one.grad).reshape(-1) for one in self._weights]
-        for one in self._weights:
-            one.grad = None
-        return torch.cat(found)[None]
-
-
-class FunctionalModel:
-    """A model whose weights are given tensors, with the two calls that a forward makes."""
-
-    def __init__(self, model: Any, weights: dict[str, Tensor]) -> None:
-        self.config = model.config
-        self._parts, self._weights = _Parts(model), {f"model.{n}": w for n, w in weights.items()}
-
-    def states(self, ids: Tensor) -> Tensor:
-        found: Tensor = torch.func.functional_call(self._parts, self._weights, ("states", ids))
-        return found
-
-    def head(self, states: Tensor) -> Tensor:
-        found: Tensor = torch.func.functional_call(self._parts, self._weights, ("head", states))
-        return found
-
-
-class _Parts(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, part: str, value: Tensor) -> Tensor:
-        if part == "states":
-            return decoder_states(self.model, input_ids=value)
-        found: Tensor = self.model.get_submodule(head_name(self.model))(value)
-        return found
+        each = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._weights]
+        self._model.zero_grad()
+        return torch.cat([local(one).reshape(-1) for one in each])[None]

@@ -17,14 +17,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from composer_mesh.plugins.tinker.server import listings, requests
+from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.access import client
-from composer_mesh.plugins.tinker.server.archives import Archives
-from composer_mesh.plugins.tinker.server.operations import Accepted
-from composer_mesh.plugins.tinker.server.requests import ClientRequest, parsed
-from composer_mesh.plugins.tinker.server.rest_routes import RestRoutes
+from composer_mesh.plugins.tinker.server.records import Accepted
+from composer_mesh.plugins.tinker.server.requests import ClientRequest, check_sample, parsed
+from composer_mesh.plugins.tinker.server.rest_routes import (
+    Archives,
+    RestRoutes,
+    capabilities,
+    model_info,
+    weights_info,
+)
 from composer_mesh.plugins.tinker.server.results import Result, try_again
-from composer_mesh.plugins.tinker.server.sample_checks import check_sample
 from composer_mesh.plugins.tinker.server.server import TrainingServer
 from composer_mesh.plugins.tinker.server.training_data import read_training_request
 from composer_mesh.services.web.bodies import HANDLERS, INLINE_BYTES
@@ -68,7 +72,7 @@ class Routes:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def capabilities(self, _: Request) -> Response:
-        return JSONResponse(listings.capabilities(self._server.served))
+        return JSONResponse(capabilities(self._server.served))
 
     async def telemetry(self, request: Request) -> Response:
         await self._bodies.read(request, client(request), len)
@@ -96,7 +100,7 @@ class Routes:
     async def get_info(self, request: Request) -> Response:
         asked = await self._parsed(request, requests.OfModel)
         model = self._registry.model(client(request), asked.model_id)
-        return JSONResponse(listings.model_info(model, self._server.served))
+        return JSONResponse(model_info(model, self._server.served))
 
     async def unload_model(self, request: Request) -> Response:
         asked = await self._parsed(request, requests.OfModel)
@@ -164,7 +168,7 @@ class Routes:
     async def weights_info(self, request: Request) -> Response:
         asked = await self._parsed(request, requests.WeightsInfo)
         saved = self._registry.saved(client(request), asked.tinker_path)
-        return JSONResponse(listings.weights_info(saved, self._server.served))
+        return JSONResponse(weights_info(saved, self._server.served))
 
     async def _parsed(self, request: Request, kind: type[Model]) -> Model:
         return await self._bodies.read(

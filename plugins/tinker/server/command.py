@@ -1,4 +1,4 @@
-"""The command: serves clients until Ctrl-C, from a folder with which it goes on after any end."""
+"""The command: serves clients until Ctrl-C, from a folder from which it resumes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.actors.models.policy import empty_model
 from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import HeartbeatRules
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.waiting import cancel_and_wait
+from composer_mesh.plugins.tinker.models.model_state import read_state
+from composer_mesh.plugins.tinker.models.trained_weights import AdapterLayout, peft_files
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.access import ClientAccess
 from composer_mesh.plugins.tinker.server.app import make_app
-from composer_mesh.plugins.tinker.server.archives import Archives
-from composer_mesh.plugins.tinker.server.export import archive_files
 from composer_mesh.plugins.tinker.server.mesh_backend import (
     MeshSampleBackend,
-    MeshTrainBackend,
     ServeMesh,
 )
 from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
@@ -34,6 +34,7 @@ from composer_mesh.plugins.tinker.server.options import (
     check_same_policy,
     tokenizer_of,
 )
+from composer_mesh.plugins.tinker.server.rest_routes import Archives
 from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
 from composer_mesh.plugins.tinker.server.server import Served
 from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
@@ -134,7 +135,7 @@ async def _serve_on(
 ) -> int:
     with opened_log(parts.output / LOG) as (commits, executing):
         mesh, generator, trainer = parts.mesh, parts.config.generator, parts.config.trainer
-        backends = MeshTrainBackend(mesh.trainer), MeshSampleBackend(mesh.samplers)
+        backends = mesh.trainer, MeshSampleBackend(mesh.samplers)
         sizes = Sizes(
             tokens_at_once=trainer.microbatch_tokens * trainer.ranks,
             samples_at_once=2 * generator.max_concurrent * generator.replicas,
@@ -179,3 +180,12 @@ def _stopped_by_signals() -> asyncio.Future[None]:
     for one in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(one, stop)
     return stopping
+
+
+def archive_files(config: Config, folder: Path, base: str, path: Path) -> dict[str, bytes]:
+    """Return what peft loads; of all weights, the file as it is. Takes a second."""
+    stored = read_state(path)
+    if stored.spec.rank == 0:
+        return {"weights.safetensors": path.read_bytes()}
+    layout = AdapterLayout.of(empty_model(folder), stored.spec)
+    return peft_files(stored, layout, base, config.serve.lora_alpha)

@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from composer_mesh.plugins.tinker.server.operations import Operation
+from composer_mesh.plugins.tinker.server.records import Operation
 from composer_mesh.services.web.errors import TOO_LARGE, TOO_MANY, Refused, bad
 
 MOST_TAKEN = 64 * 2**20

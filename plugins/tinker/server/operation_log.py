@@ -12,14 +12,22 @@ import math
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
 from composer_mesh.plugins.tinker.models.messages import ModelSpec, Shape
-from composer_mesh.plugins.tinker.server.operations import Accepted, Operation, OperationRequest
-from composer_mesh.plugins.tinker.server.records import Model, Sampler, Saved, Session
+from composer_mesh.plugins.tinker.server.records import (
+    Accepted,
+    Model,
+    Operation,
+    OperationRequest,
+    Record,
+    Sampler,
+    Saved,
+    Session,
+)
 from composer_mesh.plugins.tinker.server.results import MediaType, Result
 from composer_mesh.services.web.errors import bad
 
@@ -29,22 +37,17 @@ PIECE, ROW_BYTES = 4 * 2**20, 1000
 
 A megabyte takes some 5 ms, in which the log does nothing else."""
 MEDIA: tuple[MediaType, ...] = ("json", "protobuf")
+T = TypeVar("T")
+_RECORD = "SELECT id, content FROM records WHERE kind = ?"
 
 KIND = FileKind(
     purpose="be the log of a training server",
     repair="serve from another --output, or take the file from a copy",
     application_id=0x434D5356,
-    version=2,
+    version=3,
     tables=(
-        """CREATE TABLE sessions (
-            id TEXT PRIMARY KEY, client TEXT NOT NULL, created REAL NOT NULL,
-            used REAL NOT NULL)""",
-        """CREATE TABLE models (
-            id TEXT PRIMARY KEY, number INTEGER NOT NULL UNIQUE, session TEXT NOT NULL,
-            client TEXT NOT NULL, spec TEXT NOT NULL, metadata TEXT NOT NULL, created REAL NOT NULL,
-            used REAL NOT NULL, position INTEGER NOT NULL, saved_position INTEGER NOT NULL,
-            saved_steps INTEGER NOT NULL, steps INTEGER NOT NULL, file TEXT NOT NULL,
-            unloaded INTEGER NOT NULL)""",
+        """CREATE TABLE records (
+            kind TEXT NOT NULL, id TEXT NOT NULL, content TEXT NOT NULL, PRIMARY KEY (kind, id))""",
         """CREATE TABLE operations (
             number INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE,
             client TEXT NOT NULL, kind TEXT NOT NULL, scope TEXT NOT NULL, seq INTEGER,
@@ -54,13 +57,6 @@ KIND = FileKind(
         "CREATE UNIQUE INDEX by_seq ON operations (scope, seq)",
         "CREATE INDEX by_model ON operations (model, position)",
         "CREATE INDEX by_finish ON operations (finished) WHERE result IS NOT NULL",
-        """CREATE TABLE saved (
-            path TEXT PRIMARY KEY, client TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL,
-            file TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL,
-            metadata TEXT NOT NULL, spec TEXT NOT NULL, expires REAL)""",
-        """CREATE TABLE samplers (
-            id TEXT PRIMARY KEY, session TEXT NOT NULL, client TEXT NOT NULL, path TEXT NOT NULL,
-            file TEXT NOT NULL, model TEXT NOT NULL, inflight INTEGER NOT NULL)""",
     ),
     synchronous="FULL",
 )
@@ -273,24 +269,20 @@ def next_seqs(rows: sqlite3.Connection) -> dict[str, int]:
     return {model: 1 + (seq or 0) for model, seq in rows.execute(select, (QUEUED,))}
 
 
-def put_session(rows: sqlite3.Connection, one: Session) -> None:
-    """Enter a session, or its last use."""
-    rows.execute(
-        "INSERT INTO sessions VALUES (?, ?, ?, ?) "
-        "ON CONFLICT (id) DO UPDATE SET used = excluded.used",
-        (one.id, one.client, one.created, one.used),
-    )
+def put(rows: sqlite3.Connection, one: Record) -> None:
+    """Enter a record, or how it is now; a model that was unloaded stays so."""
+    if isinstance(one, Model) and not one.unloaded:
+        found = rows.execute(f"{_RECORD} AND id = ?", ("Model", one.id)).fetchone()
+        one = replace(one, unloaded=found is not None and json.loads(found[1])["unloaded"])
+    values = (type(one).__name__, one.id, json.dumps(asdict(one)))
+    update = "ON CONFLICT DO UPDATE SET content = excluded.content"
+    rows.execute(f"INSERT INTO records VALUES (?, ?, ?) {update}", values)
 
 
-def put_model(rows: sqlite3.Connection, one: Model) -> None:
-    """Enter a model, or how it is now; one that was unloaded stays so."""
-    values = asdict(one) | {"spec": json.dumps(asdict(one.spec)), "unloaded": int(one.unloaded)}
-    changed = ", ".join(f"{name} = excluded.{name}" for name in values if name != "unloaded")
-    rows.execute(
-        f"INSERT INTO models ({', '.join(values)}) VALUES ({', '.join('?' * len(values))}) ON "
-        f"CONFLICT (id) DO UPDATE SET {changed}, unloaded = MAX(unloaded, excluded.unloaded)",
-        tuple(values.values()),
-    )
+def forget(rows: sqlite3.Connection, kind: type[Record], names: Sequence[str]) -> None:
+    """Forget records."""
+    each = [(kind.__name__, name) for name in names]
+    rows.executemany("DELETE FROM records WHERE kind = ? AND id = ?", each)
 
 
 def drop_bodies(rows: sqlite3.Connection, model: str, before: int) -> int:
@@ -304,53 +296,31 @@ def drop_bodies(rows: sqlite3.Connection, model: str, before: int) -> int:
     return len(dropped)
 
 
-def put_saved(rows: sqlite3.Connection, one: Saved) -> None:
-    """Enter saved weights."""
-    values = asdict(one) | {"spec": json.dumps(asdict(one.spec))}
-    marks = ", ".join("?" * len(values))
-    names = ", ".join(values)
-    rows.execute(f"INSERT OR REPLACE INTO saved ({names}) VALUES ({marks})", tuple(values.values()))
-
-
-def delete_saved(rows: sqlite3.Connection, path: str) -> None:
-    """Forget saved weights."""
-    rows.execute("DELETE FROM saved WHERE path = ?", (path,))
-
-
-def put_sampler(rows: sqlite3.Connection, one: Sampler) -> None:
-    """Enter a sampler."""
-    values = asdict(one) | {"inflight": int(one.inflight)}
-    marks, names = ", ".join("?" * len(values)), ", ".join(values)
-    rows.execute(
-        f"INSERT OR REPLACE INTO samplers ({names}) VALUES ({marks})", tuple(values.values())
-    )
-
-
 def delete_samplers(rows: sqlite3.Connection, names: Sequence[str]) -> int:
     """Forget a piece of samplers' answered operations, at the end samplers, and return 0."""
     scopes = [(f"{name}:sample", QUEUED) for name in names]
-    return _delete(rows, "samplers", names, "scope = ? AND status != ?", scopes)
+    return _delete(rows, Sampler, names, "scope = ? AND status != ?", scopes)
 
 
 def delete_models(rows: sqlite3.Connection, names: Sequence[str]) -> int:
     """Forget a piece of the operations of unloaded models, at the end models, and return 0."""
-    return _delete(rows, "models", names, "model = ?", [(name,) for name in names])
+    return _delete(rows, Model, names, "model = ?", [(name,) for name in names])
 
 
 def delete_sessions(rows: sqlite3.Connection, names: Sequence[str]) -> int:
     """Forget a piece of what created the models of sessions, at the end sessions, and return 0."""
-    return _delete(rows, "sessions", names, "scope = ?", [(f"{name}:train",) for name in names])
+    return _delete(rows, Session, names, "scope = ?", [(f"{name}:train",) for name in names])
 
 
 def _delete(
-    rows: sqlite3.Connection, table: str, names: Sequence[str], where: str, each: list[Any]
+    rows: sqlite3.Connection, kind: type[Record], names: Sequence[str], where: str, each: list[Any]
 ) -> int:
     """Delete a piece of operations, and records without any; return how many operations."""
     select = "SELECT number, IFNULL(LENGTH(body), 0) + IFNULL(LENGTH(result), 0) FROM operations "
     numbers = [(one,) for one in _numbers_of(rows, f"{select} WHERE {where}", each)]
     rows.executemany("DELETE FROM operations WHERE number = ?", numbers)
     if not numbers:
-        rows.executemany(f"DELETE FROM {table} WHERE id = ?", [(name,) for name in names])
+        forget(rows, kind, names)
     return len(numbers)
 
 
@@ -367,20 +337,13 @@ class LoggedRecords:
 def read_records(rows: sqlite3.Connection) -> LoggedRecords:
     """Read all records."""
 
-    def each(table: str) -> list[dict[str, Any]]:
-        cursor = rows.execute(f"SELECT * FROM {table}")
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
+    select = f"{_RECORD} ORDER BY rowid"
 
-    def with_spec(values: dict[str, Any]) -> dict[str, Any]:
-        return values | {"spec": ModelSpec(**json.loads(values["spec"]))}
+    def each(kind: type[T]) -> dict[str, T]:
+        found = {name: json.loads(text) for name, text in rows.execute(select, (kind.__name__,))}
+        for values in found.values():
+            if "spec" in values:
+                values["spec"] = ModelSpec(**values["spec"])
+        return {name: kind(**values) for name, values in found.items()}
 
-    models = [Model(**with_spec(v) | {"unloaded": bool(v["unloaded"])}) for v in each("models")]
-    samplers = [Sampler(**v | {"inflight": bool(v["inflight"])}) for v in each("samplers")]
-    saved = [Saved(**with_spec(v)) for v in each("saved")]
-    return LoggedRecords(
-        {one.id: one for one in (Session(**v) for v in each("sessions"))},
-        {one.id: one for one in models},
-        {one.path: one for one in saved},
-        {one.id: one for one in samplers},
-    )
+    return LoggedRecords(each(Session), each(Model), each(Saved), each(Sampler))

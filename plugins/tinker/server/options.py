@@ -32,9 +32,6 @@ NOTED, LONGEST_NOTE = "serve.json", 1_000_000
 """What the states in a server's folder depend on."""
 
 NAMES = {"ranks": "number of trainer.ranks"}
-EARLIER = {"ranks": 1}
-"""What folders depend on that were made before it was noted."""
-
 PREFIX = "tml-"
 """What SDKs want a key to begin with."""
 
@@ -138,7 +135,7 @@ def check_same_policy(config: Config, output: Path) -> None:
         write_whole(output / NOTED, json.dumps(now, indent=2).encode())
         return
     for key, value in now.items():
-        if before.get(key, EARLIER.get(key)) != value:
+        if before.get(key) != value:
             raise ServeRefused(
                 f"{output} has models of another {NAMES.get(key, key)}: serve the config that they "
                 "were made with, or name another --output"

@@ -1,4 +1,4 @@
-"""Reads the bodies of operations, when they are accepted and again from the log.
+"""Bodies of operations, read when they are accepted and again from the log, and their train calls.
 
 Of operations that wait, only small bodies stay in memory, up to a sum; the others are read from the
 log when they are executed.
@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.plugins.tinker.models.messages import AdamParams, TrainCall
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server import requests
-from composer_mesh.plugins.tinker.server.operations import Kind, Operation
+from composer_mesh.plugins.tinker.server.records import Kind, Operation
 from composer_mesh.plugins.tinker.server.training_data import DataLimits, read_training_request
 
 _JSON: dict[str, type[requests.ClientRequest]] = {
@@ -67,3 +68,18 @@ class Payloads:
         """Drop the payload of an operation that was executed, unless it is held until then."""
         if not operation.held:
             operation.payload = None
+
+
+def call_of(
+    kind: Kind, model: str, payload: Any, position: int, path: str = "", optimizer: bool = False
+) -> TrainCall:
+    """Return the call for an operation; `path` is the file that it reads or writes."""
+    if kind == "forward" or kind == "forward_backward":
+        options, data = payload.options, payload.data
+        return TrainCall(model, position, kind, data, payload.loss, options)
+    if kind == "optim_step":
+        adam = AdamParams(**payload.adam_params.model_dump())
+        return TrainCall(model, position, "optim_step", adam=adam)
+    if kind == "load_weights":
+        return TrainCall(model, position, "load_weights", path=path, optimizer=optimizer)
+    return TrainCall(model, position, "save", path=path, optimizer=kind == "save_weights")

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.records import Model, Sampler, Saved, Session
+from composer_mesh.plugins.tinker.server.records import Model, Record, Sampler, Saved, Session
 from composer_mesh.services.web.errors import TOO_MANY, Refused, bad, unknown
 
 TOUCH_S = 60.0
 """Seconds between two writes of a session's last use."""
 REMEMBERED = 10
 """Models that are remembered, unloaded ones included, for each that a client may have."""
+Known = TypeVar("Known", bound=Record)
 
 
 class Registry:
@@ -48,7 +50,7 @@ class Registry:
         self._check_count("sessions", client, self._sessions.values(), *most)
         now = self._clock()
         session = Session(str(uuid.uuid4()), client, now, now)
-        await self._commits.run(partial(log.put_session, one=session))
+        await self._commits.run(partial(log.put, one=session))
         self._sessions[session.id] = session
         return session
 
@@ -57,14 +59,11 @@ class Registry:
         session, now = self.session(client, session_id), self._clock()
         if now - session.used >= TOUCH_S:
             self._sessions[session_id] = session = replace(session, used=now)
-            await self._commits.run(partial(log.put_session, one=session))
+            await self._commits.run(partial(log.put, one=session))
 
     def session(self, client: str, session_id: str) -> Session:
         """Return a client's session."""
-        found = self._sessions.get(session_id)
-        if found is None or found.client != client:
-            raise unknown("session", session_id)
-        return found
+        return _own(self._sessions, "session", client, session_id)
 
     def sessions(self, client: str) -> list[Session]:
         """Return a client's sessions, the newest first."""
@@ -91,10 +90,7 @@ class Registry:
 
     def model(self, client: str, model_id: str) -> Model:
         """Return a client's model."""
-        found = self._models.get(model_id)
-        if found is None or found.client != client:
-            raise unknown("model", model_id)
-        return found
+        return _own(self._models, "model", client, model_id)
 
     def knows(self, model_id: str) -> bool:
         """Whether there is a model with this id."""
@@ -115,8 +111,8 @@ class Registry:
 
     def saved(self, client: str, path: str) -> Saved:
         """Return weights that a client saved and that have not expired."""
-        found = self._saved.get(path)
-        if found is None or found.client != client or self._is_over(found):
+        found = _own(self._saved, "saved weights", client, path)
+        if self._is_over(found):
             raise unknown("saved weights", path)
         return found
 
@@ -132,13 +128,13 @@ class Registry:
 
     async def delete_saved(self, one: Saved) -> None:
         """Forget saved weights; samplers of them stay until they are used again."""
-        await self._commits.run(partial(log.delete_saved, path=one.path))
+        await self._commits.run(partial(log.forget, kind=Saved, names=[one.path]))
         self._saved.pop(one.path, None)
 
     async def set_ttl(self, one: Saved, ttl_s: int | None) -> None:
         """Let saved weights expire so many seconds from now, or never."""
         kept = replace(one, expires=None if ttl_s is None else self._clock() + ttl_s)
-        await self._commits.run(partial(log.put_saved, one=kept))
+        await self._commits.run(partial(log.put, one=kept))
         self._saved[kept.path] = kept
 
     def expired(self) -> list[Saved]:
@@ -154,7 +150,7 @@ class Registry:
             limits = self._limits
             most = (limits.max_samplers_per_client, limits.max_samplers)
             self._check_count("samplers", sampler.client, self._samplers.values(), *most)
-            await self._commits.run(partial(log.put_sampler, one=sampler))
+            await self._commits.run(partial(log.put, one=sampler))
             self._samplers[sampler.id] = sampler
         return sampler
 
@@ -234,10 +230,7 @@ class Registry:
 
     def sampler(self, client: str, sampler_id: str) -> Sampler:
         """Return a client's sampler."""
-        found = self._samplers.get(sampler_id)
-        if found is None or found.client != client:
-            raise unknown("sampling session", sampler_id)
-        return found
+        return _own(self._samplers, "sampling session", client, sampler_id)
 
     async def forget_samplers(self, gone: Sequence[Sampler]) -> None:
         """Forget samplers, which sample no more."""
@@ -279,3 +272,11 @@ class Registry:
 
     def _is_over(self, one: Saved) -> bool:
         return one.expires is not None and one.expires <= self._clock()
+
+
+def _own(records: Mapping[str, Known], kind: str, client: str, name: str) -> Known:
+    """Return a client's record; raises `Refused` for one that it does not have."""
+    found = records.get(name)
+    if found is None or found.client != client:
+        raise unknown(kind, name)
+    return found

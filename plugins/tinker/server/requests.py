@@ -1,19 +1,25 @@
 """The JSON requests of the Tinker protocol, checked; unknown keys of newer SDKs are ignored.
 
 `canonical` gives the bytes that the log keeps, and `payload_of` reads them again.
+`check_sample` checks what depends on the model and on the limits of a server.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from composer_mesh.configs.base import Temperature, TopP
+from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.configs.validation import first_error, validated_json
-from composer_mesh.services.web.errors import bad
+from composer_mesh.plugins.tinker.server.training_data import DataLimits, check_tokens
+from composer_mesh.services.web.errors import Refused, bad
 
 Name = Annotated[str, Field(max_length=500)]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
@@ -229,3 +235,71 @@ class WeightsInfo(ClientRequest):
 
 class TimeToLive(ClientRequest):
     ttl_seconds: Annotated[int, Field(ge=1, le=315_360_000)] | None = None
+
+
+def check_sample(request: Sample, data: DataLimits, limits: ServeConfig) -> None:
+    """Raise `Refused` for what cannot be sampled or scored."""
+    ids = np.asarray(request.prompt.ids, np.int64)
+    check_tokens(ids, "prompt", data.vocabulary, data.context - 1)
+    most = request.sampling_params.max_tokens
+    if most is not None and len(ids) + most > data.context:
+        raise bad(
+            f"the prompt has {len(ids)} tokens and max_tokens is {most}, but the context "
+            f"{data.context}: lower max_tokens"
+        )
+    if request.num_samples > limits.max_samples:
+        raise bad(f"num_samples is {request.num_samples}: ask for at most {limits.max_samples}")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(request, name) > limits.max_top_k:
+            raise bad(f"{name} is {getattr(request, name)}: ask for at most {limits.max_top_k}")
+    if request.prompt_alt_tokens_k:
+        raise bad("prompt_alt_tokens_k is not served: ask for topk_prompt_logprobs")
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and last < len(ids)):
+        raise bad(
+            f"prompt_logprobs_last_n is {last}: ask for prompt_logprobs too, and for at most "
+            f"{len(ids) - 1}"
+        )
+    _check_targets(request, len(ids), data, limits)
+    stops = (*request.sampling_params.stop_ids,)
+    if any(not 0 <= one < data.vocabulary for one in stops):
+        raise bad(f"stop has ids beyond {data.vocabulary - 1}: mend them")
+
+
+def _check_targets(request: Sample, tokens: int, data: DataLimits, limits: ServeConfig) -> None:
+    targets = request.target_prompt_logprobs
+    if targets is None:
+        return
+    wide = max((targets.shape or [0])[1:], default=0)
+    if wide > limits.max_top_k:
+        raise bad(
+            f"target_prompt_logprobs has {wide} ids a position: ask for at most {limits.max_top_k}"
+        )
+    found = target_ids(targets, tokens)
+    if found.size and not (found.min() >= -1 and found.max() < data.vocabulary):
+        raise bad(f"target_prompt_logprobs has ids beyond {data.vocabulary - 1}: mend them")
+
+
+def target_ids(tensor: IntTensor, tokens: int) -> NDArray[np.int64]:
+    """Return the ids [T - 1, K] to score; -1 where a sparse tensor has none. Raises `Refused`."""
+    if tensor.shape is None or len(tensor.shape) != 2 or tensor.shape[0] != tokens - 1:
+        raise _unfit(f"shape {tensor.shape}", tokens)
+    if tensor.sparse_crow_indices is None:
+        if len(tensor.data) != tensor.shape[0] * tensor.shape[1]:
+            raise _unfit(f"{len(tensor.data)} values of shape {tensor.shape}", tokens)
+        return np.asarray(tensor.data, np.int64).reshape(tensor.shape)
+    rows, columns = tensor.sparse_crow_indices, tensor.sparse_col_indices or []
+    found = np.full(tensor.shape, -1, np.int64)
+    ordered = all(one <= other for one, other in pairwise(rows))
+    fits = len(rows) == tensor.shape[0] + 1 and rows[0] == 0 and rows[-1] == len(tensor.data)
+    inside = all(0 <= one < tensor.shape[1] for one in columns)
+    if not (ordered and fits and inside and len(columns) == len(tensor.data)):
+        raise _unfit("a sparse form that does not fit itself", tokens)
+    found[np.repeat(np.arange(tensor.shape[0]), np.diff(rows)), columns] = tensor.data
+    return found
+
+
+def _unfit(what: str, tokens: int) -> Refused:
+    return Refused(
+        400, f"target_prompt_logprobs has {what}: send ids of shape [{tokens - 1}, K], -1 for none"
+    )

@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from composer_mesh.actors.engines.port import RequestAborted
 from composer_mesh.actors.group_commit import GroupCommit
@@ -26,12 +24,11 @@ from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.plugins.tinker.models.messages import ScoreRequest, Scores
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import SERVER_FAULTS, BackendLost, SampleBackend
-from composer_mesh.plugins.tinker.server.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.plugins.tinker.server.fair_queue import MOST_TAKEN, SampleQueue
-from composer_mesh.plugins.tinker.server.operations import Operation
 from composer_mesh.plugins.tinker.server.payloads import Payloads
+from composer_mesh.plugins.tinker.server.records import MOST_ATTEMPTS, Executing, Operation
 from composer_mesh.plugins.tinker.server.registry import Registry
-from composer_mesh.plugins.tinker.server.requests import IntTensor, Sample
+from composer_mesh.plugins.tinker.server.requests import Sample, target_ids
 from composer_mesh.plugins.tinker.server.results import (
     NO_LOGPROB,
     Result,
@@ -241,31 +238,6 @@ def generation_requests(
 
 def _seed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def target_ids(tensor: IntTensor, tokens: int) -> NDArray[np.int64]:
-    """Return the ids [T - 1, K] to score; -1 where a sparse tensor has none. Raises `Refused`."""
-    if tensor.shape is None or len(tensor.shape) != 2 or tensor.shape[0] != tokens - 1:
-        raise _unfit(f"shape {tensor.shape}", tokens)
-    if tensor.sparse_crow_indices is None:
-        if len(tensor.data) != tensor.shape[0] * tensor.shape[1]:
-            raise _unfit(f"{len(tensor.data)} values of shape {tensor.shape}", tokens)
-        return np.asarray(tensor.data, np.int64).reshape(tensor.shape)
-    rows, columns = tensor.sparse_crow_indices, tensor.sparse_col_indices or []
-    found = np.full(tensor.shape, -1, np.int64)
-    ordered = all(one <= other for one, other in pairwise(rows))
-    fits = len(rows) == tensor.shape[0] + 1 and rows[0] == 0 and rows[-1] == len(tensor.data)
-    inside = all(0 <= one < tensor.shape[1] for one in columns)
-    if not (ordered and fits and inside and len(columns) == len(tensor.data)):
-        raise _unfit("a sparse form that does not fit itself", tokens)
-    found[np.repeat(np.arange(tensor.shape[0]), np.diff(rows)), columns] = tensor.data
-    return found
-
-
-def _unfit(what: str, tokens: int) -> Refused:
-    return Refused(
-        400, f"target_prompt_logprobs has {what}: send ids of shape [{tokens - 1}, K], -1 for none"
-    )
 
 
 def _only_last(scores: Scores, last: int | None) -> Scores:

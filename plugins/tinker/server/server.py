@@ -22,13 +22,17 @@ from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.fair_queue import OpenCounts, SampleQueue, TrainingQueue
-from composer_mesh.plugins.tinker.server.operations import Accepted, Operation, OperationRequest
 from composer_mesh.plugins.tinker.server.payloads import Payloads
-from composer_mesh.plugins.tinker.server.recent_answers import RecentAnswers
-from composer_mesh.plugins.tinker.server.records import Sampler, saved_path
+from composer_mesh.plugins.tinker.server.records import (
+    Accepted,
+    Operation,
+    OperationRequest,
+    Sampler,
+    saved_path,
+)
 from composer_mesh.plugins.tinker.server.registry import REMEMBERED, Registry
-from composer_mesh.plugins.tinker.server.results import Result, failure, json_result
-from composer_mesh.plugins.tinker.server.sample_checks import check_sample
+from composer_mesh.plugins.tinker.server.requests import check_sample
+from composer_mesh.plugins.tinker.server.results import RecentAnswers, Result, failure, json_result
 from composer_mesh.plugins.tinker.server.training_data import DataLimits, TrainingRequest
 from composer_mesh.services.web.bodies import MOST_VALUES, Bodies
 from composer_mesh.services.web.errors import GONE, TOO_MANY, Refused, bad, unknown
@@ -167,7 +171,7 @@ class TrainingServer:
         def enter(rows: Any) -> Accepted:
             accepted = log.accept(rows, asked)
             if accepted.is_new:
-                log.put_model(rows, model)
+                log.put(rows, model)
                 log.finish(rows, [log.Finished(accepted.number, answer, self._clock())])
             return accepted
 
@@ -346,7 +350,7 @@ class TrainingServer:
 
         def enter(rows: Any) -> Accepted:
             accepted = log.accept(rows, asked)
-            log.put_model(rows, gone)
+            log.put(rows, gone)
             log.finish(rows, [log.Finished(accepted.number, answer, now)])
             return accepted
 

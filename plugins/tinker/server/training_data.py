@@ -17,8 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from composer_mesh.plugins.tinker.client_channels import side_of
-from composer_mesh.plugins.tinker.client_losses import CLIENT_LOSSES, ClientLoss
+from composer_mesh.plugins.tinker.client_losses import CLIENT_LOSSES, ClientLoss, side_of
 from composer_mesh.plugins.tinker.models.messages import Datum
 from composer_mesh.plugins.tinker.server.protobuf_messages import (
     DTYPE_FLOAT32,

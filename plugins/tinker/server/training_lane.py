@@ -24,13 +24,18 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import CHANGES, TrainCall, TrainResult
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import SERVER_FAULTS, BackendLost, TrainBackend
-from composer_mesh.plugins.tinker.server.calls import call_of
-from composer_mesh.plugins.tinker.server.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.plugins.tinker.server.fair_queue import TrainingQueue
-from composer_mesh.plugins.tinker.server.model_store import ModelStore, StateLost
-from composer_mesh.plugins.tinker.server.operations import Operation
-from composer_mesh.plugins.tinker.server.payloads import Payloads
-from composer_mesh.plugins.tinker.server.records import Model, Sampler, Saved
+from composer_mesh.plugins.tinker.server.model_store import ModelStore, StateLost, Target, target_of
+from composer_mesh.plugins.tinker.server.payloads import Payloads, call_of
+from composer_mesh.plugins.tinker.server.records import (
+    MOST_ATTEMPTS,
+    Executing,
+    Model,
+    Operation,
+    Record,
+    Sampler,
+    Saved,
+)
 from composer_mesh.plugins.tinker.server.registry import Registry
 from composer_mesh.plugins.tinker.server.results import (
     Result,
@@ -40,7 +45,6 @@ from composer_mesh.plugins.tinker.server.results import (
     json_result,
     training_result,
 )
-from composer_mesh.plugins.tinker.server.saving import Target, target_of
 from composer_mesh.services.web.errors import Refused
 
 EACH = 4
@@ -62,12 +66,9 @@ class _Outcome:
 
     def write(self, rows: sqlite3.Connection) -> None:
         log.finish(rows, self.finished)
-        for model in self.models.values():
-            log.put_model(rows, model)
-        for saved in self.saved:
-            log.put_saved(rows, saved)
-        for sampler in self.samplers:
-            log.put_sampler(rows, sampler)
+        records: list[Record] = [*self.models.values(), *self.saved, *self.samplers]
+        for one in records:
+            log.put(rows, one)
 
 
 class TrainingLane:

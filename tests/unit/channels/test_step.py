@@ -34,7 +34,7 @@ CALLERS_IN_PLUGINS = {
     "plugins/frameworks/trl/channels.py",
     "plugins/frameworks/verl/losses.py",
     "plugins/tinker/client/step.py",
-    "plugins/tinker/client_channels.py",
+    "plugins/tinker/client_losses.py",
 }
 
 

@@ -11,11 +11,10 @@ import torch
 
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.configs.schema import Config
+from composer_mesh.plugins.tinker.models.client_trainer import make_trainer
 from composer_mesh.plugins.tinker.models.model_state import read_state
-from composer_mesh.plugins.tinker.models.trainer_setup import make_trainer
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.calls import call_of
-from composer_mesh.plugins.tinker.server.payloads import payload_of
+from composer_mesh.plugins.tinker.server.payloads import call_of, payload_of
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 
 

@@ -22,14 +22,17 @@ from serve_audit import audit
 from composer_mesh.actors.models.ranks import Ranks, RanksLost
 from composer_mesh.actors.models.sharding import local
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
+from composer_mesh.plugins.tinker.models.client_trainer import (
+    ClientTrainer,
+    make_trainer,
+    place_policy,
+)
 from composer_mesh.plugins.tinker.models.messages import (
     AdamParams,
     Datum,
     ModelSpec,
     TrainCall,
 )
-from composer_mesh.plugins.tinker.models.trainer_setup import make_trainer, place_policy
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"name": "served-ranks", "seed": 3, "steps": 1},

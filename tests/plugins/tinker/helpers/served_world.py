@@ -29,10 +29,10 @@ from composer_mesh.plugins.tinker.models.messages import (
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.access import ClientAccess
 from composer_mesh.plugins.tinker.server.app import make_app
-from composer_mesh.plugins.tinker.server.archives import Archives
 from composer_mesh.plugins.tinker.server.backend import BackendLost
 from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
 from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
+from composer_mesh.plugins.tinker.server.rest_routes import Archives
 from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
 from composer_mesh.plugins.tinker.server.server import Served
 from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log

@@ -19,6 +19,7 @@ from served_command import CONFIG, Server, write_policy
 from served_world import Client
 
 from composer_mesh.configs.load import load_config
+from composer_mesh.plugins.tinker.server.operation_log import read_records
 
 pytestmark = pytest.mark.timeout(1200)  # a server of two ranks starts four times
 STEPS = 6
@@ -112,7 +113,7 @@ async def test_killed_ranks_lose_no_update_and_double_none(
     assert died == ["trainer-1", "trainer-0"]
     assert len(re.findall(r"^actor_restarted trainer-0", server.told(), re.MULTILINE)) == 2
     with sqlite3.connect(server.output / "operations.sqlite") as rows:
-        steps = dict(rows.execute("SELECT id, steps FROM models").fetchall())
+        steps = {name: one.steps for name, one in read_records(rows).models.items()}
     assert steps == dict.fromkeys(models, STEPS)
     config = load_config(CONFIG, ["trainer.ranks=2", *settings])
     given = (tmp_path / "rendezvous", server.output, config, tmp_path / "policy", saved)

@@ -7,8 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.plugins.tinker.models.batch_partition import MODELS, ROWS, Shares
-from composer_mesh.plugins.tinker.models.batches import TokenLimit, microbatches
+from composer_mesh.plugins.tinker.models.batches import (
+    MODELS,
+    ROWS,
+    Shares,
+    TokenLimit,
+    microbatches,
+)
 from composer_mesh.plugins.tinker.models.messages import Datum, Shape, TrainCall
 
 SIZES = st.integers(1, 7)

@@ -11,8 +11,8 @@ from served_world import served, training_body
 
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.operations import Operation, OperationRequest
 from composer_mesh.plugins.tinker.server.payloads import LARGEST_HELD, MOST_HELD, Payloads
+from composer_mesh.plugins.tinker.server.records import Operation, OperationRequest
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
 from composer_mesh.plugins.tinker.models.messages import (
     AdamParams,
@@ -225,7 +226,7 @@ def test_weights_of_another_shape_are_refused_by_name(base: Any, tmp_path: Path)
 
 def test_all_weights_of_one_model_are_trained(build_model: Any) -> None:
     base = build_model(6)
-    weights = FullWeights(base)
+    weights = FullWeights(base, Ranks())
     trainer = ClientTrainer(base, weights, 4096, 16)
     trainer.open("a", ModelSpec(rank=0), None)
     one = datum(3, 11)

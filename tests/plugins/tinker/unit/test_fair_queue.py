@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from composer_mesh.plugins.tinker.server.fair_queue import OpenCounts, SampleQueue, TrainingQueue
-from composer_mesh.plugins.tinker.server.operations import Operation, OperationRequest
+from composer_mesh.plugins.tinker.server.records import Operation, OperationRequest
 from composer_mesh.services.web.errors import Refused
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from composer_mesh.plugins.tinker.models.adapter_layers import AdapterLayout
 from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
 from composer_mesh.plugins.tinker.models.messages import (
     AdamParams,
@@ -19,10 +18,12 @@ from composer_mesh.plugins.tinker.models.messages import (
     TrainCall,
 )
 from composer_mesh.plugins.tinker.models.model_state import read_state
-from composer_mesh.plugins.tinker.models.peft_export import peft_files
-from composer_mesh.plugins.tinker.models.scoring import scored
-from composer_mesh.plugins.tinker.models.snapshots import SnapshotReader
-from composer_mesh.plugins.tinker.models.trained_weights import AdapterWeights
+from composer_mesh.plugins.tinker.models.snapshots import SnapshotReader, scored
+from composer_mesh.plugins.tinker.models.trained_weights import (
+    AdapterLayout,
+    AdapterWeights,
+    peft_files,
+)
 
 ALPHA = 16.0
 

@@ -16,9 +16,13 @@ from served_world import BookkeepingTrainer, EchoSamplers, served
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.plugins.tinker.models.messages import TrainCall, TrainResult
 from composer_mesh.plugins.tinker.server.backend import BackendLost
-from composer_mesh.plugins.tinker.server.executing import MOST_ATTEMPTS, Executing
 from composer_mesh.plugins.tinker.server.operation_log import open_log
-from composer_mesh.plugins.tinker.server.operations import Operation, OperationRequest
+from composer_mesh.plugins.tinker.server.records import (
+    MOST_ATTEMPTS,
+    Executing,
+    Operation,
+    OperationRequest,
+)
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 
@@ -180,7 +184,7 @@ def test_a_log_of_an_earlier_version_is_refused_with_the_repair(tmp_path: Path) 
     open_log(tmp_path / "log.sqlite").close()
     with closing(sqlite3.connect(tmp_path / "log.sqlite")) as rows:
         rows.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match=r"its version is 1, not 2\): serve from another --output"):
+    with pytest.raises(StoreError, match=r"its version is 1, not 3\): serve from another --output"):
         open_log(tmp_path / "log.sqlite")
 
 

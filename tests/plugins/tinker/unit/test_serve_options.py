@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -104,16 +103,6 @@ def test_a_folder_is_not_served_with_another_policy(build_config: Any, tmp_path:
         check_same_policy(build_config(trainer={"ranks": 2}), tmp_path)
     with pytest.raises(ServeRefused, match="models of another lora_alpha"):
         check_same_policy(build_config(serve={"lora_alpha": 8.0}), tmp_path)
-
-
-def test_a_folder_without_a_number_of_ranks_is_of_one(build_config: Any, tmp_path: Path) -> None:
-    check_same_policy(build_config(), tmp_path)
-    noted = json.loads((tmp_path / "serve.json").read_text())
-    del noted["ranks"]
-    (tmp_path / "serve.json").write_text(json.dumps(noted))
-    check_same_policy(build_config(), tmp_path)
-    with pytest.raises(ServeRefused, match=r"number of trainer.ranks"):
-        check_same_policy(build_config(trainer={"ranks": 2}), tmp_path)
 
 
 def test_the_command_checks_and_starts_nothing(

@@ -1,4 +1,8 @@
-"""The sampler of a server: weights that diverged fail what is drawn from them, nothing else."""
+"""The sampler of a server: diverged weights fail what is drawn from them, and nothing else.
+
+Samples end with the token that completes a stop text. A served trainer reports its progress, as
+every actor with long calls does.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,13 @@ from engine_requests import ask
 from in_process_host import InProcessActor
 
 from composer_mesh.actors.engines.port import LogitsNotFinite
-from composer_mesh.plugins.tinker.models.adapter_layers import AdapterLayout
-from composer_mesh.plugins.tinker.models.messages import ModelSpec, ScoreRequest
+from composer_mesh.mesh.progress import PROGRESS, Report
+from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
+from composer_mesh.plugins.tinker.models.messages import Datum, ModelSpec, ScoreRequest, TrainCall
 from composer_mesh.plugins.tinker.models.model_state import StoredState, write_state
+from composer_mesh.plugins.tinker.models.trained_weights import AdapterLayout, AdapterWeights
 from composer_mesh.plugins.tinker.served_sampler import ServedSamplerActor
+from composer_mesh.plugins.tinker.server.sampling_lane import cut_after
 from composer_mesh.rollouts.generation import GenerationResult
 
 SPEC = ModelSpec(rank=4, seed=1)
@@ -75,3 +82,27 @@ async def test_diverged_weights_fail_what_is_drawn_from_them_and_no_other(
         await sampler.call("score", diverged, [[5, 6, 7]], ScoreRequest(2))
     (scores,) = await sampler.call("score", good, [[5, 6, 7]], ScoreRequest(2))
     assert np.isfinite(scores.logprobs).all()
+
+
+def test_a_served_trainer_reports_each_batch_of_its_clients(build_model: Any) -> None:
+    base = build_model(5)
+    trainer = ClientTrainer(base, AdapterWeights(base, 32.0), 4096, 16)
+    trainer.open("a", ModelSpec(rank=4, seed=1), None)
+    inputs = {"target_tokens": np.full(9, 4), "weights": np.ones(9, np.float32)}
+    data = (Datum(np.full(9, 3), inputs),)
+    before = PROGRESS.count
+    trainer.execute([TrainCall("a", 0, "forward_backward", data, "cross_entropy")])
+    assert PROGRESS.count > before
+    assert Report(**PROGRESS.report()).last == "a batch of 1 clients' rows"
+
+
+def decode(ids: list[int]) -> str:
+    return "".join("ab"[one] for one in ids)
+
+
+def test_a_served_sample_ends_with_its_stop_text_and_has_a_logprob_for_each_token() -> None:
+    result = GenerationResult("r", [0, 0, 1, 0], [-1.0, -2.0, -3.0, -4.0], [3, 3, 4, 5], "length")
+    cut = cut_after(["ab"], result, decode)
+    assert (cut.token_ids, cut.logprobs) == ([0, 0, 1], [-1.0, -2.0, -3.0])
+    assert (cut.versions, cut.stop_reason) == ([3, 3, 4], "stop")
+    assert cut_after(["zz"], result, decode) is result

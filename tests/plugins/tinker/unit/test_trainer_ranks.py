@@ -14,7 +14,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.plugins.tinker.models.messages import ModelNotOpen
 from composer_mesh.plugins.tinker.served_trainer import ServedTrainerActor
 from composer_mesh.plugins.tinker.server.backend import BackendLost
-from composer_mesh.plugins.tinker.server.trainer_ranks import ServedRanks
+from composer_mesh.plugins.tinker.server.mesh_backend import ServedRanks
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.rank_processes import RankProcesses
@@ -64,7 +64,7 @@ async def world(build_config: Any) -> AsyncIterator[World]:
     found = World(build_config)
     yield found
     for one in found.all:
-        await one.close()
+        await one.end()
 
 
 async def test_all_ranks_are_called(world: World) -> None:
