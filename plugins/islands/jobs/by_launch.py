@@ -12,15 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.plugins.islands.jobs.ports import (
+    Executor,
     Replica,
     ReplicaState,
     State,
     failure_of,
-    wait_for_all,
 )
 from composer_mesh.plugins.islands.store.opening import ObjectStore
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
@@ -30,20 +31,21 @@ from composer_mesh.services.launch.handle import LAUNCH_FILE, is_newer
 from composer_mesh.services.launch.ports import Handle, Launcher, Order, Plan, launcher_of
 from composer_mesh.services.launch.workers import with_config
 
-POLL_S = 0.5
 LOG_LINES = 3
 
 
-class LaunchExecutor:
+class LaunchExecutor(Executor):
     """Starts each island by the launcher of its `cluster.kind`."""
+
+    poll_s: ClassVar[float] = 0.5
 
     def __init__(
         self,
         launcher: Callable[[Replica], Launcher] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        super().__init__(sleep)
         self._launcher = launcher or (lambda one: launcher_of(one.config.cluster.kind))
-        self._sleep = sleep
         self._launched: list[tuple[Replica, Launcher, Handle]] = []
 
     def plans(self, replicas: Sequence[Replica]) -> Iterator[tuple[Order, Plan]]:
@@ -73,9 +75,6 @@ class LaunchExecutor:
 
     def poll(self) -> list[ReplicaState]:
         return [_state(*launched) for launched in self._launched]
-
-    def collect(self, timeout_s: float | None = None) -> list[ReplicaState]:
-        return wait_for_all(self.poll, self._sleep, POLL_S, timeout_s)
 
     def cancel(self, grace_s: float) -> None:
         living = [one for one in self._launched if not _state(*one).ended]

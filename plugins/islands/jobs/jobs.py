@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.regular_files import read_regular
@@ -27,11 +27,11 @@ from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.plugins.islands.jobs.ports import (
     ENDED,
+    Executor,
     Replica,
     ReplicaState,
     State,
     failure_of,
-    wait_for_all,
 )
 from composer_mesh.plugins.islands.store.opening import (
     LARGEST_OBJECT,
@@ -102,7 +102,6 @@ CONFIG = "COMPOSER_MESH_ISLAND_CONFIG"
 """The environment variable with an island's config, as TOML."""
 RUNS = "~/composer-mesh-runs"
 MOUNTED_RUNS = "/runs"
-POLL_S = 10.0
 LOG_LINES = 3
 
 
@@ -176,8 +175,10 @@ def job_of(replica: Replica, root: Path, options: JobOptions, secrets: Mapping[s
     )
 
 
-class JobExecutor:
+class JobExecutor(Executor):
     """Starts each island as a job, and reads its records from the store."""
+
+    poll_s: ClassVar[float] = 10.0
 
     def __init__(
         self,
@@ -187,8 +188,9 @@ class JobExecutor:
         secrets: Mapping[str, str],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        super().__init__(sleep)
         self._cloud, self._root = cloud, root
-        self._options, self._secrets, self._sleep = options, secrets, sleep
+        self._options, self._secrets = options, secrets
         self._store: ObjectStore | None = None
         self._jobs: dict[int, tuple[Replica, str]] = {}
         self._known: dict[int, State] = {}
@@ -225,9 +227,6 @@ class JobExecutor:
 
     def poll(self) -> list[ReplicaState]:
         return [self._state(*self._jobs[rank]) for rank in sorted(self._jobs)]
-
-    def collect(self, timeout_s: float | None = None) -> list[ReplicaState]:
-        return wait_for_all(self.poll, self._sleep, POLL_S, timeout_s)
 
     def cancel(self, grace_s: float) -> None:
         """End the jobs now, whatever `grace_s` is: a cloud gives no time for a checkpoint."""

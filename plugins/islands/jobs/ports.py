@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.islands.store.opening import ObjectStore
@@ -45,38 +46,52 @@ class ReplicaState:
         return self.state in ENDED
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Starts islands somewhere and tells what becomes of them."""
 
+    poll_s: ClassVar[float]
+    """Seconds between two polls of `collect`."""
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self._sleep = sleep
+
+    @abstractmethod
     def dry_run(self, replicas: Sequence[Replica]) -> None:
         """Print every file, command and call; ask and change nothing."""
-        ...
 
+    @abstractmethod
     def connect(self, store: ObjectStore | None) -> None:
         """Check what it needs, such as an account; raises `LaunchFailed`.
 
         `store` is where the islands meet, if they do not meet by a lighthouse.
         """
-        ...
 
+    @abstractmethod
     def launch_replicas(self, replicas: Sequence[Replica]) -> None:
         """Start the islands. Waits until each is accepted; ends the others if one is not."""
-        ...
 
+    @abstractmethod
     def poll(self) -> list[ReplicaState]:
         """Return the state of each island, by rank."""
-        ...
+
+    @abstractmethod
+    def cancel(self, grace_s: float) -> None:
+        """End the islands, after `grace_s` for a checkpoint. Waits for their end."""
 
     def collect(self, timeout_s: float | None = None) -> list[ReplicaState]:
         """Return the last state of each island. Waits until all have ended.
 
         Raises TimeoutError after `timeout_s`.
         """
-        ...
-
-    def cancel(self, grace_s: float) -> None:
-        """End the islands, after `grace_s` for a checkpoint. Waits for their end."""
-        ...
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            states = self.poll()
+            if all(one.ended for one in states):
+                return states
+            if until is not None and time.monotonic() >= until:
+                left = [one.rank for one in states if not one.ended]
+                raise TimeoutError(f"islands {left} have not ended after {timeout_s:g} s")
+            self._sleep(self.poll_s)
 
 
 def failure_of(output: Path) -> str:
@@ -86,24 +101,3 @@ def failure_of(output: Path) -> str:
     told = (event_of(line) for line in reversed(lines))
     failed = next((event for event in told if event and event.get("event") == "run_failed"), None)
     return str(failed["detail"]) if failed is not None and failed.get("detail") else ""
-
-
-def wait_for_all(
-    poll: Callable[[], list[ReplicaState]],
-    sleep: Callable[[float], None],
-    poll_s: float,
-    timeout_s: float | None,
-) -> list[ReplicaState]:
-    """Return the last states. Waits until all islands have ended.
-
-    Raises TimeoutError after `timeout_s`.
-    """
-    until = None if timeout_s is None else time.monotonic() + timeout_s
-    while True:
-        states = poll()
-        if all(one.ended for one in states):
-            return states
-        if until is not None and time.monotonic() >= until:
-            left = [one.rank for one in states if not one.ended]
-            raise TimeoutError(f"islands {left} have not ended after {timeout_s:g} s")
-        sleep(poll_s)
