@@ -4,16 +4,15 @@
 
 Runs the real controller and rollout window with simulated durations of rollouts, training and
 syncs, in simulated time: every run gives the same figures. Compares synchronous with `max_lag` 1, 2
-and 4; requests that continue with new weights with draining the generators before each update;
-groups in order of entry, as in the product, with groups as they finish (`async_orders`). Last comes
-a short real run, in wall-clock time: the share of its weight syncs that no step waited for.
+and 4, and requests that continue with new weights with draining the generators before each update.
+Last comes a short real run, in wall-clock time: the share of its weight syncs that no step waited
+for.
 """
 
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from async_orders import windowed
 from async_world import Durations, Outcome, simulate
 from report import Report, arguments
 from sync_hidden import measure
@@ -21,8 +20,6 @@ from sync_hidden import measure
 LAGS = (1, 2, 4)
 CLAIMED = 2
 """The `max_lag` of the ratios `async_over_sync` and `inflight_over_drain`."""
-SPANS = {2: 5, 4: 17}
-"""Windowed order: the span in groups, by `max_lag`."""
 LONG_TRAINING_S, LONG_LAG = 240.0, 4
 """Settings in which a step hardly waits for rollouts, so that only the sync is left to hide."""
 FASTER, HIDDEN = 2.0, 0.9
@@ -75,14 +72,9 @@ def simulated(report: Report, run: Callable[..., Mean]) -> None:
     sync = run(0)
     ahead = {lag: run(lag) for lag in LAGS}
     drained = {lag: run(lag, drains=True) for lag in LAGS}
-    ordered = {lag: run(lag, controller=windowed(span)) for lag, span in SPANS.items()}
-    roomy = {lag: run(lag, controller=windowed(span, False)) for lag, span in SPANS.items()}
     rows = [sync.row("synchronous", sync)]
     rows += [ahead[lag].row(f"max_lag {lag}", sync) for lag in LAGS]
     rows += [drained[lag].row(f"max_lag {lag}, drained", sync) for lag in LAGS]
-    for lag, span in SPANS.items():
-        rows.append(ordered[lag].row(f"max_lag {lag}, first of {span}, same bound", sync))
-        rows.append(roomy[lag].row(f"max_lag {lag}, first of {span}, same room", sync))
     table(report, "rollouts are the bottleneck", rows)
     long = replace(Durations(), train=LONG_TRAINING_S)
     trains, after, beside = run(0, long), run(LONG_LAG, long, exposes=True), run(LONG_LAG, long)
@@ -94,14 +86,9 @@ def simulated(report: Report, run: Callable[..., Mean]) -> None:
         report.figures[f"inflight_over_drain_max_lag_{lag}"] = (
             drained[lag].step_s / ahead[lag].step_s
         )
-    for lag in SPANS:
-        report.figures[f"windowed_over_strict_max_lag_{lag}"] = (
-            ahead[lag].step_s / ordered[lag].step_s
-        )
     report.figures["beside_over_after"] = after.step_s / beside.step_s
     report.ratios["async_over_sync"] = sync.step_s / ahead[CLAIMED].step_s
     report.ratios["inflight_over_drain"] = drained[CLAIMED].step_s / ahead[CLAIMED].step_s
-    report.ratios["windowed_over_strict"] = ahead[CLAIMED].step_s / ordered[CLAIMED].step_s
 
 
 def table(report: Report, title: str, rows: Iterable[list[str]]) -> None:

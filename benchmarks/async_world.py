@@ -266,7 +266,6 @@ def play(
     seed: int = 0,
     drains: bool = False,
     exposes: bool = False,
-    controller: type[Controller] = Controller,
 ) -> tuple[World, float]:
     """Return a world after a run, and its duration; with `exposes` no sync overlaps."""
     prompts, size = groups
@@ -287,7 +286,7 @@ def play(
     heldout = heldout_indices(world, config.eval.episodes)
 
     async def run() -> float:
-        await controller(config, world, StepBuilder(world), ports, heldout).run()
+        await Controller(config, world, StepBuilder(world), ports, heldout).run()
         return asyncio.get_running_loop().time()
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from async_orders import windowed
 from async_world import Durations, World, play, simulate
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from simulated_time import SimulatedLoop
-
-from composer_mesh.services.controller import Controller
 
 SHORT = Durations(median=10, turns=2, busy=8, train=15)
 
@@ -81,36 +76,3 @@ def test_the_product_takes_groups_in_their_order_within_the_bound(max_lag: int) 
     world, _ = play(SHORT, max_lag, 6, groups=(2, 2))
     assert world.taken == [[2 * step, 2 * step + 1] for step in range(6)]
     assert max(metrics["lag/max"] for metrics in world.metrics) <= max_lag
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 99),
-    prompts=st.integers(1, 4),
-    max_lag=st.integers(2, 4),
-    keeps=st.booleans(),
-    data=st.data(),
-)
-def test_groups_taken_as_they_finish_are_trained_once_and_within_the_bound_of_their_window(
-    seed: int, prompts: int, max_lag: int, keeps: bool, data: st.DataObject
-) -> None:
-    span = data.draw(st.integers(1, (max_lag - 1) * prompts + 1))
-    order = windowed(span, keeps)
-    world, _ = play(SHORT, max_lag, 6, groups=(prompts, 2), seed=seed, controller=order)
-    taken = [group for step in world.taken for group in step]
-    assert len(set(taken)) == len(taken) == 6 * prompts
-    most = max_lag if keeps else ((max_lag + 1) * prompts + span - 2) // prompts
-    assert max(metrics["lag/max"] for metrics in world.metrics) <= most
-    for place, group in enumerate(taken):
-        assert group < min(set(range(6 * prompts)) - set(taken[:place])) + span
-
-
-def test_a_window_of_one_is_the_order_of_entry() -> None:
-    strict, _ = play(SHORT, 2, 6, groups=(2, 2), controller=Controller)
-    narrow, _ = play(SHORT, 2, 6, groups=(2, 2), controller=windowed(1))
-    assert narrow.taken == strict.taken
-
-
-def test_a_window_in_which_a_step_could_not_be_filled_is_refused() -> None:
-    with pytest.raises(ValueError, match="span is 4 but at most 3 keeps the lag below 3"):
-        play(SHORT, 2, 6, groups=(2, 2), controller=windowed(4))
