@@ -60,8 +60,8 @@ def worlds(report: Report, count: int) -> None:
     found = [faulty_world(seed) for seed in range(count)]
     happened, new_events = Counter[str](), Counter[str]()
     for one in found:
-        happened += Counter(one.happened)
-        new_events += Counter(one.new_events)
+        happened += one.happened
+        new_events += one.new_events
         for text in one.wrong:
             print(f"world {one.seed}: {text}")
     total = {

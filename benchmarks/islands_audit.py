@@ -18,6 +18,18 @@ TOLERANCE = 1e-5
 
 
 @dataclass
+class Outcome:
+    """What became of islands under faults."""
+
+    hangs: int = 0
+    kills: int = 0
+    rounds: int = 0
+    lost: int = 0
+    """Rounds that an island could not merge."""
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Audit:
     """The rounds of a store, the weights after each of them, and what is wrong."""
 

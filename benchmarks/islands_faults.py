@@ -7,82 +7,37 @@ how fast, and whose weights become NaN. Time runs 20 times faster than on the wa
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from islands_audit import TOLERANCE, Audit, audit
-from islands_stores import Faults, FaultyStore, MemoryStore
+from islands_audit import TOLERANCE, Audit, Outcome, audit
+from islands_stores import Faults, FaultyStore, KilledError, MemoryStore
 from islands_world import Run, island_config
 
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock
-from composer_mesh.plugins.islands.store.opening import ObjectStore
 
 FASTER = 20
 HANG_S = 60.0
 ISLANDS, STEPS = 3, 16
 
 
-class KilledError(BaseException):
-    """The process of an island is gone."""
-
-
-class MortalStore:
-    """A store whose user is killed at one of its operations."""
-
-    def __init__(self, store: ObjectStore, operations: int) -> None:
-        self._store, self._left = store, operations
-
-    def put_new(self, key: str, data: bytes) -> bool:
-        self._live()
-        return self._store.put_new(key, data)
-
-    def put(self, key: str, data: bytes) -> None:
-        self._live()
-        self._store.put(key, data)
-
-    def get(self, key: str) -> bytes | None:
-        self._live()
-        return self._store.get(key)
-
-    def size(self, key: str) -> int | None:
-        self._live()
-        return self._store.size(key)
-
-    def keys(self, prefix: str) -> Iterator[str]:
-        self._live()
-        return self._store.keys(prefix)
-
-    def delete(self, key: str) -> None:
-        self._live()
-        self._store.delete(key)
-
-    def _live(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise KilledError
-
-
 @dataclass
-class Outcome:
+class World(Outcome):
     """What became of a world."""
 
-    seed: int
-    hangs: int = 0
-    kills: int = 0
-    rounds: int = 0
-    lost: int = 0
-    wrong: list[str] = field(default_factory=list)
-    happened: dict[str, int] = field(default_factory=dict)
-    new_events: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+    new_events: Counter[str] = field(default_factory=Counter)
 
 
-def faulty_world(seed: int) -> Outcome:
+def faulty_world(seed: int) -> World:
     """Live one world; return what became of it, with every average computed again."""
-    drawn, outcome, store = random.Random(seed), Outcome(seed), MemoryStore()
+    drawn, outcome, store = random.Random(seed), World(seed=seed), MemoryStore()
     slow, nan = drawn.randrange(ISLANDS), drawn.randrange(2 * ISLANDS)
     islands = [_Island(rank, seed, store, rank == slow, rank == nan) for rank in range(ISLANDS)]
     threads = [threading.Thread(target=one.live, daemon=True) for one in islands]
@@ -133,10 +88,10 @@ class _Island:
                 self._errors.append(f"{type(error).__name__}: {error}")
 
     def _start(self) -> None:
-        view = FaultyStore(self._store, self._faults, self._drawn.randrange(10**9))
+        seed = self._drawn.randrange(10**9)
         mortal = self._drawn.random() < 0.5 and self._kills < 3
-        operations = self._drawn.randrange(20, 200) if mortal else 10**9
-        self._run.store = MortalStore(view, operations)
+        operations = self._drawn.randrange(20, 200) if mortal else math.inf
+        self._run.store = FaultyStore(self._store, self._faults, seed, operations)
         self._run.open()
         while self._run.step < STEPS:
             time.sleep((0.1 if self._slow else 0.01) * 10 / FASTER)
@@ -149,16 +104,13 @@ class _Island:
         assert self._run.island is not None
         self._run.island.finish()
 
-    def tell(self, outcome: Outcome, found: Audit) -> None:
+    def tell(self, outcome: World, found: Audit) -> None:
         """Add what happened here, and compare what was merged with the audit."""
         outcome.kills += self._kills
         outcome.lost += sum(int(one["islands/lost"]) for one in self._run.figures)
-        for kind, _ in self._run.new_events:
-            outcome.new_events[kind] = outcome.new_events.get(kind, 0) + 1
-        for text in self._errors:
-            outcome.new_events[text[:60]] = outcome.new_events.get(text[:60], 0) + 1
-        for name, count in self._faults.happened.items():
-            outcome.happened[name] = outcome.happened.get(name, 0) + count
+        outcome.new_events.update(kind for kind, _ in self._run.new_events)
+        outcome.new_events.update(text[:60] for text in self._errors)
+        outcome.happened += self._faults.happened
         for number, weights in self._merged:
             expected = found.weights.get(number)
             apart = np.inf if expected is None else float(np.abs(weights - expected).max())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -67,15 +69,24 @@ class Faults:
     """Half of a written object is stored, and the write succeeds."""
     stale_listing: float = 0.0
     """A listing shows none of the newest objects."""
-    happened: dict[str, int] = field(default_factory=dict)
+    happened: Counter[str] = field(default_factory=Counter)
+
+
+class KilledError(BaseException):
+    """The process of an island is gone."""
 
 
 class FaultyStore:
-    """One island's view of a store; conditional writes stay conditional, even torn ones."""
+    """One island's view of a store; conditional writes stay conditional, even torn ones.
 
-    def __init__(self, store: MemoryStore, faults: Faults, seed: int) -> None:
+    Its user is killed, by `KilledError`, at the operation after `operations` of them.
+    """
+
+    def __init__(
+        self, store: MemoryStore, faults: Faults, seed: int, operations: float = math.inf
+    ) -> None:
         self._store, self.faults, self._random = store, faults, random.Random(seed)
-        self.dead = False
+        self._left, self.dead = operations, False
 
     def put_new(self, key: str, data: bytes) -> bool:
         return self._written(key, data, new=True)
@@ -114,11 +125,13 @@ class FaultyStore:
         return written
 
     def _may_fail(self, operation: str, key: str) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise KilledError
         if self.dead or self._draw("refused"):
             raise StoreUnavailable(operation, key, "503 Slow Down")
 
     def _draw(self, name: str) -> bool:
         hit = self._random.random() < getattr(self.faults, name)
-        if hit:
-            self.faults.happened[name] = self.faults.happened.get(name, 0) + 1
+        self.faults.happened[name] += hit
         return hit

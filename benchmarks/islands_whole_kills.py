@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from islands_audit import TOLERANCE, Audit, audit
+from islands_audit import TOLERANCE, Audit, Outcome, audit
 from islands_moments import GROUP, PHASES, Watched, wait_for_moment
 from report import Report, arguments
 from safetensors.numpy import load_file
@@ -66,21 +66,17 @@ waits for the other in each round, and closes it alone after the deadline."""
 
 
 @dataclass
-class Outcome:
-    """What became of the islands."""
+class PairOutcome(Outcome):
+    """What became of both islands."""
 
-    kills: Counter[str] = field(default_factory=Counter)
+    phases: Counter[str] = field(default_factory=Counter)
     """Kills by the phase in which they found the island."""
     replaced: int = 0
-    hangs: int = 0
-    rounds: int = 0
     alone: int = 0
     """Rounds that one island closed by itself."""
-    lost: int = 0
     steps: int = 0
     rejoins_s: list[float] = field(default_factory=list)
     """Seconds from a start to the first new round of the island."""
-    wrong: list[str] = field(default_factory=list)
 
 
 class Pair:
@@ -116,7 +112,7 @@ class Pair:
         self.run(rank).rename(former)
         self.former.append(former)
 
-    def stop(self, rank: int, outcome: Outcome) -> None:
+    def stop(self, rank: int, outcome: PairOutcome) -> None:
         """Let an island write a checkpoint and end; a hang if it does not."""
         self._command("stop", str(self.run(rank)))
         until = time.monotonic() + HANG_S
@@ -137,9 +133,9 @@ class Pair:
             raise RuntimeError(f"{words[0]} failed: {done.stderr[-2000:]}")
 
 
-def killed_pair(folder: Path, kills: int, seed: int) -> Outcome:
+def killed_pair(folder: Path, kills: int, seed: int) -> PairOutcome:
     """Kill islands at random moments, each phase as often; judge what is left."""
-    drawn, outcome, pair = random.Random(seed), Outcome(), Pair(folder)
+    drawn, outcome, pair = random.Random(seed), PairOutcome(), Pair(folder)
     pair.start()
     for rank in range(COUNT):
         _await_round(pair, rank, 0, outcome)
@@ -158,12 +154,13 @@ def killed_pair(folder: Path, kills: int, seed: int) -> Outcome:
 
 
 def _kill_one(
-    pair: Pair, rank: int, phase: str, replace: bool, drawn: random.Random, outcome: Outcome
+    pair: Pair, rank: int, phase: str, replace: bool, drawn: random.Random, outcome: PairOutcome
 ) -> None:
     victim = pair.watched(rank)
     found = wait_for_moment(phase, victim, drawn)
     pair.kill(rank)
-    outcome.kills[found] += 1
+    outcome.kills += 1
+    outcome.phases[found] += 1
     newest = victim.newest
     if replace:
         pair.replace(rank)
@@ -175,13 +172,13 @@ def _kill_one(
     if replace:
         _check_start(pair, rank, newest, outcome)
     print(
-        f"kill {sum(outcome.kills.values())}: island {rank} in {found} (meant: {phase}), round "
+        f"kill {outcome.kills}: island {rank} in {found} (meant: {phase}), round "
         f"{newest}, {'replaced' if replace else 'resumed'} in {outcome.rejoins_s[-1]:.0f} s",
         flush=True,
     )
 
 
-def _await_round(pair: Pair, rank: int, after: int, outcome: Outcome) -> None:
+def _await_round(pair: Pair, rank: int, after: int, outcome: PairOutcome) -> None:
     """Wait until an island has merged a round after one; it hangs if it does not."""
     until = time.monotonic() + HANG_S
     while time.monotonic() < until:
@@ -195,7 +192,7 @@ def _await_round(pair: Pair, rank: int, after: int, outcome: Outcome) -> None:
     print(f"island {rank} merges nothing after round {after}: {_last_words(pair, rank)}")
 
 
-def _check_start(pair: Pair, rank: int, newest: int, outcome: Outcome) -> None:
+def _check_start(pair: Pair, rank: int, newest: int, outcome: PairOutcome) -> None:
     """An island that was replaced has to start from common weights that are not older."""
     events = (pair.run(rank) / "events.jsonl").read_text()
     joined = re.search(r'"island_joined".*?common weights of round (\d+)', events)
@@ -204,7 +201,7 @@ def _check_start(pair: Pair, rank: int, newest: int, outcome: Outcome) -> None:
         outcome.wrong.append(f"island {rank} was replaced after round {newest}, but has {told}")
 
 
-def _judge(pair: Pair, outcome: Outcome) -> None:
+def _judge(pair: Pair, outcome: PairOutcome) -> None:
     found = audit(open_store(f"file://{pair.store}"), GROUP)
     outcome.rounds, outcome.wrong = found.rounds, [*outcome.wrong, *found.wrong]
     outcome.alone = sum(len(islands) < COUNT for islands in found.islands.values())
@@ -262,8 +259,8 @@ def main() -> None:
     for text in found.wrong:
         print(text)
     report.figures |= {
-        "kills": sum(found.kills.values()),
-        **{f"kills_{phase}": found.kills[phase] for phase in PHASES},
+        "kills": found.kills,
+        **{f"kills_{phase}": found.phases[phase] for phase in PHASES},
         "replaced": found.replaced,
         "rounds": found.rounds,
         "rounds_of_one_island": found.alone,
