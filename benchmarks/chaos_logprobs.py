@@ -6,14 +6,14 @@ traces under a neighbouring checkpoint show the power of this test: many tokens 
 are certain under both, but hardly any trace is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from composer_mesh.actors.models.policy import load_model
+from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.traces import Trace
 
@@ -98,42 +98,17 @@ def _errors(
 ) -> list[torch.Tensor]:
     """Return, per trace, the log-prob errors of the tokens with this version."""
     model = load_model(folder)
-    lengths = [len(trace.token_ids()) for trace in traces]
+    samples = [policy_sample(trace, 0.0) for trace in traces]
+    lengths = [len(one.ids) for one in samples]
     found: list[torch.Tensor] = []
     for indices in microbatches(lengths, max([BUDGET, *lengths])):
-        batch = [traces[index] for index in indices]
-        found += [
-            (torch.tensor(recorded, dtype=torch.float64) - given.double()).abs()
-            for recorded, given in _pairs(model, batch, version, temperature)
-        ]
+        batch = [samples[index] for index in indices]
+        rows = [torch.tensor(one.ids) for one in batch]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        logits = model(input_ids=ids, use_cache=False).logits.float() / temperature
+        given = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+        for row, one in enumerate(batch):
+            own = torch.tensor(one.versions[1:]) == version
+            recorded = torch.tensor(one.logprobs[1:], dtype=torch.float64)
+            found.append((recorded[own] - given[row, : len(own)][own].double()).abs())
     return found
-
-
-def _pairs(
-    model: Any, batch: Sequence[Trace], version: int, temperature: float
-) -> Iterator[tuple[list[float], torch.Tensor]]:
-    """Yield the recorded and recomputed log-probs of one version's tokens, trace by trace."""
-    width = max(len(trace.token_ids()) for trace in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
-    for row, trace in enumerate(batch):
-        own = trace.token_ids()
-        ids[row, : len(own)] = torch.tensor(own)
-    logits = model(input_ids=ids, use_cache=False).logits.float() / temperature
-    for row, trace in enumerate(batch):
-        places, recorded = _claims(trace, version)
-        where = torch.tensor(places)
-        given = torch.log_softmax(logits[row, where - 1], -1)
-        yield recorded, given.gather(-1, ids[row, where][:, None])[:, 0]
-
-
-def _claims(trace: Trace, version: int) -> tuple[list[int], list[float]]:
-    """Return the positions in the trace of the tokens with this version, and their log-probs."""
-    places, recorded, start = [], [], 0
-    for turn in trace.turns:
-        start += len(turn.context_ids)
-        for offset, (logprob, own) in enumerate(zip(turn.logprobs, turn.versions, strict=True)):
-            if own == version:
-                places.append(start + offset)
-                recorded.append(logprob)
-        start += len(turn.action_ids)
-    return places, recorded

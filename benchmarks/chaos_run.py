@@ -191,9 +191,7 @@ class LiveRun:
 
     def kill(self) -> None:
         """Kill every process of the run."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_marked(self.marker)
         self.process.wait()
 
     @property
@@ -229,6 +227,13 @@ def marked(marker: str) -> list[int]:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return [pid for pid in found if is_alive(pid)]
+
+
+def kill_marked(marker: str) -> None:
+    """SIGKILL the processes that inherited a marker."""
+    for pid in marked(marker):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def environment(marker: str, hook_folder: Path | None) -> dict[str, str]:

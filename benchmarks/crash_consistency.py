@@ -15,25 +15,24 @@ reported separately.
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import tomllib
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import tomli_w
-from chaos_run import MARKER_ENV, PRESET, marked
+from chaos_run import MARKER_ENV, PRESET, kill_marked, marked
 from crash_audit import Audit
-from crash_provider import COMPLETION_USD, PROMPT_USD, Provider
+from crash_provider import COMPLETION_USD, PROMPT_USD, PaidPanel
 from report import Report, arguments
 
+from composer_mesh.actors.experts.http import ExpertServer
 from composer_mesh.configs.load import load_config
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -88,10 +87,8 @@ class CrashedRun:
 
     def kill(self) -> None:
         """Kill every process of the run at once, like a power failure."""
-        pids, began = marked(self.marker), time.monotonic()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        kill_marked(self.marker)
         self.kills.append((began, time.monotonic()))
         assert self.process is not None
         self.process.wait()
@@ -225,11 +222,11 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     task = make_task(load_config(PRESET))
     assert isinstance(task, ToolboxTask)
-    provider = Provider(task, TEACHERS)
-    with provider.serving() as url:
+    provider = PaidPanel(task, TEACHERS)
+    with ExpertServer(provider, KEY) as server:
         config = folder / "crash.toml"
         steps = given.steps or 3 * kills
-        write_config(config, url, steps, folder / "policies", given.dynamic_sampling)
+        write_config(config, server.base_url, steps, folder / "policies", given.dynamic_sampling)
         audit = Audit(load_config(config).schedule)
         run = CrashedRun(folder / "run", config)
         try:
