@@ -4,9 +4,9 @@
     python benchmarks/store.py --quick          40 rollouts
 
 Each group is written as in a run: its file, and its rows in one transaction, both on disk when the
-call returns. The baselines are the same bytes written to plain files with fsync and read back, and
-the JSON lines that runs wrote before. Files are read with warm caches on both sides. While the
-store writes, a task measures every millisecond how long the event loop was blocked.
+call returns. The baseline is the same bytes written to plain files with fsync and read back. Files
+are read with warm caches on both sides. While the store writes, a task measures every millisecond
+how long the event loop was blocked.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import numpy as np
 from report import Report, arguments
 
 from composer_mesh.configs.load import load_config
-from composer_mesh.rollouts.traces import Message, Trace, Turn, trace_from_json, trace_to_json
+from composer_mesh.rollouts.traces import Message, Trace, Turn
 from composer_mesh.services.store.group_files import group_bytes
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
@@ -127,25 +127,6 @@ def time_plain(root: Path, contents: Callable[[int], bytes], groups: int) -> Tim
     return timed
 
 
-def time_lines(root: Path, groups: int) -> Timed:
-    """Time JSON lines, appended and on disk group by group, and parsed again."""
-    timed, path = Timed(), root / "traces.jsonl"
-    for group_id in range(groups):
-        group = make_group(group_id)
-        began = time.perf_counter()
-        with path.open("wb") as file:
-            file.write(b"".join(trace_to_json(trace) + b"\n" for trace in group))
-            file.flush()
-            os.fsync(file.fileno())
-        timed.write_s += time.perf_counter() - began
-        timed.size += path.stat().st_size
-        began = time.perf_counter()
-        for line in path.read_bytes().splitlines():
-            trace_from_json(line)
-        timed.read_s += time.perf_counter() - began
-    return timed
-
-
 def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -161,12 +142,10 @@ def main() -> None:
         files = [path for path in (root / "run").rglob("*") if path.is_file()]
         store.size = sum(path.stat().st_size for path in files)
         plain = time_plain(root, lambda group_id: group_bytes(make_group(group_id)), groups)
-        lines = time_lines(root, groups)
     columns = ("way", "bytes a token", "write MB/s", "read MB/s", "write s", "read s")
     rows = [
         store.row("store", tokens),
         plain.row("plain files of the same bytes", tokens),
-        lines.row("JSON lines", tokens),
     ]
     title = f"{groups * GROUP} rollouts of {TOKENS} tokens in {groups} groups"
     report.print_table(title, columns, rows)
@@ -177,9 +156,6 @@ def main() -> None:
         "read MB/s": store.size / MB / store.read_s,
         "plain write MB/s": plain.size / MB / plain.write_s,
         "plain read MB/s": plain.size / MB / plain.read_s,
-        "JSON lines bytes per token": lines.size / tokens,
-        "JSON lines write s": lines.write_s,
-        "JSON lines read s": lines.read_s,
         "store write s": store.write_s,
         "store read s": store.read_s,
         "event loop away p50 s": quantile(away, 0.5),
