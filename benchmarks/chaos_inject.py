@@ -1,4 +1,4 @@
-"""Injects a schedule of faults into a live run, and records what actually happened.
+"""Injects a schedule of faults into a live run to its end, and records what actually happened.
 
 A fault counts when it took effect: one that found no process, or whose endpoint was not called, is
 retried later.
@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +25,11 @@ AT_WORK = {"expert_server": "describe"}
 """Endpoint of exceptions for kinds with no other busy endpoint; any endpoint for the others."""
 INSIDE = frozenset({Fault.RAISE, Fault.MEMORY})
 """Faults injected in an endpoint, because a caller must see them."""
+POLL_S = 0.1
+SAY_S = 20.0
+START_BOUND_S = 900.0
+"""Bound until the first evaluation, because a warm start precedes it."""
+LEFT_AFTER_S = 10.0
 FROM_OUTSIDE = {Fault.KILL: signal.SIGKILL, Fault.STOP: signal.SIGSTOP}
 
 
@@ -150,3 +155,65 @@ class Injector:
         self.applied.append(applied)
         if applied.planned.fault in ENDS_THE_PROCESS:
             self._hit.add(applied.pid)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished run: ended by itself, or killed because it stalled for too long."""
+
+    run: LiveRun
+    applied: Sequence[Applied]
+    missed: Sequence[Planned]
+    """Faults that found no target."""
+    status: int
+    hangs: int
+    left: Sequence[int]
+    """Processes that outlived the command."""
+
+
+def run_through(
+    run: LiveRun,
+    injector: Injector,
+    bound_s: float,
+    beside: Callable[[], None] = lambda: None,
+    left_after_s: float = LEFT_AFTER_S,
+) -> Ended:
+    """Inject faults until the run has ended, then check what is left. A run that stalls is killed.
+
+    `beside` is called as often as the injector.
+    """
+    waits, said = 0, 0.0
+    while not run.ended:
+        time.sleep(POLL_S)
+        run.poll()
+        injector.step()
+        beside()
+        if time.monotonic() - said > SAY_S:
+            said = time.monotonic()
+            _say(run, injector)
+        if run.since_progress_s > (2 * bound_s if run.progress else START_BOUND_S):
+            waits += 1
+            break
+    stuck = not run.ended
+    left = [] if stuck else _left(run, left_after_s)
+    run.kill()
+    run.poll()
+    _say(run, injector)
+    hangs = waits + (not stuck and run.longest_wait_s() > bound_s)
+    return Ended(run, injector.applied, injector.left, run.process.returncode, hangs, left)
+
+
+def _left(run: LiveRun, after_s: float) -> list[int]:
+    """Return the processes that outlived the command by `after_s`."""
+    end = time.monotonic() + after_s
+    while (left := run.processes()) and time.monotonic() < end:
+        time.sleep(POLL_S)
+    return left
+
+
+def _say(run: LiveRun, injector: Injector) -> None:
+    print(
+        f"{run.root.name}: {time.monotonic() - run.began:.0f} s, step {len(run.metrics)}, "
+        f"{len(injector.applied)} faults struck, {len(injector.left)} to come",
+        flush=True,
+    )

@@ -1,6 +1,7 @@
-"""Outcomes of faults, from the events of the run: when detected, when healed.
+"""Outcomes of faults of actors and hosts, from the events of the run: when detected, when healed.
 
-Pure; times are in seconds since 1970, on one machine.
+Those of hosts also from the end of their processes. Pure; times are in seconds since 1970, on one
+machine.
 """
 
 import math
@@ -11,8 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from chaos_inject import Applied
-from chaos_run import slot_of
-from chaos_schedule import ENDS_THE_PROCESS
+from chaos_run import host_of, slot_of
+from chaos_schedule import ENDS_THE_HOST, ENDS_THE_PROCESS, HostFault, PlannedHost
 
 NOTICED = frozenset({"actor_died", "actor_hung", "actor_stopped"})
 """Events that report the end of a process."""
@@ -142,7 +143,7 @@ def _first(
     return next(filter(wanted, events), None)
 
 
-def _after(fault: Applied, event: Mapping[str, Any]) -> float:
+def _after(fault: "Applied | StruckHost", event: Mapping[str, Any]) -> float:
     return max(0.0, event["time"] - fault.time)
 
 
@@ -184,3 +185,129 @@ def percentile(values: Sequence[float], share: float) -> float:
     if share == 0.5:
         return statistics.median(ordered)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@dataclass
+class StruckHost:
+    """A host that was hit by a fault: when, its actors, and when its last process was gone."""
+
+    planned: PlannedHost
+    time: float
+    host: str
+    actors: tuple[str, ...]
+    gone: float | None = None
+    """None while it has processes, and where the benchmark had to kill them."""
+
+
+@dataclass(frozen=True)
+class HostOutcome:
+    """One fault and its outcome; None where something did not happen.
+
+    `fenced_s` is when a host that was cut off had ended its own processes; `healed` is whether
+    everything required happened.
+    """
+
+    struck: StruckHost
+    healed: bool
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    fenced_s: float | None = None
+
+    @property
+    def fenced_late(self) -> bool:
+        """Whether the run reassigned the work while the host could still do it."""
+        if self.struck.planned.fault is not HostFault.CUT or self.detected_s is None:
+            return False
+        return self.fenced_s is None or self.fenced_s > self.detected_s
+
+
+def host_outcomes(
+    struck: Sequence[StruckHost], events: Sequence[Mapping[str, Any]]
+) -> list[HostOutcome]:
+    """Return the outcome of every fault, in order.
+
+    Events after the next fault on a host are attributed to that fault.
+    """
+    return [_host_outcome(one, _between(events, one, _next(one, struck))) for one in struck]
+
+
+def _next(fault: StruckHost, struck: Sequence[StruckHost]) -> float:
+    others = (one.time for one in struck if one.host == fault.host and one.time > fault.time)
+    return min(others, default=math.inf)
+
+
+def _between(
+    events: Sequence[Mapping[str, Any]], fault: StruckHost, until: float
+) -> list[Mapping[str, Any]]:
+    return [event for event in events if fault.time - CLOCKS_S <= event["time"] < until]
+
+
+def _host_outcome(struck: StruckHost, later: Sequence[Mapping[str, Any]]) -> HostOutcome:
+    lost = _first(later, lambda one: one["event"] == "host_lost" and host_of(one) == struck.host)
+    detected = None if lost is None else _after(struck, lost)
+    if struck.planned.fault not in ENDS_THE_HOST:
+        return HostOutcome(struck, lost is None, detected)
+    back = [_back(struck, actor, later) for actor in struck.actors]
+    seconds = [_after(struck, one) for one in back if one is not None]
+    recovered = max(seconds) if seconds and None not in back else None
+    owed = None in back and not _ended_soon(lost, later)
+    cut = struck.planned.fault is HostFault.CUT
+    fenced = struck.gone - struck.time if cut and struck.gone is not None else None
+    healed = lost is not None and not owed and not (cut and fenced is None)
+    return HostOutcome(struck, healed, detected, recovered, fenced)
+
+
+def _back(
+    struck: StruckHost, actor: str, later: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """Return the event of the start of an actor of the host on another one."""
+    return _first(
+        later,
+        lambda event: (
+            event["event"] in HEALED
+            and host_of(event) != struck.host
+            and slot_of(event["actor"]) == slot_of(actor)
+        ),
+    )
+
+
+def unexplained(
+    applied: Sequence[Applied],
+    struck: Sequence[StruckHost],
+    events: Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """Return deaths of actors that no fault, of their own or of their host, explains."""
+    return [
+        death
+        for death in unprovoked(applied, events)
+        if not any(_explains(one, death) for one in struck)
+    ]
+
+
+def _explains(struck: StruckHost, death: Mapping[str, Any]) -> bool:
+    if struck.planned.fault not in ENDS_THE_HOST or host_of(death) != struck.host:
+        return False
+    return bool(-CLOCKS_S <= death["time"] - struck.time <= ECHO_S)
+
+
+def lost_for_nothing(
+    struck: Sequence[StruckHost], events: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return losses of hosts that no fault caused."""
+    ended = {one.host: one.time for one in struck if one.planned.fault in ENDS_THE_HOST}
+    return [
+        event
+        for event in events
+        if event["event"] == "host_lost"
+        and event["time"] < ended.get(host_of(event) or "", float("inf")) - CLOCKS_S
+    ]
+
+
+def cells(found: Sequence[HostOutcome]) -> list[str]:
+    """Return the outcomes of one kind of fault as a table row."""
+    columns = ("detected_s", "recovered_s", "fenced_s")
+    seconds = [
+        [value for one in found if (value := getattr(one, name)) is not None] for name in columns
+    ]
+    healed = sum(one.healed for one in found)
+    return [str(len(found)), *map(two_percentiles, seconds), str(healed)]

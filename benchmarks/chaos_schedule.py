@@ -1,7 +1,7 @@
-"""Seeded schedule of actor faults: which and when.
+"""Seeded schedules of the faults of actors and of hosts: which, how, and when.
 
 Moments are shares of a run's steps, so that a run that recovers slowly is not hit faster than it
-progresses. The injector selects the process.
+progresses. The injectors select the process and the host.
 """
 
 import random
@@ -14,6 +14,8 @@ FIRST, LAST, CALM = 0.02, 0.75, 0.85
 """Shares of a run: faults are due from the first to the last one, and those whose process was not
 there in time still take effect before the third; the steps after it show that the run recovered,
 and are long enough for a stopped process to count as hung."""
+FIRST_OF_HOSTS, LAST_OF_HOSTS = 0.05, 0.85
+"""The share of a run in which faults of hosts fall; its last steps show that it recovered."""
 BURST_SIZE = 4
 BURST_S = 0.5
 """The faults of a burst fall within this time."""
@@ -167,3 +169,48 @@ def _take_distinct(plain: list[_Strike], size: int) -> list[_Strike]:
             taken.append(strike)
             plain.remove(strike)
     return taken
+
+
+class HostFault(StrEnum):
+    """A fault of a host."""
+
+    KILLED = "host killed"
+    """SIGKILL of the worker and all its processes, at once."""
+    CUT = "network cut"
+    """Its packets are dropped, for longer than its lease."""
+    HUNG = "host hung"
+    """SIGSTOP of the worker and all its processes."""
+    SHORT = "short cut"
+    """Its packets are dropped for a part of its lease."""
+
+
+ENDS_THE_HOST = frozenset({HostFault.KILLED, HostFault.CUT, HostFault.HUNG})
+
+
+@dataclass(frozen=True)
+class PlannedHost:
+    """One fault, due after the share `at` of the steps, on the `place`-th host that has actors."""
+
+    number: int
+    at: float
+    place: int
+    fault: HostFault
+
+
+def host_schedule(seed: int, count: int) -> list[PlannedHost]:
+    """Return `count` faults in order, evenly spaced; every kind equally often."""
+    if count < 1:
+        raise ValueError(f"count is {count}, but a schedule has 1 fault or more: raise count")
+    rng = random.Random(seed)
+    sorts = list(HostFault)
+    faults = [sorts[number % len(sorts)] for number in range(count)]
+    rng.shuffle(faults)
+    return [
+        PlannedHost(
+            number,
+            FIRST_OF_HOSTS + (LAST_OF_HOSTS - FIRST_OF_HOSTS) * number / count,
+            rng.randrange(2),
+            fault,
+        )
+        for number, fault in enumerate(faults)
+    ]

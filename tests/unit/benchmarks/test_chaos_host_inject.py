@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-inject: Any = importlib.import_module("chaos_host_inject")
-schedule: Any = importlib.import_module("chaos_host_schedule")
+inject: Any = importlib.import_module("chaos_hosts")
+schedule: Any = importlib.import_module("chaos_schedule")
 runs: Any = importlib.import_module("chaos_run")
 
 HostFault = schedule.HostFault

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-told: Any = importlib.import_module("chaos_host_outcomes")
-schedule: Any = importlib.import_module("chaos_host_schedule")
+told: Any = importlib.import_module("chaos_outcomes")
+schedule: Any = importlib.import_module("chaos_schedule")
 
 HostFault = schedule.HostFault
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-hosts: Any = importlib.import_module("chaos_host_schedule")
+hosts: Any = importlib.import_module("chaos_schedule")
 
 SEEDS = range(8)
 
@@ -37,8 +37,8 @@ def test_every_sort_is_met_and_none_much_more_often(seed: int, count: int) -> No
 def test_moments_follow_each_other_and_leave_the_end_of_the_run_in_peace() -> None:
     plan = hosts.host_schedule(0, 6)
     assert all(one.at < after.at for one, after in pairwise(plan))
-    assert plan[0].at >= hosts.FIRST
-    assert plan[-1].at <= hosts.LAST
+    assert plan[0].at >= hosts.FIRST_OF_HOSTS
+    assert plan[-1].at <= hosts.LAST_OF_HOSTS
 
 
 def test_a_schedule_without_faults_is_refused() -> None:
