@@ -8,12 +8,12 @@ way has a process of its own; the time is CPU time of one thread, the median of 
 first, and the memory what these add at most.
 """
 
-import multiprocessing
 import statistics
 import time
 
 import torch
-from prefix_tree import MIB, Case, _peak, _reset_peak, batch_of, config_of, model_of
+from measuring import MIB, in_a_process, peak_bytes, reset_peak
+from prefix_tree import Case, batch_of, config_of, model_of
 from report import Report, arguments
 
 from composer_mesh.actors.learning.step import ThreeChannelStep
@@ -25,13 +25,7 @@ PLACES = {"together": "shared", "apart": "dense"}
 
 
 def measured(case: Case, place: str, every: int, repeats: int) -> tuple[float, float]:
-    """Run steps in a process of their own; return the median CPU seconds and the peak bytes."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_measured, (case, place, every, repeats))
-
-
-def _measured(case: Case, place: str, every: int, repeats: int) -> tuple[float, float]:
+    """Return the median CPU seconds of steps, and the bytes that they add at most."""
     torch.set_num_threads(1)
     plain, model = config_of(case, PLACES[place]), model_of(case)
     trainer = plain.trainer.model_copy(update={"update_share_every": every})
@@ -40,12 +34,12 @@ def _measured(case: Case, place: str, every: int, repeats: int) -> tuple[float, 
     teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=sharing)
     batch = batch_of(case)
     step.run(batch, InlineSource(teacher, config.sdpo, 0))
-    before, took = _reset_peak("cpu"), list[float]()
+    before, took = reset_peak(), list[float]()
     for _ in range(repeats):
         began = time.process_time()
         step.run(batch, InlineSource(teacher, config.sdpo, 0))
         took.append(time.process_time() - began)
-    return statistics.median(took), _peak("cpu") - before
+    return statistics.median(took), peak_bytes() - before
 
 
 def main() -> None:
@@ -53,7 +47,9 @@ def main() -> None:
     report, repeats = Report("channel_shares"), 3 if options.quick else 7
     case = Case("prompt of 256", 256, 64 if options.quick else 256)
     for place in PLACES:
-        found = {way: measured(case, place, every, repeats) for way, every in WAYS.items()}
+        found = {
+            way: in_a_process(measured, case, place, every, repeats) for way, every in WAYS.items()
+        }
         rows = [[way, f"{s:.2f} s", f"{m / MIB:,.0f} MiB"] for way, (s, m) in found.items()]
         report.print_table(f"channels {place}", ["step", "CPU time", "peak memory"], rows)
         for way, (seconds, memory) in found.items():

@@ -9,7 +9,6 @@ steps. The first copy also allocates the memory that all later ones use; it is s
 ratio.
 """
 
-import random
 import statistics
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from measuring import policy_step, random_sequences
 from report import Report, arguments
 
 from composer_mesh.actors.checkpoints.folder import Draft, prune
@@ -25,7 +25,7 @@ from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.batches import PolicySample, StepBatch
+from composer_mesh.rollouts.batches import StepBatch
 
 MB = 1e6
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "layers": 8, "heads": 8, "head_dim": 64}
@@ -59,19 +59,8 @@ def config(sizes: dict[str, int]) -> Config:
 
 
 def batch(step: int) -> StepBatch:
-    rng = random.Random(step)
-    samples = [
-        PolicySample(
-            trace_id=f"t{number}",
-            ids=[rng.randrange(300) for _ in range(TOKENS)],
-            mask=[False] + [True] * (TOKENS - 1),
-            logprobs=[-5.0] * TOKENS,
-            advantage=rng.choice([-1.0, 1.0]),
-            versions=[-1] + [step] * (TOKENS - 1),
-        )
-        for number in range(SEQUENCES)
-    ]
-    return StepBatch(step, samples, [], [])
+    """Return a step of which all tokens but the first of each sequence are trained."""
+    return policy_step(random_sequences(SEQUENCES, TOKENS, 300), TOKENS - 1, step)
 
 
 def one_round(learner: Learner, root: Path) -> Costs:

@@ -22,6 +22,7 @@ from gpu_limits import (
     seconds,
     synchronize,
 )
+from measuring import policy_step, random_qwen3, random_sequences
 from torch import Tensor
 
 from composer_mesh.losses.fused import linear_jsd, linear_logprobs
@@ -233,7 +234,9 @@ def training(bench: Bench) -> list[Row]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ranks = Ranks(device=device)
     shard(model, ranks.mesh(), compute_dtype(device))
-    config, batch = _training_config(size), _batch(size)
+    length = size.tokens // SEQUENCES
+    sequences = random_sequences(SEQUENCES, length, size.vocabulary)
+    config, batch = _training_config(size), policy_step(sequences, length * 3 // 4)
     step = ThreeChannelStep(model, None, config, ranks)
     norms: list[float] = []
 
@@ -245,7 +248,6 @@ def training(bench: Bench) -> list[Row]:
     if not all(0 < norm < float("inf") for norm in norms):
         raise AssertionError(f"gradient norms are {norms}, but must be finite and above 0")
     weights = layers * size.layer_weights + size.vocabulary * size.hidden
-    length = size.tokens // SEQUENCES
     attended = 2 * layers * size.heads * size.head_dim * length * size.tokens
     tflop = (6 * weights * size.tokens + 3 * attended) / 1e12
     name = f"FSDP2 step, {layers} layers, {size.tokens:,} tokens"
@@ -334,25 +336,20 @@ def _places(host: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _model(bench: Bench, layers: int, dtype: torch.dtype) -> Any:
     """Return a Qwen3 of random weights, made on the device."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
     size = bench.size
-    shape = Qwen3Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=max(size.tokens, 4096),
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    with bench.device:
-        return AutoModelForCausalLM.from_config(
-            shape, dtype=dtype, attn_implementation=bench.attention
-        )
+    sizes = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": max(size.tokens, 4096),
+        "tie_word_embeddings": False,
+    }
+    how = {"dtype": dtype, "attn_implementation": bench.attention}
+    return random_qwen3(sizes, str(bench.device), **how)
 
 
 def _training_config(size: Size) -> Any:
@@ -369,23 +366,3 @@ def _training_config(size: Size) -> Any:
             "replay": {"beta": 0.0},
         }
     )
-
-
-def _batch(size: Size) -> Any:
-    from composer_mesh.rollouts.batches import PolicySample, StepBatch
-
-    rng, length = random.Random(0), size.tokens // SEQUENCES
-    read = length // 4
-    acted = length - read
-    samples = [
-        PolicySample(
-            str(number),
-            [rng.randrange(size.vocabulary) for _ in range(length)],
-            [False] * read + [True] * acted,
-            [0.0] * read + [-8.0] * acted,
-            1.0 if number % 2 else -1.0,
-            [-1] * read + [0] * acted,
-        )
-        for number in range(SEQUENCES)
-    ]
-    return StepBatch(0, samples, [], [])

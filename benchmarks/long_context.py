@@ -15,16 +15,15 @@ Models have random weights, on one thread. `--quick` takes 2,048 and 4,096 token
 8,192: the same ratios, with less attention in them.
 """
 
-import multiprocessing
 import random
 import statistics
 import time
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import MIB, in_a_process, peak_bytes, random_qwen3, reset_peak
 from report import Report, arguments
 
 from composer_mesh.actors.engines.embedded import Engine
@@ -32,9 +31,16 @@ from composer_mesh.actors.models.attention_calls import PACKED
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.rollouts.generation import GenerationRequest
 
-MIB = 1 << 20
 VOCABULARY = 2048
-HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 2, 4, 2
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 SHORT = 8
 """Sequences beside the long one, each of an eighth of its length."""
 DECODING = 8
@@ -53,22 +59,11 @@ class Measured:
 
 
 def model_of(longest: int) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
     import composer_mesh.actors.models.packed_attention  # noqa: F401  (registers its name)
 
-    torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HIDDEN // HEADS,
-        max_position_embeddings=longest + 1,
+    return random_qwen3(
+        SIZES | {"max_position_embeddings": longest + 1}, attn_implementation=PACKED
     )
-    return AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED)
 
 
 def sequences_of(longest: int) -> list[list[int]]:
@@ -93,17 +88,11 @@ def _measured(longest: int, way: str) -> Measured:
     sequences = sequences_of(longest)
     model = LanguageModel(model_of(longest), packing=True)
     train(model, [one[:8] for one in sequences])  # allocates gradients
-    before = _reset_peak()
+    before = reset_peak()
     began = time.process_time()
     for part in [sequences] if way == "packed" else [[one] for one in sequences]:
         train(model, part)
-    return Measured(time.process_time() - began, _peak() - before)
-
-
-def measured(longest: int, way: str) -> Measured:
-    """Run one forward and backward in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measured, (longest, way))
+    return Measured(time.process_time() - began, peak_bytes() - before)
 
 
 def compare(report: Report, longest: int, repeats: int) -> tuple[float, float]:
@@ -111,7 +100,7 @@ def compare(report: Report, longest: int, repeats: int) -> tuple[float, float]:
     runs: dict[str, list[Measured]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         for way in WAYS:
-            runs[way].append(measured(longest, way))
+            runs[way].append(in_a_process(_measured, longest, way))
     took = {way: min(one.seconds for one in runs[way]) for way in WAYS}
     extra = {way: statistics.median(one.extra_bytes for one in runs[way]) for way in WAYS}
     rows = [[way, f"{took[way]:.2f} s", f"{extra[way] / MIB:,.0f} MiB"] for way in WAYS]
@@ -165,25 +154,12 @@ def _serving(prompt: int) -> dict[str, float]:
 
 def serve(report: Report, prompt: int) -> float:
     """Measure steps of decoding beside a long prompt; return their time over that without it."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(_serving, (prompt,))
+    found = in_a_process(_serving, prompt)
     rows = [[name, f"{value:,.2f}"] for name, value in found.items()]
     report.print_table(f"{DECODING} sessions beside a prompt of {prompt:,}", ["a step", ""], rows)
     for name, value in found.items():
         report.figures[f"beside a prompt of {prompt:,}: {name}"] = round(value, 3)
     return found["beside_ms"] / found["before_ms"]
-
-
-def _reset_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _peak()
-
-
-def _peak() -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmHWM: this benchmark needs Linux")
 
 
 def main() -> None:

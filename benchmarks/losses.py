@@ -8,14 +8,13 @@ each memory figure comes from a separate process (the peak resident size that Li
 so that memory freed by one measurement does not hide the next; times alternate in one process.
 """
 
-import multiprocessing
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import torch
+from measuring import MIB, in_a_process, in_turns, peak_bytes, reset_peak
 from report import Report, arguments
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from composer_mesh.losses.distillation import generalized_jsd
 from composer_mesh.losses.fused import linear_jsd, linear_logprobs
 from composer_mesh.losses.policy import token_logprobs
 
-MIB = 1 << 20
 KINDS = ("jsd", "logprobs")
 BETA = 0.5
 
@@ -121,61 +119,47 @@ def extra_bytes(loss: str, size: Size) -> float:
     """Return one run's peak bytes beyond inputs and gradients; nan on too small devices."""
     if size.device != "cpu":
         return _extra_on_device(loss, size)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_extra_on_cpu, (loss, size))
+    return in_a_process(_extra_on_cpu, loss, size)
 
 
 def _extra_on_cpu(loss: str, size: Size) -> float:
     small = replace(size, rows=8, vocabulary=64)
     run(loss, Inputs.make(small))  # libraries load and reserve their own memory
     inputs = Inputs.make(size)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # peak := now
-    before = _status_bytes("VmHWM")
+    before = reset_peak()
     run(loss, inputs)
-    return _status_bytes("VmHWM") - before - inputs.gradient_bytes()
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}: this benchmark needs Linux")
+    return peak_bytes() - before - inputs.gradient_bytes()
 
 
 def _extra_on_device(loss: str, size: Size) -> float:
     inputs = Inputs.make(size)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = reset_peak(size.device)
     try:
         run(loss, inputs)
     except torch.OutOfMemoryError:
         return float("nan")
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - inputs.gradient_bytes()
+    return peak_bytes(size.device) - before - inputs.gradient_bytes()
 
 
 def seconds(kind: str, size: Size, repeats: int) -> dict[str, float]:
     """Return median seconds of naive and fused, alternating; nan where the device is too small."""
-    inputs = Inputs.make(size)
-    found: dict[str, list[float]] = {"naive": [], "fused": []}
-    for _ in range(repeats + 1):
-        for way, times in found.items():
-            times.append(_timed(f"{way}_{kind}", inputs))
-    return {way: statistics.median(times[1:]) for way, times in found.items()}
+    inputs, failed = Inputs.make(size), set[str]()
 
+    def once(way: str) -> None:
+        try:
+            run(f"{way}_{kind}", inputs)
+            if inputs.hidden.is_cuda:
+                torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            failed.add(way)
 
-def _timed(loss: str, inputs: Inputs) -> float:
-    began = time.perf_counter()
-    try:
-        run(loss, inputs)
-        if inputs.hidden.is_cuda:
-            torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return float("nan")
-    return time.perf_counter() - began
+    took = in_turns({way: partial(once, way) for way in ("naive", "fused")}, repeats)
+    return {
+        way: float("nan") if way in failed else statistics.median(times)
+        for way, times in took.items()
+    }
 
 
 def compare(report: Report, size: Size, repeats: int) -> None:

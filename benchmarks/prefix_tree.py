@@ -11,15 +11,23 @@ eight rollouts with four error sites each. On a GPU the model has the shape of Q
 bfloat16, and trees are one row of FlexAttention.
 """
 
-import multiprocessing
 import random
 import statistics
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from measuring import (
+    MIB,
+    in_a_process,
+    in_turns,
+    peak_bytes,
+    policy_step,
+    random_qwen3,
+    reset_peak,
+)
 from report import Report, arguments
 
 from composer_mesh.actors.learning.step import ThreeChannelStep
@@ -32,7 +40,6 @@ from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch
 from composer_mesh.rollouts.prefix_tree import PrefixTree, unique_ids
 from composer_mesh.rollouts.step_plan import plan_step
 
-MIB = 1 << 20
 ROLLOUTS = 8
 HINT = 24
 OWN_PROMPT = 8
@@ -109,26 +116,20 @@ def config_of(case: Case, way: str) -> Config:
 
 
 def model_of(case: Case) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"max_position_embeddings": case.longest + 1}
     if case.device != "cpu":
-        big = Qwen3Config(**QWEN3_06B, max_position_embeddings=case.longest + 1)
-        with torch.device(case.device):
-            return AutoModelForCausalLM.from_config(
-                big, dtype=torch.bfloat16, attn_implementation="flex_attention"
-            )
-    shape = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=case.hidden,
-        intermediate_size=3 * case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=case.hidden // 4,
-        max_position_embeddings=case.longest + 1,
-    )
-    return AutoModelForCausalLM.from_config(shape)
+        how = {"dtype": torch.bfloat16, "attn_implementation": "flex_attention"}
+        return random_qwen3(QWEN3_06B | sizes, case.device, **how)
+    sizes |= {
+        "vocab_size": VOCABULARY,
+        "hidden_size": case.hidden,
+        "intermediate_size": 3 * case.hidden,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": case.hidden // 4,
+    }
+    return random_qwen3(sizes)
 
 
 def batch_of(case: Case) -> StepBatch:
@@ -141,17 +142,8 @@ def batch_of(case: Case) -> StepBatch:
     shared = ids(case.shared)
     prompts = [shared + ids(OWN_PROMPT) for _ in range(ROLLOUTS)]
     answers = [ids(case.own) for _ in range(ROLLOUTS)]
-    samples = [
-        PolicySample(
-            str(number),
-            prompt + answer,
-            [False] * len(prompt) + [True] * len(answer),
-            [0.0] * len(prompt) + [-8.0] * len(answer),
-            rng.choice([-1.0, 1.0]),
-            [-1] * len(prompt) + [0] * len(answer),
-        )
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
+    sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    batch = policy_step(sequences, case.own)
     views, pairs = [], []
     for number in range(ROLLOUTS // 2):
         prompt, answer = prompts[number], answers[number]
@@ -159,20 +151,13 @@ def batch_of(case: Case) -> StepBatch:
         if not case.shared:  # a pair of an earlier step
             prompt, answer = ids(OWN_PROMPT), ids(case.own)
         pairs.append(PairSample(str(number), prompt, ids(case.own), answer, (-20.0, -10.0)))
-    return StepBatch(0, samples, views, pairs)
+    return replace(batch, views=views, pairs=pairs)
 
 
 def view_of(trace: str, prompt: list[int], answer: list[int], hint: list[int]) -> HintedView:
     rows = [len(prompt) - 1 + place for place in range(len(answer))]
     hinted = [row + len(hint) for row in rows]
     return HintedView(trace, 0, prompt + hint + answer, rows, hinted, answer)
-
-
-def measured(case: Case, way: str) -> Measured:
-    """Run one step in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_measured, (case, way))
 
 
 def _measured(case: Case, way: str) -> Measured:
@@ -183,13 +168,13 @@ def _measured(case: Case, way: str) -> Measured:
     batch = batch_of(case)
     if case.device != "cpu":  # the first step compiles kernels
         step.run(batch, InlineSource(teacher, config.sdpo, 0))
-    before = _reset_peak(case.device)
+    before = reset_peak(case.device)
     began = time.perf_counter()
     metrics = step.run(batch, InlineSource(teacher, config.sdpo, 0))
     if case.device != "cpu":
         torch.cuda.synchronize()
     took = time.perf_counter() - began
-    extra = _peak(case.device) - before
+    extra = peak_bytes(case.device) - before
     tokens = {name: value for name, value in metrics.items() if name.startswith("tokens/")}
     began = time.perf_counter()
     plan_step(batch, case.budget, sharing=sharing)
@@ -226,13 +211,11 @@ def compare_teacher(report: Report, case: Case) -> float:
         "dense": "off",
         "shared": "levels" if case.device == "cpu" else "row",
     }
-    took: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(3):
-        for way in WAYS:
-            began = time.perf_counter()
-            states = hinted_states(model, views, case.budget, sharing=sharing[way])
-            float(states.sum())  # waits for a device
-            took[way].append(time.perf_counter() - began)
+
+    def forwards(way: str) -> None:
+        float(hinted_states(model, views, case.budget, sharing=sharing[way]).sum())
+
+    took = in_turns({way: partial(forwards, way) for way in WAYS}, 3)
     dense, shared = (statistics.median(took[way]) for way in WAYS)
     unique = unique_ids(contexts)
     rows = [
@@ -278,30 +261,12 @@ def compare_plans(report: Report) -> None:
     report.print_table("plans", ["a step", "computed / unique", "busiest / even", "s"], rows)
 
 
-def _reset_peak(device: str) -> int:
-    if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _peak(device)
-
-
-def _peak(device: str) -> int:
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmHWM: this benchmark needs Linux")
-
-
 def compare(report: Report, case: Case, repeats: int) -> dict[str, float]:
     """Measure both ways in turn; return the ratios of shared to dense."""
     runs: dict[str, list[Measured]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         for way in WAYS:
-            runs[way].append(measured(case, way))
+            runs[way].append(in_a_process(_measured, case, way))
     took = {way: statistics.median(one.seconds for one in runs[way]) for way in WAYS}
     extra = {way: statistics.median(one.extra_bytes for one in runs[way]) for way in WAYS}
     tokens = runs["shared"][0].tokens

@@ -33,6 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from measuring import peak_bytes, policy_step, reset_peak
 from report import Report, arguments
 
 from composer_mesh.actors.engines.embedded import Engine
@@ -44,7 +45,6 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.planning.memory import GB, SHARED_CODE, total
 from composer_mesh.planning.memory_estimate import memory_of
 from composer_mesh.planning.model_sizes import sizes_of
-from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.generation import GenerationRequest
 
 SIDE_BY_SIDE, LARGEST_ID = 16, 40_000
@@ -251,24 +251,6 @@ def config_of(folder: Path, effort: Effort, trainer: dict[str, Any]) -> Config:
     )
 
 
-def batch_of(sequences: list[list[int]], new: int) -> StepBatch:
-    """Return a step whose last `new` tokens of each sequence were sampled."""
-    samples = []
-    for number, ids in enumerate(sequences):
-        read = len(ids) - new
-        samples.append(
-            PolicySample(
-                str(number),
-                ids,
-                [False] * read + [True] * new,
-                [0.0] * read + [-8.0] * new,
-                1.0 if number % 2 else -1.0,
-                [-1] * read + [0] * new,
-            )
-        )
-    return StepBatch(0, samples, [], [])
-
-
 def training(folder: Path, effort: Effort) -> dict[str, Way]:
     config = config_of(folder, effort, {})
     step = ThreeChannelStep(trained_model(config, folder, Ranks()), None, config, Ranks())
@@ -277,7 +259,7 @@ def training(folder: Path, effort: Effort) -> dict[str, Way]:
     rows = effort.microbatch // effort.prompt
 
     def ours(prompts: list[list[int]], effort: Effort) -> int:
-        step.run(batch_of(prompts, effort.new), None)
+        step.run(policy_step(prompts, effort.new), None)
         return sum(map(len, prompts))
 
     def plain(prompts: list[list[int]], effort: Effort) -> int:
@@ -326,15 +308,13 @@ def measured_memory(folder: Path, effort: Effort, trainer: dict[str, Any]) -> di
     parts = memory_of("trainer", config, sizes_of(config.policy)).host
     ranks = Ranks()
     step = ThreeChannelStep(trained_model(config, folder, ranks), None, config, ranks)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak of loading
+    reset_peak()  # that of loading
     rows = effort.microbatch // effort.prompt
     for number in range(2):
-        step.run(batch_of(prompts_of(effort, number)[:rows], effort.new), None)
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        step.run(policy_step(prompts_of(effort, number)[:rows], effort.new), None)
     # A checkpoint's copy and published weights are not made here.
     training = [one for one in parts if one.what not in ("weights on offer", "a checkpoint's copy")]
-    return {"estimate": total(training) + SHARED_CODE, "peak": peak}
+    return {"estimate": total(training) + SHARED_CODE, "peak": peak_bytes()}
 
 
 if __name__ == "__main__":

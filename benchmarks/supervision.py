@@ -9,14 +9,15 @@ is its CPU above plain Monarch over the two cores that the quickstart keeps busy
 by that share when every cycle is taken from it.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
 import time
 from pathlib import Path
+
+from measuring import in_a_process
+from report import Report, arguments
 
 WAYS = ("monarch", "supervised", "watched")
 ACTORS = 9
@@ -24,25 +25,16 @@ ACTORS = 9
 CORES = 2
 """Cores that a quickstart step keeps busy."""
 SETTLE_S = 3.0
-MESSAGE = "RESULT "
 
 
 def main() -> int:
     """Measure each variant in turn; return 1 where the claim does not hold."""
-    from report import Report, arguments
-
-    parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = arguments(__doc__.splitlines()[0]).parse_args()
     seconds, rounds = (4.0, 2) if given.quick else (20.0, 3)
-    if given.way:
-        print(MESSAGE + json.dumps(measured(given.way, given.seconds)))
-        return 0
     shares: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way in WAYS:
-            shares[way].append(asyncio.run(in_a_fresh_process(way, seconds)))
+            shares[way].append(in_a_process(measured, way, seconds))
     report, middle = Report("supervision"), {}
     for way, found in shares.items():
         middle[way] = report.figures[f"{way}_cpu_share"] = statistics.median(found)
@@ -57,17 +49,6 @@ def main() -> int:
 
 def _range(found: list[float]) -> str:
     return f"{min(found):.2%} to {max(found):.2%}"
-
-
-async def in_a_fresh_process(way: str, seconds: float) -> float:
-    """Run one variant in a process that has read no other variant's settings."""
-    command = [sys.executable, __file__, "--way", way, "--seconds", str(seconds)]
-    running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    output, _ = await running.communicate()
-    if running.returncode:
-        raise RuntimeError(f"{way} ended with status {running.returncode}: see its errors above")
-    line = next(one for one in output.decode().splitlines() if one.startswith(MESSAGE))
-    return float(json.loads(line.removeprefix(MESSAGE)))
 
 
 def measured(way: str, seconds: float) -> float:

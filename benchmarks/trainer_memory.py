@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import policy_step, random_qwen3, random_sequences
 from report import Report
 
 from composer_mesh.mesh.process_resources import share_env
@@ -114,12 +114,9 @@ def _cases(dry: bool) -> list[str]:
 
 def write_model(folder: Path, dry: bool) -> None:
     """Write a Qwen3 of random weights."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    with torch.device("cpu" if dry else "cuda"):
-        shape = Qwen3Config(**(DRY_SIZES if dry else SIZES))
-        AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
+    device = "cpu" if dry else "cuda"
+    model = random_qwen3(DRY_SIZES if dry else SIZES, device, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 def _run(*arguments: str) -> str | None:
@@ -152,7 +149,9 @@ def measured(folder: Path, name: str, dry: bool) -> dict[str, float]:
     estimated = total(memory_of("trainer", config, config.policy.sizes).gpu)
     ranks = Ranks(device=own_device())
     step = ThreeChannelStep(trained_model(config, folder, ranks), None, config, ranks)
-    batch = _batch(DRY_TOKENS if dry else TOKENS, config.policy.sizes.vocab_size)
+    length = (DRY_TOKENS if dry else TOKENS) // SEQUENCES
+    sequences = random_sequences(SEQUENCES, length, config.policy.sizes.vocab_size)
+    batch = policy_step(sequences, length * 3 // 4)
     for _ in range(2):
         norm = step.run(batch, None)["policy/grad_norm"]
         if not 0 < float(norm or 0.0) < float("inf"):
@@ -193,26 +192,6 @@ def _config(folder: Path, name: str, dry: bool) -> Any:
             "placement": {"trainer": {"gpus": 0 if dry else 1}},
         }
     )
-
-
-def _batch(tokens: int, vocabulary: int) -> Any:
-    from composer_mesh.rollouts.batches import PolicySample, StepBatch
-
-    rng, length = random.Random(0), tokens // SEQUENCES
-    read = length // 4
-    acted = length - read
-    samples = [
-        PolicySample(
-            str(number),
-            [rng.randrange(vocabulary) for _ in range(length)],
-            [False] * read + [True] * acted,
-            [0.0] * read + [-8.0] * acted,
-            1.0 if number % 2 else -1.0,
-            [-1] * read + [0] * acted,
-        )
-        for number in range(SEQUENCES)
-    ]
-    return StepBatch(0, samples, [], [])
 
 
 if __name__ == "__main__":
