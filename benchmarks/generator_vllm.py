@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,17 +25,11 @@ from composer_mesh.mesh.environment import prepare_environment
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from generator_actors import Ask, actors  # noqa: E402
 from generator_vllm_raw import CONCURRENT, Load  # noqa: E402
 from report import Report, arguments  # noqa: E402
 
 from composer_mesh.actors.engines.vllm_settings import process_environment  # noqa: E402
-from composer_mesh.actors.generator import GeneratorActor  # noqa: E402
-from composer_mesh.actors.models import policy  # noqa: E402
-from composer_mesh.mesh.spawn import MeshHost  # noqa: E402
-from composer_mesh.mesh.spawned import SpawnedActor  # noqa: E402
-from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
-
-DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -78,13 +71,11 @@ def raw(load: Load, folder: Path) -> Iterator[Callable[[int], float]]:
         child.wait()
 
 
-async def through_the_actor(actor: SpawnedActor, load: Load, seed: int) -> float:
+async def through_the_actor(ask: Ask, load: Load, seed: int) -> float:
     """Return the tokens/s of the same requests, one call each."""
     asked = load.asked(seed)
     began = time.perf_counter()
-    results = await asyncio.gather(
-        *(actor.call("generate", request, deadline_s=DEADLINE_S) for request in asked)
-    )
+    results = await asyncio.gather(*map(ask, asked))
     tokens = sum(len(result.token_ids) for result in results)
     return tokens / (time.perf_counter() - began)
 
@@ -92,18 +83,11 @@ async def through_the_actor(actor: SpawnedActor, load: Load, seed: int) -> float
 async def compare(report: Report, load: Load, rounds: int) -> None:
     """Compare one size: a table, its figures, and the ratio lowered to the worst size."""
     took: dict[str, list[float]] = {"raw vLLM": [], "actor": []}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        tokenizer = policy.build_tokenizer(["use the tool"] * 9, 300)
-        policy.save_policy(policy.build_model(load.config.policy, tokenizer, 1), tokenizer, folder)
-        env = {"OMP_NUM_THREADS": "1", **process_environment(load.config)}
-        async with MeshHost(Supervisor()) as host:
-            actor = await host.spawn("generator-0", GeneratorActor, env=env)
-            await actor.call("load", load.config, folder, deadline_s=DEADLINE_S)
-            with raw(load, folder) as alone:
-                for seed in range(rounds + 1):
-                    took["raw vLLM"].append(await asyncio.to_thread(alone, seed))
-                    took["actor"].append(await through_the_actor(actor, load, seed))
+    async with actors(load.config, 1) as (folder, (ask,)):
+        with raw(load, folder) as alone:
+            for seed in range(rounds + 1):
+                took["raw vLLM"].append(await asyncio.to_thread(alone, seed))
+                took["actor"].append(await through_the_actor(ask, load, seed))
     counted = {name: speeds[1:] for name, speeds in took.items()}
     for name, speeds in counted.items():
         report.figures[f"{load.size} {name} tokens_per_s"] = round(statistics.median(speeds))

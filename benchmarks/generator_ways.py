@@ -95,7 +95,7 @@ def embedded(size: Size) -> Way:
     return answer
 
 
-def generate(size: Size, *, cache: str, logprobs: bool) -> Way:
+def generate(size: Size, *, cache: str) -> Way:
     """Return the method of transformers' `generate` over one batch padded on the left."""
     model = model_of(size)
 
@@ -113,29 +113,26 @@ def generate(size: Size, *, cache: str, logprobs: bool) -> Way:
             top_k=0,
             top_p=1.0,
             cache_implementation=cache,
-            output_scores=logprobs,
+            output_scores=True,
             return_dict_in_generate=True,
         )
         tokens = output.sequences[:, width:]
         assert tokens.shape == (len(prompts), new)
-        if logprobs:
-            scores = torch.stack(output.scores, 1).log_softmax(-1)
-            assert len(scores.gather(-1, tokens[..., None]).tolist()) == len(prompts)
-        else:
-            assert len(tokens.tolist()) == len(prompts)
+        scores = torch.stack(output.scores, 1).log_softmax(-1)
+        assert len(scores.gather(-1, tokens[..., None]).tolist()) == len(prompts)
 
     return answer
 
 
 @contextmanager
-def continuous(size: Size, *, logprobs: bool) -> Iterator[Way]:
+def continuous(size: Size) -> Iterator[Way]:
     """Yield transformers' warm continuous batching, which answers from its own thread."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     sampling = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=PAD
     )
     settings = ContinuousBatchingConfig(
-        num_blocks=256, page_size=64, max_batch_tokens=512, return_logprobs=logprobs
+        num_blocks=256, page_size=64, max_batch_tokens=512, return_logprobs=True
     )
     with model_of(size).continuous_batching_context_manager(
         generation_config=sampling, continuous_batching_config=settings

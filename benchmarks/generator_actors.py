@@ -1,4 +1,4 @@
-"""Generator actors in processes, for generator_turns.py: any engine, one small model."""
+"""Generator actors in processes, for generator benchmarks: any engine, one small model."""
 
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,8 +35,8 @@ def prefix_config(engine: str, rows: int, context: int, kept: int) -> Config:
 
 
 @asynccontextmanager
-async def actors(config: Config, count: int) -> AsyncIterator[list[Ask]]:
-    """Yield calls to `count` actors that serve the same model."""
+async def actors(config: Config, count: int) -> AsyncIterator[tuple[Path, list[Ask]]]:
+    """Yield the folder of a model, and calls to `count` actors that serve it."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tokenizer = policy.build_tokenizer(["use the tool"] * 9, 300)
@@ -48,4 +48,4 @@ async def actors(config: Config, count: int) -> AsyncIterator[list[Ask]]:
                 actor = await host.spawn(f"generator-{number}", GeneratorActor, env=env)
                 await actor.call("load", config, folder, deadline_s=DEADLINE_S)
                 asks.append(partial(actor.call, "generate", deadline_s=DEADLINE_S))
-            yield asks
+            yield folder, asks
