@@ -1,6 +1,6 @@
 """Calls a second of an MCP server through a task's connections, over those of the SDK's own client.
 
-    python benchmarks/mcp_calls.py --json mcp_calls.json
+    python benchmarks/mcp_calls.py [--quick] [--json FILE]
 
 Both call `echo` of one stdio server in this file, `--at-once` calls at a time. The rounds alternate
 between the two, and the median of each is compared: `mcp_calls_over_sdk` has to be 0.9 or more.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from typing import Any
 
 from mcp import Client, StdioServerParameters
 from mcp.server.mcpserver import MCPServer
+from report import Report, arguments
 
 BAR = 0.9
 SELF = str(Path(__file__).absolute())
@@ -45,22 +45,22 @@ async def calls_per_s(call: Call, count: int, at_once: int) -> float:
     return (count // at_once) * at_once / (time.perf_counter() - began)
 
 
-async def measured(calls: int, at_once: int, rounds: int) -> dict[str, float]:
-    """Return the calls a second of both, and their ratio."""
+async def measured(calls: int, at_once: int, rounds: int) -> tuple[float, float]:
+    """Return the calls a second of both."""
     from composer_mesh.actors.mcp_servers.server import ServerConnections
     from composer_mesh.configs.mcp import McpServer
 
-    arguments = [SELF, "--serve"]
+    words = [SELF, "--serve"]
     table = McpServer(
         name="echo",
         transport="stdio",
         command=sys.executable,
-        args=tuple(arguments),
+        args=tuple(words),
         start_s=60.0,
         processes=1,
     )
     ours = ServerConnections(table, {})
-    parameters = StdioServerParameters(command=sys.executable, args=arguments)
+    parameters = StdioServerParameters(command=sys.executable, args=words)
     found: dict[str, list[float]] = {"ours": [], "sdk": []}
     async with Client(parameters) as client:
         ways: dict[str, Call] = {
@@ -73,31 +73,26 @@ async def measured(calls: int, at_once: int, rounds: int) -> dict[str, float]:
             for name, call in ways.items():
                 found[name].append(await calls_per_s(call, calls, at_once))
     await ours.close()
-    own, theirs = median(found["ours"]), median(found["sdk"])
-    return {
-        "calls_per_s": own,
-        "sdk_calls_per_s": theirs,
-        "mcp_calls_over_sdk": own / theirs,
-    }
+    return median(found["ours"]), median(found["sdk"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--calls", type=int, default=2_000)
-    parser.add_argument("--at-once", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser = arguments(__doc__.partition("\n")[0])
+    parser.add_argument("--at-once", type=int, default=8, metavar="N")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.serve:
+    given = parser.parse_args()
+    if given.serve:
         server.run("stdio")
         return 0
-    figures = asyncio.run(measured(arguments.calls, arguments.at_once, arguments.rounds))
-    for name, value in figures.items():
-        print(f"{name:22} {value:10.2f}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0 if figures["mcp_calls_over_sdk"] >= BAR else 1
+    calls, rounds = (400, 3) if given.quick else (2_000, 7)
+    report = Report("mcp_calls")
+    own, theirs = asyncio.run(measured(calls, given.at_once, rounds))
+    report.figures = {"calls_per_s": own, "sdk_calls_per_s": theirs}
+    report.ratios["mcp_calls_over_sdk"] = own / theirs
+    rows = [("ours", f"{own:,.0f}"), ("SDK", f"{theirs:,.0f}")]
+    report.print_table("calls of an MCP server", ("client", "calls/s"), rows)
+    report.finish(given.json)
+    return int(own / theirs < BAR)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import psutil
 from report import Report, arguments
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def session_bytes(boxes: Sandbox) -> float:
 
 def left_over() -> tuple[int, float]:
     """Kill a worker with open boxes; return what is left when its keeper has ended, and when."""
+    from composer_mesh.mesh.processes import is_alive
     from composer_mesh.mesh.programs import PACKAGES
 
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
@@ -128,7 +130,7 @@ def left_over() -> tuple[int, float]:
             time.sleep(0.01)
         worker.kill()
     began = time.perf_counter()
-    while Path("/proc", keeper).exists() and _state(keeper) != "Z":
+    while is_alive(int(keeper)):
         time.sleep(0.005)
     seconds = time.perf_counter() - began
     groups = sum(
@@ -139,21 +141,9 @@ def left_over() -> tuple[int, float]:
 
 def processes_of(first: int) -> int:
     """Return how many processes the users of a worker's boxes have."""
-    count = 0
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and _state(process.name) not in "Z":
-            try:
-                count += first <= process.stat().st_uid < first + 60_000
-            except FileNotFoundError:
-                continue
-    return count
-
-
-def _state(process: str) -> str:
-    try:
-        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
+    found = [one.info for one in psutil.process_iter(["uids", "status"])]
+    users = [one["uids"].real for one in found if one["status"] != psutil.STATUS_ZOMBIE]
+    return sum(first <= user < first + 60_000 for user in users)
 
 
 def main() -> int:
