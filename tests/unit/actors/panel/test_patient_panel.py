@@ -26,15 +26,13 @@ COST, REST_S = 0.0001, 0.002
 
 @asynccontextmanager
 async def opened(provider: ScriptedProvider, **settings: Any) -> AsyncIterator[TeacherPanel]:
-    told = PanelSettings(
-        **{
-            "teachers": (teacher("a"),),
-            "retries": Retries(1),
-            "timeouts": Timeouts(30.0, line_s=math.inf),
-            "budget": BudgetRules(usd=1.0),
-            **settings,
-        }
-    )
+    defaults: dict[str, Any] = {
+        "teachers": (teacher("a"),),
+        "retries": Retries(1),
+        "timeouts": Timeouts(30.0, line_s=math.inf),
+        "budget": BudgetRules(usd=1.0),
+    }
+    told = PanelSettings(**{**defaults, **settings})
     panel = await TeacherPanel.open(told, environ=ENVIRON, transport=provider.transport)
     try:
         yield panel
