@@ -15,13 +15,14 @@ The experts of a group's turns in its file: one array, and the shape of each tur
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, with_config
+from pydantic_core import to_json
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -29,16 +30,8 @@ from composer_mesh.actors.checkpoints.manifest import to_disk
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.mesh.untrusted_json import short_reason
-from composer_mesh.rollouts.traces import (
-    ErrorSite,
-    ExpertChoices,
-    Message,
-    Split,
-    StopReason,
-    Trace,
-    Turn,
-)
+from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
+from composer_mesh.rollouts.traces import ExpertChoices, StopReason, Trace, Turn
 from composer_mesh.services.store.rows import DamagedRecord
 
 Shape = tuple[int, int, int]
@@ -109,43 +102,24 @@ KINDS = {
 """Arrays of a group's file and their types."""
 
 
-@with_config(ConfigDict(ser_json_inf_nan="constants"))
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A trace without its token arrays; `turns` are lengths of context and action, and the stop.
+    """What the body states of a trajectory, beside the fields of its trace.
 
-    `untrained` are the turns that are context only. One that is `further` is another trajectory of
-    the episode before it.
+    `turns` are lengths of context and action, and the stop; `untrained` are those that are context
+    only. One that is `further` is another trajectory of the episode before it.
     """
 
-    trace_id: str
-    group_id: int
-    sample: int
-    task: str
-    split: Split
-    index: int
     turns: list[tuple[int, int, StopReason]]
-    messages: list[Message]
-    reward: float
-    success: bool
-    error_sites: list[ErrorSite]
-    rewards: dict[str, float] = field(default_factory=dict)
-    answer: str | None = None
     untrained: list[int] = field(default_factory=list)
-    role: str = ""
-    advantage: float | None = None
     further: bool = False
-    penalty: float = 0.0
-    left_out: list[str] = field(default_factory=list)
-    turn_rewards: list[float] = field(default_factory=list)
-    turn_advantages: list[float] = field(default_factory=list)
-    episode_id: str = ""
-    screened: bool = False
-    experts: list[tuple[int, int, int] | None] = field(default_factory=list)
+    experts: list[Shape | None] = field(default_factory=list)
     """Positions, layers and experts of a token of each turn; empty if no turn has any."""
 
 
-_HEAD, _HEADS = fail_fast(_Head), fail_fast(list[_Head])
+_TRACE, _HEADS = fail_fast(Trace), fail_fast(list[_Head])
+OWN = [one.name for one in fields(Trace) if one.name not in ("turns", "others")]
+"""Fields of a trace that the body has as they are."""
 
 
 def path_of(root: Path, group_id: int) -> Path:
@@ -165,7 +139,11 @@ def group_bytes(traces: Sequence[Trace]) -> bytes:
     turns = [turn for trace in every for turn in trace.turns]
     ids = _joined(part for turn in turns for part in (turn.context_ids, turn.action_ids))
     versions, runs = _runs(_joined(turn.versions for turn in turns))
-    body = b"[%s]" % b",".join(_HEAD.dump_json(head) for head in _heads(traces))
+    body = b"[%s]" % b",".join(
+        _stated(one, number > 0)
+        for trace in traces
+        for number, one in enumerate(trace.trajectories())
+    )
     tensors = {
         "ids": _narrow(ids),
         "logprobs": _exact([turn.logprobs for turn in turns]),
@@ -185,13 +163,17 @@ def traces_of(content: bytes) -> list[Trace]:
     try:
         tensors = load(content)
         _refuse_other_arrays(tensors)
-        heads = _HEADS.validate_json(tensors["body"].tobytes())
+        body = parsed_json(tensors["body"].tobytes())
+        heads = _HEADS.validate_python(body)
         _refuse_other_lengths(tensors, heads)
         versions = np.repeat(tensors["versions"], tensors["runs"]).tolist()
         arrays = (tensors["ids"].tolist(), tensors["logprobs"].tolist(), versions)
         ids, logprobs, versions = map(iter, arrays)
         experts = ExpertsReader(tensors.get("experts"))
-        found = [(head.further, _trace(head, ids, logprobs, versions, experts)) for head in heads]
+        found = [
+            (head.further, _trace(own, head, ids, logprobs, versions, experts))
+            for own, head in zip(body, heads, strict=True)
+        ]
         experts.check_all_taken()
         return _with_others(found)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -258,12 +240,6 @@ def read_group(root: Path, group_id: int, size: int, crc: int) -> list[Trace]:
         raise DamagedRecord(str(path), str(error), REPAIR) from None
 
 
-def _heads(traces: Sequence[Trace]) -> Iterator[_Head]:
-    for trace in traces:
-        for number, one in enumerate(trace.trajectories()):
-            yield _head(one, number > 0)
-
-
 def _with_others(found: Sequence[tuple[bool, Trace]]) -> list[Trace]:
     """Return the traces, each with the further trajectories that follow it."""
     traces: list[Trace] = []
@@ -277,37 +253,20 @@ def _with_others(found: Sequence[tuple[bool, Trace]]) -> list[Trace]:
     return traces
 
 
-def _head(trace: Trace, further: bool) -> _Head:
-    turns = [(len(t.context_ids), len(t.action_ids), t.stop_reason) for t in trace.turns]
-    return _Head(
-        trace.trace_id,
-        trace.group_id,
-        trace.sample,
-        trace.task,
-        trace.split,
-        trace.index,
-        turns,
-        trace.messages,
-        trace.reward,
-        trace.success,
-        trace.error_sites,
-        trace.rewards,
-        trace.answer,
-        [number for number, turn in enumerate(trace.turns) if not turn.trained],
-        trace.role,
-        trace.advantage,
-        further,
-        trace.penalty,
-        trace.left_out,
-        trace.turn_rewards,
-        trace.turn_advantages,
-        trace.episode_id,
-        trace.screened,
-        shapes_of(trace),
-    )
+def _stated(trace: Trace, further: bool) -> bytes:
+    """Serialize a trajectory without its token arrays."""
+    stated = {
+        **{name: getattr(trace, name) for name in OWN},
+        "turns": [(len(t.context_ids), len(t.action_ids), t.stop_reason) for t in trace.turns],
+        "untrained": [number for number, turn in enumerate(trace.turns) if not turn.trained],
+        "further": further,
+        "experts": shapes_of(trace),
+    }
+    return to_json(stated, inf_nan_mode="constants")
 
 
 def _trace(
+    own: Mapping[str, Any],
     head: _Head,
     ids: Iterator[int],
     logprobs: Iterator[float],
@@ -329,29 +288,8 @@ def _trace(
             zip(head.turns, shapes, strict=True)
         )
     ]
-    return Trace(
-        head.trace_id,
-        head.group_id,
-        head.sample,
-        head.task,
-        head.split,
-        head.index,
-        turns,
-        head.messages,
-        head.reward,
-        head.success,
-        head.error_sites,
-        head.rewards,
-        head.answer,
-        role=head.role,
-        advantage=head.advantage,
-        penalty=head.penalty,
-        left_out=head.left_out,
-        turn_rewards=head.turn_rewards,
-        turn_advantages=head.turn_advantages,
-        episode_id=head.episode_id,
-        screened=head.screened,
-    )
+    found: Trace = _TRACE.validate_python({**own, "turns": turns, "others": []})
+    return found
 
 
 def _joined(parts: Iterable[list[int]]) -> NDArray[np.int64]:
