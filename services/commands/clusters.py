@@ -108,7 +108,7 @@ def worker(arguments: argparse.Namespace) -> int:
 )
 def stop(arguments: argparse.Namespace) -> int:
     """Make a run write a checkpoint and end."""
-    from composer_mesh.services.launch.stop_command import stop_command
+    from composer_mesh.services.launch.command import stop_command
 
     return stop_command(arguments.run, arguments.now)
 
@@ -122,6 +122,6 @@ def stop(arguments: argparse.Namespace) -> int:
 )
 def join(arguments: argparse.Namespace) -> int:
     """Add a host to a running run."""
-    from composer_mesh.services.launch.stop_command import join_command
+    from composer_mesh.services.launch.command import join_command
 
     return join_command(arguments.run, arguments.address)
