@@ -41,8 +41,7 @@ from composer_mesh.planning.mesh_layout import rollout_workers  # noqa: E402
 from composer_mesh.rollouts.episode import Sampling  # noqa: E402
 from composer_mesh.rollouts.tasks import Episode  # noqa: E402
 from composer_mesh.services import service  # noqa: E402
-from composer_mesh.services.episodes.retries import Retries  # noqa: E402
-from composer_mesh.services.episodes.rollout import Rollouts  # noqa: E402
+from composer_mesh.services.episodes.rollout import Retries, Rollouts  # noqa: E402
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers  # noqa: E402
 from composer_mesh.services.pool.restarts import RestartRules  # noqa: E402
 from composer_mesh.services.run.preload import PRELOAD  # noqa: E402

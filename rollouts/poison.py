@@ -2,7 +2,7 @@
 
 A deterministic failure recurs in each attempt, so equal failures of one episode indicate a fault of
 the episode. Concurrent attempts count once, because one cause may have hit all of them.
-`services.episodes.retries` decides which errors are equal and what happens to an episode.
+`services.episodes.rollout` decides which errors are equal and what happens to an episode.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """The command line: parses arguments; invalid ones give one message and status 2.
 
-Commands are registered (`configs.plugins`); those of the core are in `commands`. `launch.reach`
+Commands are registered (`configs.plugins`); those of the core are in `commands`. `launch.handle`
 runs a command about a run whose controller is on another machine on that machine.
 """
 
@@ -19,11 +19,11 @@ from composer_mesh.services.commands.parser import Command, make_parser
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.control import ControlRefused
 from composer_mesh.services.directory.status import RunUnavailable
+from composer_mesh.services.launch.handle import reached
 from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused
-from composer_mesh.services.launch.reach import reached
 from composer_mesh.services.offline.options import ReplayRefused
 from composer_mesh.services.replay.post_reward import LateRewardError
-from composer_mesh.services.schedule.signals import CommandSignals, Interrupted
+from composer_mesh.services.schedule.stopping import CommandSignals, Interrupted
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 from composer_mesh.services.traces.options import TracesRefused
 from composer_mesh.tasks.errors import TaskError

@@ -22,7 +22,7 @@ from composer_mesh.services.commands.parser import command
 from composer_mesh.services.commands.training import refuse_an_island, start
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.resume import pinned
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 
 
 def _add_ablate(parser: argparse.ArgumentParser) -> None:

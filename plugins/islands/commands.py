@@ -7,7 +7,7 @@ from composer_mesh.services.commands.arguments import add_set
 from composer_mesh.services.commands.parser import command
 from composer_mesh.services.commands.training import train
 from composer_mesh.services.directory.claim import output_path
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 
 
 def _add_islands(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.resume import pinned, with_chat_date
 from composer_mesh.services.evaluation.report import about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target, target_of
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.tasks.loading import make_task
 
 PRICE = "a URL's price of a million {} tokens, which --max-usd needs"

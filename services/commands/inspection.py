@@ -11,7 +11,7 @@ from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import argument, command
 from composer_mesh.services.offline.options import add_options, read_options
 from composer_mesh.services.replay.post_reward import post_rewards, read_posts
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.traces.options import add_options as add_traces_options
 
 RUN = argument(

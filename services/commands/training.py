@@ -53,7 +53,7 @@ from composer_mesh.services.directory.resume import (
 )
 from composer_mesh.services.directory.sft_start import SUFFIX, NoStart
 from composer_mesh.services.inspection.placement_table import print_placement, print_plan
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.sft.config import sft_config
 from composer_mesh.tasks.loading import fewer_episodes, make_task
 

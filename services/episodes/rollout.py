@@ -1,13 +1,32 @@
-"""Samples of episodes, played by a port and retried where an attempt fails.
+"""Samples of episodes, played by a port; failed attempts are retried, failing episodes quarantined.
 
-The controller schedules episodes; `rollouts.episode` says how one is played, `retries` what happens
-to a failed attempt.
+    attempt fails --> retried, with a fresh environment, up to `rollout_retries`
+                      the same error of its episode `poison_after` times, or a lost process in each
+                      attempt: the episode is quarantined for the run
+                      anything else until the end: the sample is given up; failures of an external
+                      service, such as a judge, are never counted against the episode
+
+The controller schedules episodes; `rollouts.episode` says how one is played. A sample that is given
+up is left out of its group, and never becomes a reward. Which failures are equal is decided here,
+and counted in `rollouts.poison`. Events of a kind are recorded once per interval, with a count of
+those that were suppressed; exact counts are in the metrics.
 """
 
 import asyncio
+import time
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from typing import Any, TypeVar
 
+from composer_mesh.configs.supervision import SupervisionConfig
+from composer_mesh.configs.worded import Worded
+from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
+from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.group_rewards import (
     SMALLEST_GROUP,
@@ -16,11 +35,281 @@ from composer_mesh.rollouts.group_rewards import (
     with_group_score,
     without_left_out,
 )
+from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
 from composer_mesh.rollouts.tasks import Episode
-from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.retries import EpisodeTrial, Retries
+from composer_mesh.rollouts.traces import Split, Trace
+from composer_mesh.services.pool.dispatch import NoReplicaLeft, ServiceClosed
 from composer_mesh.services.steps.ports import Player
+from composer_mesh.tasks.errors import JudgesSpent, TaskProcessEnded
 from composer_mesh.tasks.task import Task
+
+INTERVAL_S = 1.0
+
+
+class PacedEvents:
+    """A rate-limiting recorder in front of another one. Not thread-safe."""
+
+    def __init__(
+        self,
+        record: Recorder,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._record, self._interval_s, self._clock = record, interval_s, clock
+        self._last: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+
+    def __call__(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
+        """Record an event, or suppress and count it where one of its kind was recorded just now."""
+        now = self._clock()
+        if now - self._last.get(kind, -self._interval_s) < self._interval_s:
+            self._held[kind] += 1
+            return
+        self._last[kind] = now
+        held = self._held.pop(kind, 0)
+        told = f"{detail} (and {held} more before it)" if held else detail
+        self._record(kind, actor, told, **fields)
+
+    def flush(self) -> None:
+        """Record the counts of suppressed events."""
+        for kind, held in self._held.items():
+            self._record(kind, "", f"{held} more")
+        self._held.clear()
+
+
+LOST = "lost process"
+"""Key of a failure in which an actor died or was unresponsive during one of the attempt's calls."""
+
+KILLED = "killed the task process"
+"""Key of a failure in which the attempt's own code held or ended the process that it ran in."""
+
+LONGEST_TRACEBACK = 8_000
+
+T = TypeVar("T")
+
+
+class RolloutsFail(Worded, MeshError):
+    """Too few rollouts succeed to continue the run: what was found, and the last failure."""
+
+    message = (
+        "{0}; the last failure was {1}: mend what failed (poisoned.jsonl in the run directory has "
+        "the episodes that were set aside), or raise supervision.rollout_retries"
+    )
+
+
+class Retries:
+    """All retries of a run. `keep` persists a quarantined episode."""
+
+    def __init__(
+        self,
+        config: SupervisionConfig,
+        keep: Callable[[PoisonedInput], None],
+        record: Recorder,
+    ) -> None:
+        self.attempts = config.rollout_retries + 1
+        self._poison_after = config.poison_after
+        self._keep, self._events = keep, PacedEvents(record)
+        self._set_aside: set[tuple[Split, int]] = set()
+        self._counts: Counter[str] = Counter()
+        self._shortage = Shortage()
+        self._last = "none"
+        self._lost_processes = 0
+
+    def restore(self, poisoned: Iterable[Mapping[str, Any]], sizes: list[int], wanted: int) -> None:
+        """Restore an earlier process's quarantined episodes and its last step's group sizes."""
+        episodes = [one["episode"] for one in poisoned]
+        self._set_aside |= {(episode["split"], episode["index"]) for episode in episodes}
+        if sizes:
+            self._shortage.step(sizes, wanted)
+
+    def trial(self, episode: Episode) -> "EpisodeTrial":
+        """Return a trial that counts the failures of an episode over all its samples."""
+        return EpisodeTrial(self, episode)
+
+    def is_set_aside(self, episode: Episode) -> bool:
+        """Whether this episode is quarantined."""
+        return (episode.split, episode.index) in self._set_aside
+
+    def key_of(self, error: Exception, session: str) -> str | None:
+        """Return the key that groups equal failures; None where the attempt is not the cause.
+
+        The key of a lost process changes with each episode that is quarantined for such losses:
+        earlier losses are then explained, and no longer count against the attempts that were merely
+        present.
+        """
+        key = key_of(error, session)
+        return self.lost_key if key == LOST else key
+
+    @property
+    def lost_key(self) -> str:
+        """The current key of lost-process failures."""
+        return f"{LOST} {self._lost_processes}"
+
+    def figures(self) -> dict[str, int]:
+        """Return the counts of retries, given-up samples and quarantines since the last call."""
+        self._events.flush()
+        counts, self._counts = self._counts, Counter()
+        return {f"rollouts/{name}": counts[name] for name in ("retried", "given_up", "poisoned")}
+
+    def check_step(self, step: int, sizes: list[int], wanted: int) -> None:
+        """Raise `RolloutsFail` where most groups of two steps in a row lack most rollouts."""
+        if self._shortage.step(sizes, wanted):
+            short = short_groups(sizes, wanted)
+            raise RolloutsFail(
+                f"step {step} has less than half of its rollouts in {short} of {len(sizes)} "
+                "groups, after a step like that",
+                self._last,
+            )
+
+    def check_evaluation(self, step: int, measured: int, asked: int) -> None:
+        """Raise `RolloutsFail` where an evaluation has no episode to measure."""
+        if not measured:
+            what = f"none of {asked} held-out episodes could be run after step {step}"
+            raise RolloutsFail(what, self._last)
+
+    def failed(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:
+        """Handle a failed attempt: quarantine the episode, give up the sample, or retry it."""
+        self._last = one_line(attempt.error)
+        if self.is_set_aside(trial.episode):
+            return
+        most = (
+            max(self.attempts, self._poison_after) if attempt.lost_a_process else self._poison_after
+        )
+        if attempt.times >= most:
+            self._set_aside_for_good(trial, attempt)
+        elif attempt.failures >= self.attempts:
+            self._counts["given_up"] += 1
+            self._tell("rollout_given_up", attempt, f", after {attempt.failures} failures")
+        else:
+            self._counts["retried"] += 1
+            self._tell("rollout_retried", attempt)
+
+    def _set_aside_for_good(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:
+        self._set_aside.add((trial.episode.split, trial.episode.index))
+        self._lost_processes += attempt.lost_a_process
+        self._counts["poisoned"] += 1
+        error = attempt.error
+        story = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+        cause, attempts = classify(error).value, trial.attempts
+        self._keep(PoisonedInput(trial.episode, cause, error_key(error), story, attempts))
+        self._tell("input_poisoned", attempt, f", set aside after {attempts} failures")
+
+    def _tell(self, kind: str, attempt: "FailedAttempt", what: str = "") -> None:
+        error, cause = attempt.error, one_line(attempt.error)
+        fields = {"rollout": attempt.name, "cause": cause, "class": classify(error).value}
+        self._events(kind, actor_of(error), f"{attempt.name}{what}: {cause}", **fields)
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """One failed attempt at a sample, which has had `failures` failures so far.
+
+    `times` counts failures of this kind: of the sample where a process was lost by it, none where a
+    provider failed, and otherwise of any sample of the episode.
+    """
+
+    name: str
+    error: Exception
+    key: str | None
+    times: int
+    failures: int
+
+    @property
+    def lost_a_process(self) -> bool:
+        """Whether a process was lost in the attempt."""
+        return is_loss(self.key)
+
+
+class EpisodeTrial:
+    """One episode's attempts, over all of its samples."""
+
+    def __init__(self, retries: Retries, episode: Episode) -> None:
+        self.episode = episode
+        self._retries, self._trial = retries, Trial()
+
+    @property
+    def attempts(self) -> int:
+        """Number of failed attempts."""
+        return self._trial.attempts
+
+    async def sample(self, name: str, attempt: Callable[[str], Awaitable[T]]) -> T | None:
+        """Return what a sample's attempt returns; None where it, or its episode, was given up.
+
+        Each attempt gets a session name of its own. An attempt whose environment died between its
+        calls does not count. Waits for the last attempt.
+        """
+        own: Counter[str] = Counter()
+        for number in count(1):
+            if self._retries.is_set_aside(self.episode) or self._spent(own):
+                break
+            session, began = session_name(name, number), self._trial.begin()
+            try:
+                return await attempt(session)
+            except (ServiceClosed, NoReplicaLeft, JudgesSpent):
+                raise  # nothing is left to retry with
+            except Exception as error:  # noqa: BLE001  supervision boundary
+                key = self._retries.key_of(error, session)
+                self._retries.failed(self, self._failed_attempt(name, error, key, began, own))
+        return None
+
+    def _failed_attempt(
+        self, name: str, error: Exception, key: str | None, began: int, own: Counter[str]
+    ) -> FailedAttempt:
+        """Count a sample's failure, with its `own` earlier ones and with its episode's."""
+        if key is not None:
+            own[key] += 1
+        outside = classify(error) is FailureClass.PROVIDER  # no episode is the cause of that
+        if key == KILLED:
+            began = self._trial.begin()  # each such process was ended by one attempt alone
+        shared = self._trial.failed(began, None if outside or is_loss(key) else key)
+        times = own[key] if key is not None and is_loss(key) else shared
+        return FailedAttempt(name, error, key, times, self._failures(own))
+
+    def _failures(self, own: Counter[str]) -> int:
+        """Count a sample's failures, without those that were attributed to another episode."""
+        lost_key = self._retries.lost_key
+        return sum(n for key, n in own.items() if key == lost_key or not is_loss(key))
+
+    def _spent(self, own: Counter[str]) -> bool:
+        return self._failures(own) >= self._retries.attempts
+
+
+def session_name(name: str, attempt: int) -> str:
+    """Return the name of an attempt's session: the rollout's own, then with `.2`, `.3`, …"""
+    return name if attempt == 1 else f"{name}.{attempt}"
+
+
+def is_loss(key: str | None) -> bool:
+    """Whether this is the key of a lost-process failure, current or earlier."""
+    return key is not None and key.startswith(LOST)
+
+
+def key_of(error: Exception, session: str) -> str | None:
+    """Return the key that groups equal failures; None where the attempt is not the cause.
+
+    A session lost between two calls is not the attempt's fault. One lost during a call may have
+    been caused by it, whatever process was called.
+    """
+    if isinstance(error, SessionLost) and not error.in_call:
+        return None
+    if isinstance(error, TaskProcessEnded):
+        return KILLED
+    if classify(error) is FailureClass.INFRASTRUCTURE:
+        return LOST
+    return error_key(error).replace(session, "…")
+
+
+def one_line(error: Exception) -> str:
+    """Return an error in one line, for an event."""
+    if isinstance(error, SessionLost):
+        return f"{error.replica} died: {error.reason}"  # the loss is already handled
+    return cause_of(error)
+
+
+def actor_of(error: Exception) -> str:
+    """Return the actor that a mesh error names, empty where it names none."""
+    name = getattr(error, "replica", None) or getattr(error, "actor", None)
+    return name if isinstance(name, str) else ""
 
 
 class Rollouts:

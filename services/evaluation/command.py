@@ -41,8 +41,7 @@ from composer_mesh.services.evaluation.report import (
 from composer_mesh.services.evaluation.target import EvalRefused
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.inspection.view import RunView
-from composer_mesh.services.schedule.signals import CommandSignals
-from composer_mesh.services.schedule.stopping import until_interrupted
+from composer_mesh.services.schedule.stopping import CommandSignals, until_interrupted
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.errors import JudgesSpent

@@ -45,8 +45,12 @@ from composer_mesh.services.offline.report import (
 )
 from composer_mesh.services.offline.session import TeacherClient, opened_panel, priced_teachers
 from composer_mesh.services.offline.traces import TraceIndex, index_traces
-from composer_mesh.services.schedule.signals import NUMBERS, CommandSignals
-from composer_mesh.services.schedule.stopping import Stopping, until_interrupted
+from composer_mesh.services.schedule.stopping import (
+    NUMBERS,
+    CommandSignals,
+    Stopping,
+    until_interrupted,
+)
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task import Task
 

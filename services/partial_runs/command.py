@@ -44,9 +44,8 @@ from composer_mesh.services.run.mesh import Half, RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.groups import Groups
-from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.step_builder import StepBuilder
-from composer_mesh.services.schedule.stopping import until_interrupted
+from composer_mesh.services.schedule.stopping import CommandSignals, until_interrupted
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import FirstReasons

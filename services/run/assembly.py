@@ -61,8 +61,13 @@ from composer_mesh.services.run.tracking import RunTrackers, TrackedView, final_
 from composer_mesh.services.run.watch import RunWatch
 from composer_mesh.services.run.weights_folder import settled
 from composer_mesh.services.schedule.metrics import replay_metrics
-from composer_mesh.services.schedule.signals import CommandSignals
-from composer_mesh.services.schedule.stopping import STOPPED, Stopping, grace_s, until_interrupted
+from composer_mesh.services.schedule.stopping import (
+    STOPPED,
+    CommandSignals,
+    Stopping,
+    grace_s,
+    until_interrupted,
+)
 from composer_mesh.services.steps.step_manifest import UnreadableManifest
 from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore, disk_error

@@ -28,8 +28,7 @@ from composer_mesh.rollouts.number_words import load_rules
 from composer_mesh.services.checks.task import training_rows
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.episodes.retries import Retries
-from composer_mesh.services.episodes.rollout import Rollouts
+from composer_mesh.services.episodes.rollout import Retries, Rollouts
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.replay.late_rewards import make_late_rewards
 from composer_mesh.services.replay.pair_stream import PairStream, make_pair_stream

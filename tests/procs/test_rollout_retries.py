@@ -25,8 +25,7 @@ from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services import service
-from composer_mesh.services.episodes.retries import Retries
-from composer_mesh.services.episodes.rollout import Rollouts
+from composer_mesh.services.episodes.rollout import Retries, Rollouts
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.service import Service
 from composer_mesh.tasks.loading import make_task

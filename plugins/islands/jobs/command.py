@@ -50,8 +50,7 @@ from composer_mesh.services.directory.resume import (
 from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.launch.command import refuse_a_live
 from composer_mesh.services.launch.ports import LaunchFailed
-from composer_mesh.services.schedule.signals import CommandSignals
-from composer_mesh.services.schedule.stopping import grace_s
+from composer_mesh.services.schedule.stopping import CommandSignals, grace_s
 
 LAUNCH = "launch"
 CLOUDS: Mapping[str, Callable[[str | None], JobCloud]] = {

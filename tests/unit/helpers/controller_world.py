@@ -27,8 +27,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, StopReason, Trace
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.episodes.retries import Retries
-from composer_mesh.services.episodes.rollout import Rollouts
+from composer_mesh.services.episodes.rollout import Retries, Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream, make_pair_stream
 from composer_mesh.services.schedule.groups import ResumeState
 from composer_mesh.services.schedule.step_builder import StepBuilder

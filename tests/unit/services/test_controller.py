@@ -26,7 +26,7 @@ from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import PromptTooLong, Sample, Sampling
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.episodes.retries import RolloutsFail
+from composer_mesh.services.episodes.rollout import RolloutsFail
 from composer_mesh.services.schedule.step_builder import StepBuilder
 from composer_mesh.tasks.toolbox import ToolboxTask
 

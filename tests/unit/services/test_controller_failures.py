@@ -26,7 +26,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.retries import RolloutsFail
+from composer_mesh.services.episodes.rollout import RolloutsFail
 from composer_mesh.services.pool.dispatch import ServiceClosed
 from composer_mesh.tasks.errors import JudgesSpent
 from composer_mesh.tasks.toolbox import ToolboxTask

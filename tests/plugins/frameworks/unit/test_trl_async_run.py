@@ -26,7 +26,7 @@ from composer_mesh.plugins.frameworks.trl.async_stream import (
     SampleStream,
 )
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.services.episodes.retries import RolloutsFail
+from composer_mesh.services.episodes.rollout import RolloutsFail
 from composer_mesh.services.run.assembly import FAILED
 from composer_mesh.services.schedule.groups import Groups
 from composer_mesh.services.service import Service

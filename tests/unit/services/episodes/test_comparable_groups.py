@@ -15,8 +15,7 @@ from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.retries import Retries
-from composer_mesh.services.episodes.rollout import Rollouts
+from composer_mesh.services.episodes.rollout import Retries, Rollouts
 from composer_mesh.tasks.errors import UnusableTask
 
 

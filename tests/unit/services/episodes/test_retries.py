@@ -20,7 +20,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteEr
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.retries import PacedEvents, Retries, RolloutsFail
+from composer_mesh.services.episodes.rollout import PacedEvents, Retries, RolloutsFail
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskError, TaskProcessEnded

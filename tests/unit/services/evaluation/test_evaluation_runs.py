@@ -27,7 +27,7 @@ from composer_mesh.services.evaluation.command import (
 )
 from composer_mesh.services.evaluation.report import ABOUT_FILE, about, open_output
 from composer_mesh.services.evaluation.target import EvalRefused, Target
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.playing import SyncSession

@@ -14,9 +14,16 @@ from composer_mesh.services.cli import main
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.launch.by_ssh import HostsLauncher
-from composer_mesh.services.launch.handle import THERE, called, resume_command, write_handle
+from composer_mesh.services.launch.handle import (
+    THERE,
+    called,
+    command_there,
+    elsewhere,
+    reached,
+    resume_command,
+    write_handle,
+)
 from composer_mesh.services.launch.ports import Handle, State
-from composer_mesh.services.launch.reach import command_there, elsewhere, reached
 
 
 @pytest.fixture(autouse=True)

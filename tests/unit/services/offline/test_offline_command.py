@@ -29,7 +29,7 @@ from composer_mesh.rollouts.money import dollars
 from composer_mesh.services.offline.command import replay_command
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
 from composer_mesh.services.offline.traces import TraceFileError
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 STATES, QUESTIONS = 16, 48

@@ -23,7 +23,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed
 from composer_mesh.services.run.assembly import Run, train_command, unexpected
 from composer_mesh.services.run.mesh import RunMesh
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.store.schema import KIND
 from composer_mesh.services.store.writing import RunStore
 

@@ -25,7 +25,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.run.assembly import Run, train_command
 from composer_mesh.services.run.mesh import RunMesh
-from composer_mesh.services.schedule.signals import CommandSignals
+from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 STEPS = 2

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from composer_mesh.services.schedule.signals import KILL_AFTER_S, CommandSignals, Interrupted
+from composer_mesh.services.schedule.stopping import KILL_AFTER_S, CommandSignals, Interrupted
 
 
 class Clock:

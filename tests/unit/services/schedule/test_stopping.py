@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.services.schedule.signals import CommandSignals
 from composer_mesh.services.schedule.stopping import (
     GRACE_S,
     STOPPED,
+    CommandSignals,
     StopAsked,
     Stopping,
     grace_s,
