@@ -2,6 +2,10 @@
 
 The real one is a trainer with a tiny model in this process; `procs/test_ranks_contract` shows the
 same of a trainer in a process of its own.
+
+Work on several ranks: none of them is late while another one, for which it waits, moves.
+
+The port `Teachers` of training: the fake and `RestoredTeachers` keep its contract.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import fake_trainer
 import pytest
 from controller_world import World
 from fake_stored_training import Trainer
-from fake_teachers import Ring, config, training
+from fake_teachers import PublishingRank, Ring, config, training
+from fake_trainer import batch
 from in_process_host import InProcessHost
+from scripted_work import NOW_S, Worker, actor, moves, stands_still
 from training_contract import (
     STEP_CLAIMS,
     TRAINING_CLAIMS,
@@ -27,15 +33,18 @@ from training_contract import (
 )
 
 from composer_mesh.actors.models.policy import save_policy
+from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.steps.ports import Training, WeightSync
+from composer_mesh.services.training.checkpoint_writes import AverageLost, Teachers
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 from composer_mesh.services.training.rank_processes import TrainerRanks
-from composer_mesh.services.training.step import MeshTraining, MeshWeightSync
+from composer_mesh.services.training.step import MeshTraining, MeshWeightSync, RestoredTeachers
 
 NO_RESTART = {"supervision": {"trainer_restarts": 0}}
 
@@ -217,3 +226,90 @@ async def trainer(
 @pytest.mark.parametrize("claim", TRAINING_CLAIMS, ids=lambda claim: claim.__name__)
 async def test_training(claim: TrainingClaim, trainer: TrainingHarness) -> None:
     await claim(trainer)
+
+
+def ranks_of(result: Any, slow: bool) -> list[Any]:
+    """Two ranks, of which the second one moves if it is only `slow`, and ends last."""
+    still = [stands_still() for _ in range(10)]
+    moving = [moves() if slow else stands_still() for _ in range(40)]
+    return [
+        actor(Worker(reports, result), name=f"trainer-{rank}")
+        for rank, reports in enumerate((still, moving))
+    ]
+
+
+def config_of(build_config: Any) -> Any:
+    return build_config(run={"deadline_s": 1e-3}, trainer={"ranks": 2})
+
+
+@pytest.mark.parametrize("slow", [True, False])
+async def test_a_step_waits_for_a_slow_rank_and_not_for_ranks_that_all_stand_still(
+    build_config: Any, slow: bool
+) -> None:
+    ranks = ranks_of(TrainReply({"loss/total": 1.0}, {}), slow)
+    training = MeshTraining(config_of(build_config), lambda: ranks, None)
+    training._deadline_s = NOW_S
+    if slow:
+        assert (await training.train(batch(0)))["loss/total"] == 1.0
+    else:
+        with pytest.raises(DeadlineExceeded, match=r"trainer-\d.train made no progress"):
+            await training.train(batch(0))
+
+
+async def test_a_checkpoint_waits_for_a_slow_rank_too(build_config: Any) -> None:
+    processes = TrainerRanks(config_of(build_config), cast(Any, None), cast(Any, None))
+    processes._deadline_s = NOW_S
+    processes.all = ranks_of(None, slow=True)
+    await processes.save(Path("/nowhere"), export=False)
+
+
+VERSION = 3
+
+
+async def over_fake_actors(build_config: Any) -> RestoredTeachers:
+    ring = Ring(config(build_config, teacher="ema", replicas=2))
+    await ring.begin()
+    ranks = cast(list[SpawnedActor], [PublishingRank("trainer", VERSION)])
+    return RestoredTeachers(lambda: ranks, ring.sdpo, 5.0)
+
+
+@pytest.fixture(params=["fake", "RestoredTeachers"])
+async def teachers(request: Any, build_config: Any) -> Teachers:
+    if request.param == "RestoredTeachers":
+        return await over_fake_actors(build_config)
+    return fake_trainer.World(version=VERSION, average=0.0)
+
+
+async def test_teachers_that_follow_have_the_trainers_version_and_write_its_average(
+    teachers: Teachers, tmp_path: Path
+) -> None:
+    await teachers.follow()
+    await teachers.keep(VERSION)
+    assert len(await teachers.write(tmp_path)) == 1
+
+
+async def test_an_average_at_another_version_is_lost_and_nothing_is_written(
+    teachers: Teachers, tmp_path: Path
+) -> None:
+    await teachers.follow()
+    await teachers.keep(VERSION)
+    with pytest.raises(AverageLost):
+        await teachers.keep(VERSION + 1)
+    assert await teachers.write(tmp_path) == []
+
+
+async def test_nothing_is_written_that_was_not_kept(teachers: Teachers, tmp_path: Path) -> None:
+    await teachers.follow()
+    assert await teachers.write(tmp_path) == []
+
+
+async def test_the_initial_average_can_be_restored_and_a_checkpoint_without_one_cannot(
+    teachers: Teachers, tmp_path: Path
+) -> None:
+    await teachers.follow()
+    await teachers.forget()
+    assert await teachers.restore(None, 0)
+    assert not await teachers.restore(tmp_path, VERSION)
+    await teachers.keep(0)
+    await teachers.follow()
+    await teachers.keep(VERSION)
