@@ -9,6 +9,7 @@ calls.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,6 @@ from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, togethe
 from composer_mesh.services.pool.dispatch import Dispatch, NoReplicaLeft, gone
 from composer_mesh.services.pool.replicas import (
     Call,
-    Names,
     Replica,
     ReplicaSpec,
     Setups,
@@ -46,7 +46,8 @@ class Membership:
         self.reasons: dict[str, str] = {}
         """Why replicas that are gone are gone, by name."""
         self._spec = spec
-        self._names = Names(spec.name, spec.numbered, spec.stable_names)
+        self._generations: Counter[int] = Counter()
+        """How many processes each slot has had."""
         self._setups = Setups()
         self._healer: RestartManager | None = None
         if spec.restart is not None:
@@ -172,8 +173,21 @@ class Membership:
         first = len(self.coming)
         for _ in range(count):
             taken = {one.slot for one in self.all_replicas}
-            self.coming.append(self._names.next(taken))
+            lowest_free = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            self.coming.append(self._next_in(lowest_free))
         return self.coming[first:]
+
+    def _next_in(self, slot: int) -> Replica:
+        """Return the next replica for a slot: `echo-1`, then `echo-1.2` for its next process.
+
+        Where replicas are not numbered, the first slot is called `echo`; where names are stable,
+        the next process in a slot has the slot's name again.
+        """
+        self._generations[slot] += 1
+        generation, spec = self._generations[slot], self._spec
+        name = f"{spec.name}-{slot}" if slot or spec.numbered else spec.name
+        name += f".{generation}" if generation > 1 and not spec.stable_names else ""
+        return Replica(name, ReplicaState.STARTING, slot=slot, generation=generation)
 
     async def _ask(self, call: Call, deadline_s: float) -> dict[Replica, Any]:
         """Return each member's answer or exception, except of members whose death is tolerated."""
@@ -232,7 +246,7 @@ class Membership:
             replica.told[call.endpoint] = call
 
     async def _come_instead(self, dead: Replica) -> Replica:
-        newcomer = self._names.next_in(dead.slot)
+        newcomer = self._next_in(dead.slot)
         self.coming.append(newcomer)
         await self._come([newcomer], self._spec.deadline_s)
         return newcomer

@@ -10,8 +10,7 @@ newer one.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
@@ -226,30 +225,6 @@ class ReplicaSpec:
         """Stop a replica's process, dead or alive. Waits until it is gone."""
         if replica.actor is not None:
             await self.host.stop(replica.actor)
-
-
-class Names:
-    """Generates replica names: `echo-1`, and `echo-1.2` for the next process in its slot.
-
-    Where replicas are not `numbered`, the first slot is called `echo`; where names are `stable`,
-    the next process in a slot has the slot's name again.
-    """
-
-    def __init__(self, service: str, numbered: bool = True, stable: bool = False) -> None:
-        self._service, self._numbered, self._stable = service, numbered, stable
-        self._generations: Counter[int] = Counter()
-
-    def next(self, taken: Collection[int]) -> Replica:
-        """Return a replica for the lowest free slot."""
-        return self.next_in(next(slot for slot in range(len(taken) + 1) if slot not in taken))
-
-    def next_in(self, slot: int) -> Replica:
-        """Return the next replica for a slot."""
-        self._generations[slot] += 1
-        generation = self._generations[slot]
-        name = f"{self._service}-{slot}" if slot or self._numbered else self._service
-        name += f".{generation}" if generation > 1 and not self._stable else ""
-        return Replica(name, ReplicaState.STARTING, slot=slot, generation=generation)
 
 
 LOAD = "load"
