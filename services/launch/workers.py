@@ -125,10 +125,6 @@ PATIENCE = (
 )
 
 
-class TunnelRefused(ValueError):
-    """Hosts that cannot be reached by tunnels: what was found, and the repair."""
-
-
 @dataclass(frozen=True)
 class Tunnel:
     """One ssh process, which runs on the controller's machine during the run."""
@@ -142,7 +138,7 @@ def tunnels(
 ) -> tuple[Tunnel, ...]:
     """Return the tunnels of hosts, in order; `ports` has one worker port per destination.
 
-    `options` are further arguments of ssh, placed first. Raises `TunnelRefused`.
+    `options` are further arguments of ssh, placed first. Raises `LaunchRefused`.
     """
     every = [*ports, controller_port]
     _check(destinations, every)
@@ -170,18 +166,18 @@ def _forward(port: int) -> str:
 def _check(destinations: Sequence[str], ports: Sequence[int]) -> None:
     for destination in destinations:
         if destinations.count(destination) > 1:
-            raise TunnelRefused(
+            raise LaunchRefused(
                 f"{destination} is the destination of {destinations.count(destination)} hosts, and "
                 "one tunnel would take the ports of the other: describe one host for each machine"
             )
     for port in ports:
         if not 1 <= port <= 65535:
-            raise TunnelRefused(
+            raise LaunchRefused(
                 f"port {port} cannot be tunnelled: write a fixed one from 1 to 65535 in "
                 "cluster.workers and cluster.address"
             )
         if ports.count(port) > 1:
-            raise TunnelRefused(
+            raise LaunchRefused(
                 f"port {port} is there {ports.count(port)} times, and through tunnels all workers "
                 f"and the controller have one address, {LOOPBACK}: give each a port of its own in "
                 "cluster.workers and cluster.address, such as 22301, 22302 and so on"
@@ -269,10 +265,7 @@ def _tunnelled(
             )
     ports = [addresses.split(address)[2] for address in cluster.workers]
     own = addresses.split(cluster.address)[2]
-    try:
-        made = tunnels(destinations, ports, own, cluster.ssh.options)
-    except TunnelRefused as refused:
-        raise LaunchRefused(str(refused)) from None
+    made = tunnels(destinations, ports, own, cluster.ssh.options)
     for (name, address), tunnel in zip(pairs, made, strict=True):
         # The worker runs in its tunnel's ssh session, so neither outlives the other.
         command = tuple(word for word in tunnel.command if word != "-N")

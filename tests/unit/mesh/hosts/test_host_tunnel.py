@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.services.launch.workers import Tunnel, TunnelRefused, tunnels
+from composer_mesh.services.launch.ports import LaunchRefused
+from composer_mesh.services.launch.workers import Tunnel, tunnels
 
 
 def forwards(tunnel: Tunnel, flag: str) -> list[str]:
@@ -64,5 +65,5 @@ def test_nothing_is_bound_but_loopback_and_nothing_waits_for_a_person() -> None:
 def test_what_cannot_be_tunnelled_is_refused_with_the_repair(
     destinations: list[str], ports: list[int], controller: int, said: str
 ) -> None:
-    with pytest.raises(TunnelRefused, match=said):
+    with pytest.raises(LaunchRefused, match=said):
         tunnels(destinations, ports, controller, ())
