@@ -22,17 +22,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, Protocol, overload
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.errors import UnusableTask, shown
 from composer_mesh.tasks.session import Session
+from composer_mesh.tasks.tool import Function, marked
 
-if TYPE_CHECKING:
-    from composer_mesh.tasks.session import Session
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 MARK = "__composer_mesh_reward__"
 TURN_MARK = "__composer_mesh_turn_reward__"
 GROUP_MARK = "__composer_mesh_group_reward__"
@@ -83,70 +80,53 @@ class RewardOptions:
     name: str | None = None
 
 
-@overload
-def reward(function: Function, /) -> Function: ...
+class Decorator(Protocol):
+    """Marks a method of a task, plain or async; by its own name and with weight 1 unless given."""
+
+    @overload
+    def __call__(self, function: Function, /) -> Function: ...
+
+    @overload
+    def __call__(
+        self, *, weight: float = 1.0, name: str | None = None
+    ) -> Callable[[Function], Function]: ...
 
 
-@overload
-def reward(*, weight: float = 1.0, name: str | None = None) -> Callable[[Function], Function]: ...
+def _marking(mark: str, doc: str) -> Decorator:
+    """Return the decorator that leaves a mark."""
+
+    def decorator(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+        return marked(mark, RewardOptions(weight, name), function)
+
+    decorator.__doc__ = doc
+    return decorator
 
 
-def reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+reward = _marking(
+    MARK,
     """Make a method of a task one of its rewards; it may be plain or async.
 
     It takes a `Transcript` and returns a finite number. The episode's reward is the weighted sum of
     all of them, and each is in the metrics by its name.
-    """
-    return _marked(MARK, function, RewardOptions(weight, name))
-
-
-@overload
-def turn_reward(function: Function, /) -> Function: ...
-
-
-@overload
-def turn_reward(
-    *, weight: float = 1.0, name: str | None = None
-) -> Callable[[Function], Function]: ...
-
-
-def turn_reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+    """,
+)
+turn_reward = _marking(
+    TURN_MARK,
     """Make a method of a task a reward of single turns; it may be plain or async.
 
     It takes a `Transcript` and returns a finite number for each of the agent's turns. Times their
     weight they are rewards of these turns, and parts of the episode's reward; their sum is in the
     metrics by its name.
-    """
-    return _marked(TURN_MARK, function, RewardOptions(weight, name))
-
-
-@overload
-def group_reward(function: Function, /) -> Function: ...
-
-
-@overload
-def group_reward(
-    *, weight: float = 1.0, name: str | None = None
-) -> Callable[[Function], Function]: ...
-
-
-def group_reward(function: Any = None, /, *, weight: float = 1.0, name: str | None = None) -> Any:
+    """,
+)
+group_reward = _marking(
+    GROUP_MARK,
     """Make a method of a task a reward for a whole group; it may be plain or async.
 
     It takes the transcripts of an episode's samples and returns a finite number for each. It is
     added to their rewards, weighted, and is in the metrics by its name.
-    """
-    return _marked(GROUP_MARK, function, RewardOptions(weight, name))
-
-
-def _marked(mark: str, function: Any, options: RewardOptions) -> Any:
-    """Return a function with a mark, or a decorator where there is none yet."""
-
-    def decorate(decorated: Function) -> Function:
-        setattr(decorated, mark, options)
-        return decorated
-
-    return decorate if function is None else decorate(function)
+    """,
+)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 import docstring_parser
@@ -83,12 +84,15 @@ def tool(function: Any = None, /, *, name: Any = None, errors: Any = None) -> An
     `ToolError` for a call that the agent got wrong; so do the exceptions named in `errors`, each
     with its error kind. Any other exception is a fault of the task.
     """
+    return marked(MARK, ToolOptions(name, errors), function)
 
-    def decorate(decorated: Function) -> Function:
-        setattr(decorated, MARK, ToolOptions(name, errors))
-        return decorated
 
-    return decorate if function is None else decorate(function)
+def marked(mark: str, options: Any, function: Any = None) -> Any:
+    """Return a function with a mark, or a decorator where there is none yet."""
+    if function is None:
+        return partial(marked, mark, options)
+    setattr(function, mark, options)
+    return function
 
 
 class ToolSpec:
@@ -265,8 +269,7 @@ def _wanted(parameters: Mapping[str, Any], argument: str) -> str:
 def _resolved(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema, or the definition that it refers to."""
     name = str(schema.get("$ref", "")).rpartition("/")[2]
-    found: Mapping[str, Any] = parameters.get("$defs", {}).get(name, schema)
-    return found
+    return parameters.get("$defs", {}).get(name, schema)
 
 
 @dataclass(frozen=True)
