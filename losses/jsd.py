@@ -89,8 +89,8 @@ def generalized_jsd(
             )
         logprobs = (_floored_log(s), _floored_log(p))
     else:
-        scores = (at_least_float32(rows) / temperature for rows in (s, p))
-        logprobs = _shared_support(*scores, top_k, False, "teacher")
+        ours, theirs = (at_least_float32(rows) / temperature for rows in (s, p))
+        logprobs = _shared_support(ours, theirs, top_k, False, "teacher")
     terms = divergence_terms(*logprobs, jsd_beta)
     check_positive("element_clip", element_clip, "use 0.05, or None for no clip")
     if element_clip is not None:
