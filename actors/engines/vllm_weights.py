@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -46,12 +46,6 @@ class WeightsIncomplete(Worded, ValueError):
     )
 
 
-class CollectiveRpc(Protocol):
-    """Calls a method of every worker of an engine."""
-
-    def __call__(self, method: str, *, kwargs: dict[str, Any]) -> Any: ...
-
-
 def under_every_name(tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor under all its names."""
     for names, tensor in tensors:
@@ -64,14 +58,15 @@ class VllmWeights:
 
     def __init__(
         self,
-        call: CollectiveRpc,
+        call: Callable[..., Any],
         expected: set[str],
         tied: bool,
         here: bool,
         converted: Converted = under_every_name,
     ) -> None:
-        """`expected` names the checkpoint's tensors; `tied`: the head is the embedding; `here`: the
-        engine has one worker, in this process; `converted` makes the checkpoint's tensors."""
+        """`call` calls a method of every worker of an engine; `expected` names the checkpoint's
+        tensors; `tied`: the head is the embedding; `here`: the engine has one worker, in this
+        process; `converted` makes the checkpoint's tensors."""
         self._call, self._expected, self._tied, self._here = call, expected, tied, here
         self._converted = converted
         self._named_head = all(call(HAS_HEAD, kwargs={}))

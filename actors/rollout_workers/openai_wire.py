@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Protocol, TypeVar
@@ -92,10 +92,8 @@ class WireAnswer(Protocol):
     def events(self, exchange: Exchange) -> Iterable[bytes]: ...
 
 
-class ReadRequest(Protocol):
-    """Reads a request's body; raises Refusal."""
-
-    def __call__(self, body: bytes, episode: AgentEpisode, model: str, /) -> WireAnswer: ...
+ReadRequest = Callable[[bytes, AgentEpisode, str], WireAnswer]
+"""Reads a request's body, for an episode and a model's name; raises Refusal."""
 
 
 @dataclass(frozen=True)
