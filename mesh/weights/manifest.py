@@ -240,7 +240,8 @@ class Layout:
         for place, one in enumerate(rows):
             if one.count:
                 pieces.append(Piece(place, one.first, one.count, offset))
-                offset = _aligned(offset + one.count * one.entry.row_bytes)
+                end = offset + one.count * one.entry.row_bytes
+                offset = -(-end // ALIGNMENT) * ALIGNMENT
         return cls(tuple(pieces), offset + ALIGNMENT)
 
     def views(self, manifest: WeightManifest, memory: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -250,10 +251,6 @@ class Layout:
             nbytes = piece.count * entry.row_bytes
             flat = memory[piece.offset : piece.offset + nbytes].view(entry.dtype)
             yield piece, flat.view((piece.count, *entry.shape[1:]) if entry.shape else ())
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 NOT_WHOLE = -1

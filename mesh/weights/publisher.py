@@ -60,7 +60,7 @@ class WeightPublisher:
         self._state, self._transport, self._dtype = state, transport, dtype
         self._rank, self._checksums = rank, checksums
         self._shape: Shape | None = None
-        self._transport_sender: TransportSender | None = None
+        self._sender: TransportSender | None = None
         self._pinned: list[Tensor] = []
         self._next = 0
         self._one = asyncio.Lock()
@@ -80,24 +80,20 @@ class WeightPublisher:
     async def close(self) -> None:
         """Free the buffers. Handles that are still held can no longer be fetched."""
         async with self._one:
-            transport_sender, self._transport_sender, self._shape = (
-                self._transport_sender,
-                None,
-                None,
-            )
             while self._pinned:
                 unpin(self._pinned.pop())
-            if transport_sender is not None:
-                await transport_sender.close()
+            sender, self._sender, self._shape = self._sender, None, None
+            if sender is not None:
+                await sender.close()
 
     async def _publish(self, version: int) -> WeightsHandle:
         async with self._one:
             serial, slot = secrets.randbits(62), self._next
             shape, checksums = await asyncio.to_thread(self._write, version, serial, slot)
             parts: tuple[Part, ...] = ()
-            if self._transport_sender is not None:
+            if self._sender is not None:
                 self._next = (slot + 1) % SLOTS
-                offer = await self._transport_sender.offer(slot)
+                offer = await self._sender.offer(slot)
                 transport = self._transport.name
                 parts = (Part(self._rank, transport, shape.layout, serial, offer, checksums),)
             return WeightsHandle(version, shape.manifest, parts)
@@ -109,9 +105,9 @@ class WeightPublisher:
         if not shape.layout.pieces:
             return shape, None
         on_gpu = any(one.local.is_cuda for one in rows)
-        if self._transport_sender is None:
-            self._transport_sender = self._open(shape, on_gpu)
-        memory = self._transport_sender.memory(slot)
+        if self._sender is None:
+            self._sender = self._open(shape, on_gpu)
+        memory = self._sender.memory(slot)
         unstamp(memory)
         views = list(shape.layout.views(shape.manifest, memory))
         copies = [(place, rows[piece.entry].local) for piece, place in views]
@@ -127,12 +123,12 @@ class WeightPublisher:
         return shape, found
 
     def _open(self, shape: Shape, on_gpu: bool) -> TransportSender:
-        transport_sender = open_sender(self._transport, shape)
+        sender = open_sender(self._transport, shape)
         if on_gpu:
             for slot in range(SLOTS):
-                pin(transport_sender.memory(slot))
-                self._pinned.append(transport_sender.memory(slot))
-        return transport_sender
+                pin(sender.memory(slot))
+                self._pinned.append(sender.memory(slot))
+        return sender
 
     def _same(self, shape: Shape) -> Shape:
         """Check that the shape is that of all versions, which receivers have allocated."""

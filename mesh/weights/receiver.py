@@ -140,15 +140,15 @@ class WeightReceiver:
     async def _fetch(self, handle: WeightsHandle, memories: Memories) -> None:
         used = {part.transport for part in handle.parts}
         for name in used:
-            transport_receiver = self._receivers[name] = self._receivers.get(name) or self._open(
-                name
-            )
-            transport_receiver.keep([part.offer for part in handle.parts if part.transport == name])
+            self._receivers[name] = self._receivers.get(name) or self._open(name)
+            offers = [part.offer for part in handle.parts if part.transport == name]
+            self._receivers[name].keep(offers)
         parts = zip(handle.parts, memories, strict=True)
         await asyncio.gather(*(self._fetch_part(handle, *one) for one in parts))
 
     async def _fetch_part(self, handle: WeightsHandle, part: Part, memory: Tensor) -> None:
-        await self._receivers[part.transport].fetch(part.offer, _shape(handle, part), memory)
+        shape = Shape(handle.manifest, part.layout, part.rank)
+        await self._receivers[part.transport].fetch(part.offer, shape, memory)
         made_progress(f"version {handle.version} from rank {part.rank}")
 
     async def _unless_abandoned(self, work: Any, version: int) -> None:
@@ -160,10 +160,6 @@ class WeightReceiver:
         if not reading.done():
             raise PullAbandoned(version)
         reading.result()
-
-
-def _shape(handle: WeightsHandle, part: Part) -> Shape:
-    return Shape(handle.manifest, part.layout, part.rank)
 
 
 def _prove(handle: WeightsHandle, memories: Memories) -> None:

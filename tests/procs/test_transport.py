@@ -126,8 +126,8 @@ async def test_the_front_of_what_is_read_one_sidedly_is_read_again_in_the_end(
     overtaken = replace(part, offer=replace(part.offer, front=newer.offer.front))
     with pytest.raises(TornWeights, match="version 1 but read version stamps 2 and 1"):
         await WeightReceiver().receive(replace(handles[0], parts=(overtaken,)))
-    assert publisher._transport_sender is not None
-    publisher._transport_sender.memory(1)[-16:] = 0
+    assert publisher._sender is not None
+    publisher._sender.memory(1)[-16:] = 0
     with pytest.raises(TornWeights, match="version 2 but read version stamps 2 and 0"):
         await WeightReceiver().receive(handles[1])
     await publisher.close()

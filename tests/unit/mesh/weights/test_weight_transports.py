@@ -99,8 +99,8 @@ async def test_a_byte_that_changed_on_the_way_is_shown_by_tensor_rank_and_versio
 async def test_bytes_that_change_in_the_publishers_memory_fail_their_checksum() -> None:
     source = Source(Transport("shm"), checksums=True)
     handle = await source.publish(2)
-    assert source.publisher._transport_sender is not None
-    source.publisher._transport_sender.memory(0)[100] ^= 4
+    assert source.publisher._sender is not None
+    source.publisher._sender.memory(0)[100] ^= 4
     with pytest.raises(WrongChecksum, match="a of rank 0"):
         await WeightReceiver().receive(handle)
 
@@ -109,8 +109,8 @@ async def test_bytes_that_change_in_the_publishers_memory_fail_their_checksum() 
 async def test_a_torn_mark_in_front_or_behind_is_refused(place: slice) -> None:
     source = Source(Transport("shm"))
     handle = await source.publish(7)
-    assert source.publisher._transport_sender is not None
-    source.publisher._transport_sender.memory(0)[place] = 0
+    assert source.publisher._sender is not None
+    source.publisher._sender.memory(0)[place] = 0
     with pytest.raises(TornWeights, match="version 7 but read version stamps"):
         await WeightReceiver().receive(handle)
 
