@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socketserver
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from telemetry_stores import served
 
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.status import RunStatus, write_status
@@ -21,69 +19,47 @@ STATUS = RunStatus(os.getpid(), None, "running", 1, 2, 1, "tcp")
 NOBODY = "http://127.0.0.1:9"
 
 
-@dataclass
-class Store:
-    """A telemetry store that gives one answer, and notes what it was asked."""
+class People:
+    """The table of a telemetry store."""
 
-    answer: dict[str, Any]
-    asked: list[bytes] = field(default_factory=list)
+    columns: Mapping[str, Sequence[str]] = {"people": ["name", "count"]}
+
+    def rows(self, table: str, at_most: int) -> list[Sequence[Any]]:
+        assert table == "people"
+        return [("[bold]a[/]\x1b[2J", 3), (None, None)][:at_most]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """The store of a live run in `tmp_path`."""
-    store = Store({})
-
-    class Request(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            store.asked.append(self.rfile.readline())
-            self.wfile.write(json.dumps(store.answer).encode() + b"\n")
-
-    socket = tmp_path / "query.sock"
-    write_status(tmp_path, dataclasses.replace(STATUS, telemetry_socket=str(socket)))
-    with socketserver.UnixStreamServer(str(socket), Request) as server:
-        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        serving.start()
-        yield store
-        server.shutdown()
-        serving.join()
+def run(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a live run with a store."""
+    with served(tmp_path / "query.sock", People()) as socket:
+        write_status(tmp_path, dataclasses.replace(STATUS, telemetry_socket=str(socket)))
+        yield tmp_path
 
 
-def test_rows_are_a_table_of_plain_text(
-    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{"name": "[bold]a[/]\x1b[2J", "count": 3}, {"name": None}]
-    store.answer = {"rows": rows, "more": False}
-    assert main(["query", str(tmp_path), "SELECT 1"]) == 0
+def test_rows_are_a_table_of_plain_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["query", str(run), "SELECT * FROM people"]) == 0
     out = capsys.readouterr().out
     assert [word in out for word in ("name", "count", "[bold]a[/]\\x1b[2J", " 3 ")] == [True] * 4
     assert "\x1b" not in out
-    assert [json.loads(line) for line in store.asked] == [{"sql": "SELECT 1"}]
 
 
-def test_rows_are_objects_on_demand(
-    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{"name": "a"}, {"name": "b"}]
-    store.answer = {"rows": rows, "more": True}
-    assert main(["query", str(tmp_path), "SELECT 1", "--json"]) == 0
-    told = capsys.readouterr()
-    assert [json.loads(line) for line in told.out.splitlines()] == rows
-    assert "only the first 2 rows" in told.err
+def test_rows_are_objects_on_demand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["query", str(run), "SELECT name FROM people", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found == [{"name": "[bold]a[/]\x1b[2J"}, {"name": None}]
 
 
-def test_no_rows_are_said(tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    store.answer = {"rows": [], "more": False}
-    assert main(["query", str(tmp_path), "SELECT 1"]) == 0
+def test_no_rows_are_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["query", str(run), "SELECT * FROM people WHERE count = 4"]) == 0
     assert capsys.readouterr().out == "no rows\n"
 
 
 def test_a_query_that_is_refused_says_why_on_one_line(
-    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store.answer = {"refused": "no table\nt"}
-    assert main(["query", str(tmp_path), "SELECT 1"]) == 1
-    assert "the query was refused: no table\\nt\n" in capsys.readouterr().err
+    assert main(["query", str(run), 'SELECT "no\ntable".x FROM people']) == 1
+    assert "the query was refused: no such column: no\\ntable.x\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
