@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guides import ROOT, Guide
+from guides import Guide
 
 from composer_mesh.actors.rollout_workers import vllm_generate
 from composer_mesh.actors.rollout_workers.agent_endpoint import (
@@ -34,8 +34,3 @@ def test_what_the_page_says_about_requests_is_true() -> None:
     assert f"`{RETRY_HEADER}`" in PAGE.text
     assert f"within {RETRY_WAIT_S:.0f} seconds" in " ".join(PAGE.text.split())
     assert f"above {LARGEST_REQUEST >> 20} MiB" in PAGE.text
-
-
-def test_every_link_on_the_page_leads_somewhere() -> None:
-    for link in PAGE.links():
-        assert (ROOT / "docs" / link).exists(), link

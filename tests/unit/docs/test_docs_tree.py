@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guides import ROOT, Guide, names_in_code
+from guides import Guide, names_in_code
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.supervision import SupervisionConfig
@@ -73,12 +73,6 @@ def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
 def test_every_name_of_a_page_is_in_the_code(page: str) -> None:
     missing = PAGES[page].names() - names_in_code()
     assert {name for name in missing if not name.startswith("run_")} == set()
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
-    for link in PAGES[page].links():
-        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
 
 
 def test_the_settings_are_those_of_the_config_with_their_values() -> None:

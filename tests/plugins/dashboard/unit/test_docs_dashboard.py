@@ -37,8 +37,3 @@ def test_every_key_of_the_page_does_something() -> None:
     assert keys is not None
     for key in re.findall(r"`(\S)`", keys.group()):
         assert key.isdecimal() or re.search(rf'^  ("?){re.escape(key)}\1: ', SCRIPT, re.MULTILINE)
-
-
-def test_every_link_of_the_page_leads_somewhere() -> None:
-    for link in PAGE.links():
-        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from guides import ROOT, Guide, names_in_code
+from guides import Guide, names_in_code
 
 from composer_mesh.plugins.frameworks import composer_replication
 
@@ -15,10 +15,8 @@ PAGE = Guide.read("composer-replication.md")
 THEIRS = {"token_clip", "grpo_composer", "loss_fn"}
 
 
-def test_every_name_and_link_on_the_page_exists() -> None:
+def test_every_name_on_the_page_exists() -> None:
     assert PAGE.names() - names_in_code() - THEIRS == set()
-    for link in PAGE.links():
-        assert (ROOT / "docs" / link).is_file(), link
 
 
 def test_every_name_of_the_module_is_in_the_page() -> None:

@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 from guides import Guide
-from repository import ROOT
 
 from composer_mesh.configs.load import read_table
 from composer_mesh.configs.schema import Config
@@ -36,8 +35,3 @@ def test_every_option_is_on_the_page_and_in_the_run_that_it_names() -> None:
 
 def test_every_class_of_infrastructure_is_on_the_page() -> None:
     assert set(PAGE.inline()) >= INFRASTRUCTURE
-
-
-def test_every_link_on_the_page_leads_somewhere() -> None:
-    for link in PAGE.links():
-        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
