@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest_httpserver import HTTPServer
 from repository import ROOT
 from rich.console import Console
 
-from composer_mesh.mesh.admin import ActorNode, HostNode, MeshTree, ProcNode
+from composer_mesh.mesh.admin import (
+    ActorNode,
+    AdminUnreachable,
+    HostNode,
+    MeshTree,
+    ProcNode,
+    read_mesh,
+)
 from composer_mesh.services.directory.status import (
     ActorStatus,
     RunStatus,
@@ -262,3 +270,13 @@ def test_a_live_run_without_a_mesh_is_printed_as_one_object(
     assert tree_command(tmp_path, as_json=True) == 0
     about = json.loads(capsys.readouterr().out)
     assert (about["state"], about["mesh"], len(about["missing"])) == ("training", False, 3)
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, [], 5, {"children": 5}, {"children": [5]}, {"children": [{}]}], ids=str
+)
+def test_another_program_behind_the_port_is_no_mesh(httpserver: HTTPServer, answer: object) -> None:
+    httpserver.expect_request("/v1/root").respond_with_json(answer)
+    httpserver.expect_request("/v1/x").respond_with_json({"children": []})
+    with pytest.raises(AdminUnreachable, match="has the run ended"):
+        read_mesh(httpserver.url_for("").rstrip("/"))
