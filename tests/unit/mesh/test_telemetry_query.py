@@ -1,7 +1,10 @@
-"""A query reads the telemetry tables, within limits, and does nothing else."""
+"""A telemetry store answers its owner; a query reads its tables, within limits, and no more."""
 
 from __future__ import annotations
 
+import json
+import socket
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 from telemetry_stores import served
 
-from composer_mesh.mesh.telemetry_client import QueryRefused, query
+from composer_mesh.mesh.telemetry_client import QueryRefused, StoreUnreachable, ask, query
 from composer_mesh.mesh.telemetry_store import reply
 
 
@@ -131,3 +134,32 @@ def test_a_query_is_ended_at_its_time_limit(store: Path, sql: str) -> None:
 def test_a_table_that_is_too_long_is_refused_and_not_cut(tables: TablesOfATest) -> None:
     refused = reply(b'"spans"\n', tables, most=3999)["refused"]
     assert "spans has more than 3999 rows" in refused
+
+
+def test_a_store_answers_its_owner_only(store: Path) -> None:
+    assert stat.S_IMODE(store.stat().st_mode) == 0o600
+    assert ask(store, None)["columns"]["actors"] == ["id", "full_name"]
+    assert ask(store, "actors")["rows"][0] == [1, "trainer"]
+    assert "the name of a table" in ask(store, "sqlite_master")["refused"]
+
+
+def test_clients_that_disconnect_or_send_anything_else_end_nothing(store: Path) -> None:
+    for sent in (b"", b"GET /api/query HTTP/1.1\r\nHost: evil\r\n\r\n", b"\0" * 100 + b"\n"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(store))
+            client.sendall(sent)
+    assert ask(store, "actors")["rows"][0] == [1, "trainer"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\n", b"[]\n", b"{}\n", b"1\n", b'"SELECT 1"\n', b"[" * 9999 + b"\n", b"\xff\n"],
+)
+def test_what_is_no_request_is_refused_with_what_one_is(line: bytes) -> None:
+    assert "the name of a table" in reply(line, TablesOfATest())["refused"]
+    assert json.dumps(reply(line, TablesOfATest()))
+
+
+def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnreachable, match="has the run ended"):
+        query(tmp_path / "nothing.sock", "SELECT 1")
