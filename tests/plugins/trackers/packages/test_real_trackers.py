@@ -27,8 +27,7 @@ from composer_mesh.configs.tracking import (
     TrackioTracking,
     WandbTracking,
 )
-from composer_mesh.services.trackers.checks import check_trackers
-from composer_mesh.services.trackers.making import make_tracker
+from composer_mesh.services.trackers.making import check_trackers, make_tracker
 from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 pytest.importorskip("wandb", reason="needs the packages of trackers: run `make test-trackers`")

@@ -20,8 +20,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.services.checks.accepting import check_run_trackers
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView
-from composer_mesh.services.trackers.checks import check_trackers
 from composer_mesh.services.trackers.delivery import MOST_FAILURES, Delivery
+from composer_mesh.services.trackers.making import check_trackers
 from composer_mesh.services.trackers.names import NAMES, Names, name_of
 from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, TrackerRefused
 
