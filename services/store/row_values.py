@@ -24,6 +24,7 @@ from composer_mesh.services.store.rows import (
     TeacherQueryRow,
     TraceRow,
 )
+from composer_mesh.services.store.schema import COLUMNS
 
 REPAIR = "train --resume moves it to quarantine/, or says what cannot go on without it"
 Row = TypeVar("Row")
@@ -40,8 +41,7 @@ def damaged(table: str, row: object, why: str) -> DamagedRecord:
 
 
 def group_row(row: Values) -> GroupRow:
-    names = GroupRow.__slots__
-    return _checked(_GROUP, "groups", row[0], dict(zip(names, row[: len(names)], strict=True)))
+    return _checked(_GROUP, "groups", row[0], _named("groups", row))
 
 
 def trace_row(row: Values) -> TraceRow:
@@ -51,9 +51,7 @@ def trace_row(row: Values) -> TraceRow:
 
 
 def pair_row(row: Values) -> PairRow:
-    place, pair_id, group_id, version, state, step, body = row
-    values = {"pair_id": pair_id, "group_id": group_id, "version": version, "state": state}
-    return _checked(_PAIR, "pairs", place, {**values, "step": step, "body": body})
+    return _checked(_PAIR, "pairs", row[0], _named("pairs", row))
 
 
 def stored_pair(row: PairRow) -> PreferencePair:
@@ -65,21 +63,18 @@ def stored_pair(row: PairRow) -> PreferencePair:
 
 
 def reward_row(row: Values) -> LateReward:
-    place, trace_id, reward, source, _, state, step = row
-    values = {"place": place, "trace_id": trace_id, "reward": reward, "source": source}
-    return _checked(_REWARD, "rewards", place, {**values, "state": state, "step": step})
+    return _checked(_REWARD, "rewards", row[0], _named("rewards", row))
 
 
 def step_row(row: Values) -> StepRow:
-    place, step, state, manifest, line = row
-    metrics = None if line is None else _json("steps", place, line)
-    values = {"step": step, "manifest": manifest, "metrics": metrics, "state": state}
-    return _checked(_STEP, "steps", place, values)
+    values = _named("steps", row)
+    line = values["metrics"]
+    values["metrics"] = None if line is None else _json("steps", row[0], line)
+    return _checked(_STEP, "steps", row[0], values | {"manifest": values["recipe"]})
 
 
 def teacher_query_row(row: Values, pairs: tuple[str, ...]) -> TeacherQueryRow:
-    values = {"group_id": row[0], "body": row[1], "pairs": pairs}
-    return _checked(_ASKED, "asked", row[0], values)
+    return _checked(_ASKED, "asked", row[0], _named("asked", row) | {"pairs": pairs})
 
 
 def evaluation_row(row: Values) -> Evaluation:
@@ -104,6 +99,10 @@ def divergences_row(row: Values) -> TurnDivergences:
 def object_row(table: str, row: Values) -> dict[str, Any]:
     """Return the JSON object in the last column."""
     return _checked(_OBJECT, table, row[0], _json(table, row[0], row[-1]))
+
+
+def _named(table: str, row: Values) -> dict[str, Any]:
+    return dict(zip(COLUMNS[table].split(", "), row, strict=True))
 
 
 def _json(table: str, place: object, text: Any) -> Any:
