@@ -49,7 +49,7 @@ class WorkerProcess:
         self.start()
 
     def start(self) -> None:
-        """Start the process, which goes on after its checkpoint."""
+        """Start the process, which continues from its checkpoint."""
         with self._out.open("ab") as out, self._errors.open("ab") as errors:
             out.write(b"\n")  # after a line that a kill has cut
             out.flush()

@@ -39,13 +39,15 @@ def main() -> None:
         time.sleep(arguments.step_s)
         run.train()
         assert run.checkpoint is not None
-        tell(run)  # before the checkpoint: a step that a kill cuts in between is told again
+        print_step(
+            run
+        )  # before the checkpoint: a step that a kill cuts in between is printed again
         write_checkpoint(file, run.checkpoint)
     assert run.island is not None
     run.island.finish()
 
 
-def tell(run: Run) -> None:
+def print_step(run: Run) -> None:
     """Print what this step did."""
     about = {"step": run.step, "weights": run.flat.tolist(), "figures": run.figures[-1]}
     print(json.dumps(about), flush=True)
