@@ -2,10 +2,11 @@
 
 Speaks the OpenAI chat protocol on 127.0.0.1. The fault of a request is determined by the seed and
 the request's id, so that a repeated run meets the same faults. It charges whenever it generated,
-whether or not its answer arrives. `fault_http` sends the bytes, valid or not.
+whether or not its answer arrives.
 """
 
 import asyncio
+import contextlib
 import json
 import random
 from collections import Counter
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from fault_http import HttpTransport
-
 HUGE = 9 << 20
 CHARS_PER_TOKEN = 4
+LARGEST_REQUEST = 1 << 20
+CHUNK = 1 << 16
 
 
 class Fault(StrEnum):
@@ -45,6 +46,7 @@ class Fault(StrEnum):
 
 
 REFUSALS = {Fault.RATE, Fault.RATE_WAIT, Fault.RATE_DATE, Fault.MODERATED}
+ENDS_THE_CONNECTION = {Fault.HANG, Fault.CUT, Fault.CUT_EARLY, Fault.HUGE_ANNOUNCED}
 STORM: dict[Fault, float] = {**dict.fromkeys(Fault, 2.0), Fault.NONE: 60.0, Fault.HUGE: 0.5}
 """Weights of all faults at once."""
 CALM: dict[Fault, float] = {Fault.NONE: 1.0}
@@ -59,6 +61,69 @@ class Model:
     completion: int
     tells: str = "cost"
     """"cost", "tokens" or "nothing"."""
+
+
+@dataclass(frozen=True)
+class HttpTransport:
+    """HTTP/1.1 on one connection, valid or not; `json` and `send` return True."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    drip_s: float
+
+    async def request(self) -> tuple[str, dict[str, str], bytes]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        line, *rest = head.rstrip().split("\r\n")
+        pairs = (each.partition(":") for each in rest)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        length = min(int(headers.get("content-length", 0)), LARGEST_REQUEST)
+        return line, headers, await self.reader.readexactly(length)
+
+    async def json(
+        self, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> bool:
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        return await self.send(status, json.dumps(body).encode(), sent)
+
+    async def send(
+        self,
+        status: int,
+        content: bytes,
+        headers: Mapping[str, str] | None = None,
+        announced: int | None = None,
+    ) -> bool:
+        length = len(content) if announced is None else announced
+        self._head(status, {**(headers or {}), "Content-Length": str(length)})
+        self.writer.write(content)
+        await self.writer.drain()
+        return True
+
+    async def drip(self, content: bytes, pieces: int) -> None:
+        """Send the content in this many pieces, with waits between them."""
+        self._head(200, {"Content-Length": str(len(content))})
+        step = -(-len(content) // pieces)
+        for start in range(0, len(content), step):
+            self.writer.write(content[start : start + step])
+            await self.writer.drain()
+            await asyncio.sleep(self.drip_s)
+
+    async def stream(self, size: int) -> None:
+        """Send blanks without a declared length."""
+        self._head(200, {"Transfer-Encoding": "chunked"})
+        piece = b"%x\r\n" % CHUNK + b" " * CHUNK + b"\r\n"
+        for _ in range(0, size, CHUNK):
+            self.writer.write(piece)
+            await self.writer.drain()
+        self.writer.write(b"0\r\n\r\n")
+
+    async def wait_for_the_end(self) -> None:
+        """Wait until the client disconnects."""
+        with contextlib.suppress(OSError):
+            await self.reader.read()
+
+    def _head(self, status: int, headers: Mapping[str, str]) -> None:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.writer.write(f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode())
 
 
 @dataclass
@@ -122,17 +187,17 @@ class FaultProxy:
         if line.startswith("GET ") and line.split()[1].endswith("/models"):
             return await wire.json(200, self._listing())
         try:
-            asked = json.loads(body)
-            model = self.models[asked["model"]]
+            question = json.loads(body)
+            model = self.models[question["model"]]
         except (ValueError, KeyError, TypeError):
             self.unreadable += 1
             return await wire.json(404, {"error": {"message": "no such model", "code": 404}})
-        return await self._answer(wire, asked, model, given, headers, len(body))
+        return await self._answer(wire, question, model, given, headers, len(body))
 
     async def _answer(
         self,
         wire: HttpTransport,
-        asked: dict[str, Any],
+        question: dict[str, Any],
         model: Model,
         given: str,
         headers: Mapping[str, str],
@@ -145,12 +210,12 @@ class FaultProxy:
         if fault in REFUSALS:
             return await self._refuse(wire, fault, given)
         prompt = -(-size // CHARS_PER_TOKEN)
-        written = rng.randint(1, asked["max_tokens"])
+        written = rng.randint(1, question["max_tokens"])
         cost = prompt * model.prompt + written * model.completion
-        self.ledger[asked["model"]] += cost
+        self.ledger[question["model"]] += cost
         usage = _usage(model, prompt, written, cost)
-        completion = _completion(asked, rng, usage)
-        return await getattr(self, f"do_{fault.name.lower()}")(wire, completion, given)
+        completion = _completion(question, rng, usage)
+        return await self._charged(wire, fault, completion, given)
 
     async def _refuse(self, wire: HttpTransport, fault: Fault, given: str) -> bool:
         if fault is Fault.MODERATED:
@@ -178,70 +243,54 @@ class FaultProxy:
         ]
         return {"data": data}
 
-    # Faults after generation and charging. --------------------------------------------------
-
-    async def do_none(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
-        return await wire.json(200, completion)
-
-    async def do_unavailable(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
-        error = {"error": {"message": f"later, {given}", "code": 503}}
-        return await wire.json(503, error, {"Retry-After": self.retry_after})
-
-    async def do_server(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
-        return await wire.json(500, {"error": {"message": f"lost it with {given}"}})
-
-    async def do_gateway(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
+    async def _charged(
+        self, wire: HttpTransport, fault: Fault, completion: dict[str, Any], given: str
+    ) -> bool:
+        """Answer with a fault after the generation; return whether the connection continues."""
+        content, later = json.dumps(completion).encode(), {"Retry-After": self.retry_after}
+        replies: dict[Fault, tuple[int, Any]] = {
+            Fault.NONE: (200, completion),
+            Fault.UNAVAILABLE: (503, {"error": {"message": f"later, {given}", "code": 503}}),
+            Fault.SERVER: (500, {"error": {"message": f"lost it with {given}"}}),
+            Fault.SCHEMA: (200, {"result": completion["choices"][0]["message"]}),
+            Fault.LATE_ERROR: (200, {"error": {"message": f"broke off, {given}", "code": 502}}),
+        }
         page = f"<html><body>Bad gateway\x1b[31m {given}</body></html>"
-        return await wire.send(502, page.encode(), {"Content-Type": "text/html"})
-
-    async def do_hang(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
-        return await wire.wait_for_the_end()
-
-    async def do_drip(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
-        return await wire.drip(json.dumps(completion).encode(), pieces=10)
-
-    async def do_endless(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
-        return await wire.drip(b" " * HUGE, pieces=HUGE)
-
-    async def do_cut(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
-        content = json.dumps(completion).encode()
-        await wire.send(200, content[: len(content) // 2], announced=len(content))
-        return False
-
-    async def do_cut_early(self, _: HttpTransport, __: dict[str, Any], ___: str) -> bool:
-        return False
-
-    async def do_truncated(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
-        content = json.dumps(completion).encode()
-        return await wire.send(200, content[: len(content) // 2])
-
-    async def do_not_utf8(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
-        return await wire.send(200, json.dumps(completion).encode("utf-16"))
-
-    async def do_schema(self, wire: HttpTransport, completion: dict[str, Any], _: str) -> bool:
-        return await wire.json(200, {"result": completion["choices"][0]["message"]})
-
-    async def do_late_error(self, wire: HttpTransport, _: dict[str, Any], given: str) -> bool:
-        return await wire.json(200, {"error": {"message": f"broke off, {given}", "code": 502}})
-
-    async def do_huge(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
-        return await wire.stream(HUGE)
-
-    async def do_huge_announced(self, wire: HttpTransport, _: dict[str, Any], __: str) -> bool:
-        await wire.send(200, b"{", announced=HUGE)
-        return await wire.wait_for_the_end()
+        if fault in replies:
+            return await wire.json(*replies[fault], later if fault is Fault.UNAVAILABLE else None)
+        match fault:
+            case Fault.GATEWAY:
+                await wire.send(502, page.encode(), {"Content-Type": "text/html"})
+            case Fault.DRIP:
+                await wire.drip(content, pieces=10)
+            case Fault.ENDLESS:
+                await wire.drip(b" " * HUGE, pieces=HUGE)
+            case Fault.CUT:
+                await wire.send(200, content[: len(content) // 2], announced=len(content))
+            case Fault.TRUNCATED | Fault.NOT_UTF8:
+                broken = content[: len(content) // 2], json.dumps(completion).encode("utf-16")
+                await wire.send(200, broken[fault is Fault.NOT_UTF8])
+            case Fault.HUGE:
+                await wire.stream(HUGE)
+            case Fault.HUGE_ANNOUNCED:
+                await wire.send(200, b"{", announced=HUGE)
+        if fault in (Fault.HANG, Fault.HUGE_ANNOUNCED):
+            await wire.wait_for_the_end()
+        return fault not in ENDS_THE_CONNECTION
 
 
 def _usage(model: Model, prompt: int, written: int, cost: int) -> dict[str, Any]:
     counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": written}
-    told = {"cost": {**counts, "cost": cost / 1e9}, "tokens": counts, "nothing": {}}
-    return told[model.tells]
+    reported = {"cost": {**counts, "cost": cost / 1e9}, "tokens": counts, "nothing": {}}
+    return reported[model.tells]
 
 
-def _completion(asked: dict[str, Any], rng: random.Random, usage: dict[str, Any]) -> dict[str, Any]:
+def _completion(
+    question: dict[str, Any], rng: random.Random, usage: dict[str, Any]
+) -> dict[str, Any]:
     """Return an answer in words, or a call of the first tool where tools are offered."""
     message: dict[str, Any] = {"role": "assistant", "content": f"Answer: {rng.randint(0, 9)}"}
-    if tools := asked.get("tools"):
+    if tools := question.get("tools"):
         name = tools[0]["function"]["name"]
         arguments = json.dumps({"a": rng.randint(0, 9), "b": 3})
         call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -251,7 +300,7 @@ def _completion(asked: dict[str, Any], rng: random.Random, usage: dict[str, Any]
     return {
         "id": f"gen-{rng.getrandbits(48):012x}",
         "object": "chat.completion",
-        "model": asked["model"],
+        "model": question["model"],
         "choices": [choice],
         "usage": usage,
     }
