@@ -9,13 +9,19 @@ Last comes a short real run, in wall-clock time: the share of its weight syncs t
 for.
 """
 
+import os
+import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from async_world import Durations, Outcome, simulate
 from report import Report, arguments
-from sync_hidden import measure
+
+from composer_mesh.services.directory.report import read_metrics
 
 LAGS = (1, 2, 4)
 CLAIMED = 2
@@ -23,6 +29,27 @@ CLAIMED = 2
 LONG_TRAINING_S, LONG_LAG = 240.0, 4
 """Settings in which a step hardly waits for rollouts, so that only the sync is left to hide."""
 FASTER, HIDDEN = 2.0, 0.9
+PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+SETTINGS = {
+    "policy.hidden_size": 512,
+    "policy.intermediate_size": 1536,
+    "policy.layers": 8,
+    "policy.heads": 8,
+    "policy.head_dim": 64,
+    "policy.warm_start.steps": 0,
+    "generator.max_new_tokens": 16,
+    "generator.replicas": 1,
+    "environment.replicas": 1,
+    "environment.max_turns": 2,
+    "schedule.prompts_per_step": 4,
+    "schedule.group_size": 2,
+    "schedule.max_lag": 1,
+    "trainer.checkpoint_every": 0,
+    "sdpo.alpha": 0,
+    "replay.beta": 0,
+    "eval.episodes": 1,
+}
+"""Of the real run."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +124,35 @@ def table(report: Report, title: str, rows: Iterable[list[str]]) -> None:
 
 
 def real(report: Report, steps: int) -> None:
-    """Report the real run on this machine."""
-    found = measure(steps)
-    for name in ("step_s", "sync_s", "exposed_s"):
-        report.figures[f"real_{name}"] = getattr(found, name)
-    row = [f"{value:.3f}" for value in (found.step_s, found.sync_s, found.exposed_s)]
+    """Report the share of the syncs' time that overlaps with steps of a real run on this machine.
+
+    It has a model of 25 million random weights, with rollouts and steps to match. The first step
+    overlaps with no sync, and the last sync with no step.
+    """
+    with TemporaryDirectory(prefix="async-") as folder:
+        output = Path(folder) / "run"
+        settings = {**SETTINGS, "run.steps": steps, "policy.cache_dir": Path(folder) / "policies"}
+        given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-m", "composer_mesh", "train", str(PRESET), *given]
+        ended = subprocess.run(
+            [*command, "--output", str(output)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if ended.returncode:
+            raise RuntimeError(f"the run ended with {ended.returncode}: {ended.stderr[-2000:]}")
+        found = read_metrics(output / "metrics.jsonl")[1:-1]
+    keys = {"step": "step", "sync": "weight_sync_total", "exposed": "weight_sync"}
+    seconds = {name: [float(one[f"time/{key}_s"]) for one in found] for name, key in keys.items()}
+    middle = {f"real_{name}_s": statistics.median(took) for name, took in seconds.items()}
+    share = 1 - sum(seconds["exposed"]) / sum(seconds["sync"])
+    report.figures |= middle
+    report.ratios["sync_time_hidden"] = share
+    row = ["median", *(f"{value:.3f}" for value in middle.values()), f"{share:.1%}"]
     columns = ["a real run, max_lag 1", "s a step", "s a sync", "waited for", "hidden"]
-    title = "100 MB of weights, one trainer, one generator"
-    report.print_table(title, columns, [["median", *row, f"{found.share:.1%}"]])
-    report.ratios["sync_time_hidden"] = found.share
+    report.print_table("100 MB of weights, one trainer, one generator", columns, [row])
 
 
 if __name__ == "__main__":
