@@ -127,9 +127,13 @@ class HostInjector:
 
     def attached(self) -> list[str]:
         """Return the run's attached hosts, in the order in which they joined."""
-        return [name for name in self._told("host_joined") if name not in self._told("host_lost")]
+        return [
+            name
+            for name in self._hosts_in("host_joined")
+            if name not in self._hosts_in("host_lost")
+        ]
 
-    def _told(self, kind: str) -> list[str]:
+    def _hosts_in(self, kind: str) -> list[str]:
         return [host_of(event) or "" for event in self.run.events if event["event"] == kind]
 
     def _moves(self) -> bool:
@@ -165,7 +169,7 @@ class HostInjector:
 
     def _see_to(self, struck: StruckHost) -> None:
         worker, since = self.hosts.workers[struck.host], time.time() - struck.time
-        fault, lost = struck.planned.fault, struck.host in self._told("host_lost")
+        fault, lost = struck.planned.fault, struck.host in self._hosts_in("host_lost")
         if fault is HostFault.SHORT:
             if since > SHORT_S:
                 self._heal(struck.host)
@@ -197,7 +201,7 @@ class HostInjector:
 
     def _end_strangers(self) -> None:
         """Terminate workers that started too late for the run to attach them."""
-        known = self._told("host_joined")
+        known = self._hosts_in("host_joined")
         for name, worker in self.hosts.workers.items():
             if name not in known and worker.process.poll() is None:
                 worker.process.terminate()
@@ -280,10 +284,10 @@ def _print_hosts(report: Report, chaos: OnHosts) -> None:
     print("a host that hangs cannot end itself: it was killed once the run had declared it lost")
     for one in chaos.hosts:
         if not one.healed or one.fenced_late:
-            print(f"not as it must be: {_told(one)}")
+            print(f"not as it must be: {_described(one)}")
 
 
-def _told(one: HostOutcome) -> str:
+def _described(one: HostOutcome) -> str:
     def seconds(value: float | None) -> str:
         return "never" if value is None else f"{value:.1f} s"
 

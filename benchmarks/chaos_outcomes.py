@@ -83,8 +83,8 @@ def unprovoked(
 def _outcome(fault: Applied, events: Sequence[Mapping[str, Any]], until: float) -> Outcome:
     later = [event for event in events if event["time"] >= fault.time - CLOCKS_S]
     noticed, healed = _end_and_heal(fault, later, until)
-    told = noticed or _first(later, lambda event: _mentions(event, fault))
-    detected = None if told is None or told is healed else _after(fault, told)
+    reported = noticed or _first(later, lambda event: _mentions(event, fault))
+    detected = None if reported is None or reported is healed else _after(fault, reported)
     if healed is not None:
         return Outcome(fault, Fate.RESTARTED, detected, _after(fault, healed))
     if noticed is None and fault.planned.fault not in ENDS_THE_PROCESS:

@@ -73,9 +73,9 @@ def raw(load: Load, folder: Path) -> Iterator[Callable[[int], float]]:
 
 async def through_the_actor(ask: Ask, load: Load, seed: int) -> float:
     """Return the tokens/s of the same requests, one call each."""
-    asked = load.asked(seed)
+    requests = load.requests_of(seed)
     began = time.perf_counter()
-    results = await asyncio.gather(*map(ask, asked))
+    results = await asyncio.gather(*map(ask, requests))
     tokens = sum(len(result.token_ids) for result in results)
     return tokens / (time.perf_counter() - began)
 

@@ -43,7 +43,7 @@ class Load:
             ["generator.engine=vllm", *(f"{key}={value}" for key, value in keys.items())],
         )
 
-    def asked(self, seed: int) -> list[GenerationRequest]:
+    def requests_of(self, seed: int) -> list[GenerationRequest]:
         """Return requests that are unique to a seed, so that no prefix cache has them."""
         rng = random.Random(seed)
         return [
@@ -59,9 +59,9 @@ class Load:
         ]
 
 
-def serve(llm: Any, sampling: Any, asked: Sequence[GenerationRequest]) -> int:
+def serve(llm: Any, sampling: Any, requests: Sequence[GenerationRequest]) -> int:
     """Submit everything, then step until nothing is left; return the number of tokens."""
-    for request in asked:
+    for request in requests:
         prompt = {"prompt_token_ids": request.prompt_ids}
         llm.add_request(request.request_id, prompt, sampling(request))
     tokens = 0
@@ -84,9 +84,9 @@ def main() -> None:
     llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     sampling = sampling_parameters()
     for line in sys.stdin:
-        asked = load.asked(int(line))
+        batch = load.requests_of(int(line))
         began = time.perf_counter()
-        tokens = serve(llm, sampling, asked)
+        tokens = serve(llm, sampling, batch)
         seconds = time.perf_counter() - began
         sys.stdout.write(json.dumps({"tokens": tokens, "seconds": seconds}) + "\n")
         sys.stdout.flush()
