@@ -1,14 +1,12 @@
 """A training step that computes shared prefixes once, against the dense one: time, memory, tokens.
 
-    python benchmarks/prefix_tree.py [--quick | --long] [--json FILE] [--device cuda]
-                                     [--only NAME...]
+    python benchmarks/prefix_tree.py [--quick | --long] [--json FILE] [--only NAME...]
 
 Each measurement is a whole step of all three channels in a process of its own: eight rollouts of a
 prompt, error sites with hints before half of them, and pairs that begin with the prompt. Both ways
 take the group as one microbatch; they alternate. Models have random weights. `--long` measures a
 prompt of 32,768 tokens, with a smaller model. `teacher` measures what an SDPO teacher computes of
-eight rollouts with four error sites each. On a GPU the model has the shape of Qwen3-0.6B in
-bfloat16, and trees are one row of FlexAttention.
+eight rollouts with four error sites each.
 """
 
 import random
@@ -53,16 +51,6 @@ PLANS = [
 SITES = 4
 VOCABULARY = 4096
 WAYS = ("dense", "shared")
-QWEN3_06B: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,6 @@ class Case:
     own: int
     hidden: int = 128
     layers: int = 4
-    device: str = "cpu"
 
     @property
     def longest(self) -> int:
@@ -108,7 +95,7 @@ def config_of(case: Case, way: str) -> Config:
             "trainer": {
                 "microbatch_tokens": case.budget,
                 "prefix_sharing": way == "shared",
-                "attention": "sdpa" if case.device == "cpu" else "flex",
+                "attention": "sdpa",
                 "sharding": "none",
             },
         }
@@ -116,11 +103,7 @@ def config_of(case: Case, way: str) -> Config:
 
 
 def model_of(case: Case) -> Any:
-    sizes: dict[str, Any] = {"max_position_embeddings": case.longest + 1}
-    if case.device != "cpu":
-        how = {"dtype": torch.bfloat16, "attn_implementation": "flex_attention"}
-        return random_qwen3(QWEN3_06B | sizes, case.device, **how)
-    sizes |= {
+    sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": case.hidden,
         "intermediate_size": 3 * case.hidden,
@@ -128,6 +111,7 @@ def model_of(case: Case) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": case.hidden // 4,
+        "max_position_embeddings": case.longest + 1,
     }
     return random_qwen3(sizes)
 
@@ -166,15 +150,11 @@ def _measured(case: Case, way: str) -> Measured:
     step, sharing = ThreeChannelStep(model, None, config), config.trainer.sharing
     teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=sharing)
     batch = batch_of(case)
-    if case.device != "cpu":  # the first step compiles kernels
-        step.run(batch, InlineSource(teacher, config.sdpo, 0))
-    before = reset_peak(case.device)
+    before = reset_peak()
     began = time.perf_counter()
     metrics = step.run(batch, InlineSource(teacher, config.sdpo, 0))
-    if case.device != "cpu":
-        torch.cuda.synchronize()
     took = time.perf_counter() - began
-    extra = peak_bytes(case.device) - before
+    extra = peak_bytes() - before
     tokens = {name: value for name, value in metrics.items() if name.startswith("tokens/")}
     began = time.perf_counter()
     plan_step(batch, case.budget, sharing=sharing)
@@ -207,10 +187,7 @@ def compare_teacher(report: Report, case: Case) -> float:
     torch.set_num_threads(1)
     model, views = model_of(case).eval(), teacher_views(case)
     contexts = [view.teacher_ids for view in views]
-    sharing: dict[str, Sharing] = {
-        "dense": "off",
-        "shared": "levels" if case.device == "cpu" else "row",
-    }
+    sharing: dict[str, Sharing] = {"dense": "off", "shared": "levels"}
 
     def forwards(way: str) -> None:
         float(hinted_states(model, views, case.budget, sharing=sharing[way]).sum())
@@ -293,29 +270,28 @@ def compare(report: Report, case: Case, repeats: int) -> dict[str, float]:
     return ratios
 
 
-def cases(quick: bool, long: bool, device: str) -> dict[str, Case]:
+def cases(quick: bool, long: bool) -> dict[str, Case]:
     """The groups; the ratios are those of `prompt`, and of `nothing` where nothing is shared."""
     if long:
-        return {"prompt": Case("prompt of 32,768", 32_768, 256, hidden=64, layers=2, device=device)}
+        return {"prompt": Case("prompt of 32,768", 32_768, 256, hidden=64, layers=2)}
     size = 1024 if quick else 8192
-    found = {"prompt": Case(f"prompt of {size:,}", size, 256, device=device)}
+    found = {"prompt": Case(f"prompt of {size:,}", size, 256)}
     if not quick:
-        found["short"] = Case("prompt of 2,048", 2048, 256, device=device)
-        found["late"] = Case("turns that branch after 6,144 of 8,192", 6144, 2048, device=device)
-    found["nothing"] = Case("nothing shared", 0, 512 if quick else 2048, device=device)
+        found["short"] = Case("prompt of 2,048", 2048, 256)
+        found["late"] = Case("turns that branch after 6,144 of 8,192", 6144, 2048)
+    found["nothing"] = Case("nothing shared", 0, 512 if quick else 2048)
     sites = f"four error sites in each of eight rollouts after {size:,}"
-    found["teacher"] = Case(sites, size, 64 if quick else 256, device=device)
+    found["teacher"] = Case(sites, size, 64 if quick else 256)
     return found
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", nargs="+", help="prompt, short, late, nothing, teacher, plans")
     parser.add_argument("--long", action="store_true", help="a prompt of 32,768 tokens alone")
     options = parser.parse_args()
     report = Report("prefix_tree")
-    for name, case in cases(options.quick, options.long, options.device).items():
+    for name, case in cases(options.quick, options.long).items():
         if options.only and name not in options.only:
             continue
         if name == "teacher":
