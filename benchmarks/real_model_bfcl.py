@@ -23,17 +23,16 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import Report, arguments
+from serve import serving
 
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.services.store.reading import RunReader
@@ -48,8 +47,6 @@ MESH = (sys.executable, "-m", "composer_mesh")
 STAGES = ("before", "sft", "teachers", "rl", "trl", "report")
 TEACHERS = {8101: 1, 8102: 2}
 """Seed of the teacher at each port of the config."""
-SERVED_S = 120.0
-"""Seconds until a teacher has to answer."""
 SAMPLES = 4
 DRAWS = 10_000
 """Bootstrap samples of rows."""
@@ -151,33 +148,15 @@ def _teacher(seed: int) -> Path:
     return Path(f"runs/smollm2-bfcl-teacher-{seed}")
 
 
-@contextmanager
-def _served(port: int, seed: int) -> Iterator[None]:
-    """Serve a teacher by OpenAI's API; ends the server afterwards."""
-    sets = [f"policy.start=sft:{_teacher(seed)}", "trainer.compute_dtype=float32"]
-    command = [*MESH, "serve", TEACHER, "--port", port, *_overrides(sets)]
-    output = Path(f"{_teacher(seed)}-serve")
-    command += ["--output", output]
-    server = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
-    try:
-        _await(f"http://127.0.0.1:{port}/v1/models", server)
-        yield
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _await(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait until a teacher answers; raises SystemExit where it ended, or took too long."""
-    last = time.monotonic() + SERVED_S
-    while server.poll() is None and time.monotonic() < last:
-        try:
-            httpx.get(url).raise_for_status()
-        except httpx.TransportError:
-            time.sleep(1.0)
-        else:
-            return
-    raise SystemExit(f"{url} does not answer: run `real_model_bfcl.py teachers` first")
+def _served(port: int, seed: int) -> AbstractContextManager[str]:
+    """Serve a teacher by OpenAI's API for a block."""
+    teacher = _teacher(seed)
+    if not teacher.is_dir():
+        raise SystemExit(f"{teacher} is no run: run `real_model_bfcl.py teachers` first")
+    output = Path(f"{teacher}-serve")
+    sets = _overrides([f"policy.start=sft:{teacher}", "trainer.compute_dtype=float32"])
+    words = ["--port", str(port), "--output", str(output), *sets]
+    return serving([*MESH, "serve", str(TEACHER), *words], port, output.with_suffix(".log"))
 
 
 def trl(sets: Sequence[str], seed: int) -> tuple[dict[str, Any], Path]:

@@ -13,22 +13,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from report import Report, arguments
-from serve import CONFIG, config_of
+from serve import CLIENTS, free_port, serve_command, serving, settings_of, tail, write_policy
 
-CLIENTS, SAMPLES, START_S = 8, 64, 600.0
+SAMPLES = 64
 ROUNDS = 2
 CLIENT = Path(__file__).with_name("serve_peer_client.py")
 PROJECT = """[project]
@@ -40,61 +32,6 @@ tinker = []
 jax = []
 """
 """SkyRL's server starts its engine by the `uv run` that it was started by, with these extras."""
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def serving(
-    command: list[str], url: str, log: Path, environment: dict[str, str] | None
-) -> Iterator[int]:
-    """Run a server for a block, once it answers; yields its pid."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-    try:
-        wait_until_ready(process, f"{url}/api/v1/healthz", log)
-        yield process.pid
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise SystemExit(f"a server ended with status {process.returncode}:\n{tail(log)}")
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise SystemExit(f"a server does not answer after {START_S:g} s:\n{tail(log)}")
-
-
-def tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-
-
-def ours(place: Path, base: Path, port: int) -> list[str]:
-    output = ["--output", str(place / f"served-{port}"), "--port", str(port)]
-    settings = {
-        "policy.path": str(base),
-        "serve.base_model": str(base),
-        "serve.models_in_memory": str(CLIENTS + 2),
-    }
-    words = [word for one in settings.items() for word in ("--set", "=".join(one))]
-    return [sys.executable, "-m", "composer_mesh", "serve", str(CONFIG), *output, *words]
 
 
 def theirs(place: Path, base: Path, port: int, environment: Path) -> list[str]:
@@ -114,7 +51,6 @@ def theirs(place: Path, base: Path, port: int, environment: Path) -> list[str]:
 
 
 def measured(command: list[str], port: int, base: Path, environment: Path, quick: bool) -> dict:
-    url = f"http://127.0.0.1:{port}"
     within = dict(os.environ) | {
         "VIRTUAL_ENV": str(environment),
         "JAX_PLATFORMS": "cpu",
@@ -122,7 +58,7 @@ def measured(command: list[str], port: int, base: Path, environment: Path, quick
         "HF_HUB_OFFLINE": "1",
     }
     log = base.parent / f"server-{port}.log"
-    with serving(command, url, log, within):
+    with serving(command, port, log, within) as url:
         steps = "10" if quick else "30"
         script = [str(environment / "bin" / "python"), str(CLIENT), url, str(base), str(CLIENTS)]
         done = subprocess.run(
@@ -146,12 +82,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         base = place / "policy"
-        config_of(base)
+        write_policy(base)
         for _ in range(ROUNDS):
             for name, rates in found.items():
                 port = free_port()
                 command = (
-                    ours(place, base, port)
+                    serve_command(settings_of(base, str(base)), place / f"served-{port}", port)
                     if name == "ours"
                     else theirs(place, base, port, environment)
                 )
