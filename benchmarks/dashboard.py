@@ -28,6 +28,8 @@ import psutil
 from dashboard_runs import PRESET, large_run, small_run
 from report import Report, arguments
 
+from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
+
 COMMAND = [sys.executable, "-m", "composer_mesh"]
 BAR_S = 1.0
 REPEATS = 5
@@ -210,22 +212,22 @@ READER = "import sys, urllib.request\nfor line in urllib.request.urlopen(sys.arg
 
 def _steps(root: Path, steps: int) -> list[float]:
     """The seconds of the next steps; the two after a change are left out."""
-    before = len(_lines(root))
+    before = _done(root)
     _until(root, before + steps + 2)
-    found = [re.search(rb'"time/step_s": ([\d.e-]+)', line) for line in _lines(root)[before + 2 :]]
-    return [float(one.group(1)) for one in found[:steps] if one is not None]
+    found = read_metrics(root / METRICS_FILE)[before + 2 :]
+    return [float(one["time/step_s"]) for one in found[:steps]]
 
 
 def _until(root: Path, steps: int) -> None:
     until = time.monotonic() + 600
-    while len(_lines(root)) < steps:
+    while _done(root) < steps:
         assert time.monotonic() < until, f"{root} has not done {steps} steps"
         time.sleep(0.1)
 
 
-def _lines(root: Path) -> list[bytes]:
-    file = root / "metrics.jsonl"
-    return file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+def _done(root: Path) -> int:
+    file = root / METRICS_FILE
+    return len(read_metrics(file)) if file.exists() else 0
 
 
 def main() -> None:

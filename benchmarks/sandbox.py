@@ -18,13 +18,14 @@ import time
 import tracemalloc
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import psutil
 from report import Report, arguments
 
-if TYPE_CHECKING:
-    from composer_mesh.tasks.sandbox import Sandbox
+from composer_mesh.mesh.processes import is_alive
+from composer_mesh.mesh.programs import PACKAGES
+from composer_mesh.mesh.sandboxes.boxes import Boxes
+from composer_mesh.tasks.sandbox import FileTree, Sandbox, SandboxLimits, SandboxSession
 
 BAR_MS = 40.0
 COMMAND = ["-I", "-S", "-c", "pass"]
@@ -57,8 +58,6 @@ async def added_ms(boxes: Sandbox, rounds: int) -> dict[str, float]:
     Ten of a kind run in a row, so that the spare for the next box starts at the cost of a box. A
     cold box is one for which no spare of its sizes was there.
     """
-    from composer_mesh.tasks.sandbox import FileTree, SandboxLimits
-
     tree = FileTree(BASE)
     times: dict[str, list[float]] = {"boxed": [], "bare": [], "cold": []}
     limits = SandboxLimits()
@@ -85,8 +84,6 @@ async def added_ms(boxes: Sandbox, rounds: int) -> dict[str, float]:
 
 async def episode(boxes: Sandbox) -> None:
     """Play an episode: look, test, edit, test."""
-    from composer_mesh.tasks.sandbox import FileTree, SandboxSession
-
     session = SandboxSession(boxes, FileTree({**BASE, **TESTS}))
     assert (await session.exec(["grep", "-rn", "one", "lib"])).exit_code == 0
     assert (await session.exec(PYTEST)).exit_code == 1
@@ -104,8 +101,6 @@ async def episodes_per_s(boxes: Sandbox, count: int) -> float:
 
 def session_bytes(boxes: Sandbox) -> float:
     """Return what an open session with an edit takes, besides the tree that all share."""
-    from composer_mesh.tasks.sandbox import FileTree, SandboxSession
-
     tree = FileTree({**BASE, **TESTS})
     tracemalloc.start()
     sessions = [SandboxSession(boxes, tree) for _ in range(SESSIONS)]
@@ -118,9 +113,6 @@ def session_bytes(boxes: Sandbox) -> float:
 
 def left_over() -> tuple[int, float]:
     """Kill a worker with open boxes; return what is left when its keeper has ended, and when."""
-    from composer_mesh.mesh.processes import is_alive
-    from composer_mesh.mesh.programs import PACKAGES
-
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
     command = [sys.executable, "-c", WORKER, str(USERS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as worker:
@@ -150,8 +142,6 @@ def main() -> int:
     parser = arguments(__doc__.partition("\n")[0])
     parser.add_argument("--bytecode", action="store_true", help="boxes have the library's bytecode")
     options = parser.parse_args()
-    from composer_mesh.mesh.sandboxes.boxes import Boxes
-
     report = Report("sandbox")
     began = time.perf_counter()
     boxes = Boxes(boxes=2, bytecode=options.bytecode)

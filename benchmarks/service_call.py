@@ -46,7 +46,6 @@ CLAIMED = "1 KiB"
 """The payload of the ratios: a short question."""
 
 Way = Callable[[bytes], Awaitable[object]]
-Many = Callable[[bytes, int], Awaitable[object]]
 
 
 @dataclass(frozen=True)
@@ -58,39 +57,19 @@ class Size:
     together: int
 
 
-class Ways:
-    """The call methods, one at a time and many at once."""
+def ways_of(pool: Service, rays: "RayPool | None") -> dict[str, Way]:
+    """Return the methods of one call, by their names."""
+    turns = count()
 
-    def __init__(self, pool: Service, rays: Any | None) -> None:
-        self._pool, self._rays = pool, rays
-        self._turns = count()
+    def actor() -> Any:
+        return pool.replicas[next(turns) % REPLICAS].actor
 
-    def alone(self) -> dict[str, Way]:
-        ours: dict[str, Way] = {"raw": self._raw, "spawned": self._spawned, "service": self._routed}
-        return ours if self._rays is None else {**ours, "ray": self._rays.call}
-
-    def together(self) -> dict[str, Many]:
-        each = {"raw": self._raw, "spawned": self._spawned, "service": self._routed}
-        ours: dict[str, Many] = {name: self._all(way) for name, way in each.items()}
-        return ours if self._rays is None else {**ours, "ray": self._rays.many}
-
-    def _actor(self) -> Any:
-        return self._pool.replicas[next(self._turns) % REPLICAS].actor
-
-    async def _raw(self, payload: bytes) -> object:
-        return await self._actor().ref.echo.call_one(payload)
-
-    async def _spawned(self, payload: bytes) -> object:
-        return await self._actor().call("echo", payload)
-
-    async def _routed(self, payload: bytes) -> object:
-        return await self._pool.echo(payload)
-
-    def _all(self, way: Way) -> Many:
-        async def many(payload: bytes, calls: int) -> object:
-            return await asyncio.gather(*(way(payload) for _ in range(calls)))
-
-        return many
+    ours: dict[str, Way] = {
+        "raw": lambda payload: actor().ref.echo.call_one(payload),
+        "spawned": lambda payload: actor().call("echo", payload),
+        "service": lambda payload: pool.echo(payload),
+    }
+    return ours if rays is None else {**ours, "ray": rays.call}
 
 
 class RayPool:
@@ -106,7 +85,7 @@ class RayPool:
         self._pool.submit(lambda actor, value: actor.echo.remote(value), payload)
         return self._pool.get_next()
 
-    async def many(self, payload: bytes, calls: int) -> object:
+    def many(self, payload: bytes, calls: int) -> object:
         return list(self._pool.map(lambda actor, v: actor.echo.remote(v), [payload] * calls))
 
 
@@ -147,23 +126,27 @@ async def latencies(ways: dict[str, Way], payload: bytes, size: Size) -> dict[st
     return found
 
 
-async def rate(many: Many, payload: bytes, calls: int) -> float:
-    """Return the calls per second of the best of three rounds."""
+async def rate(way: Way, rays: "RayPool | None", payload: bytes, calls: int) -> float:
+    """Return the calls per second, many at once, of the best of three rounds."""
     best = 0.0
     for _ in range(3):
         began = time.perf_counter()
-        await many(payload, calls)
+        if rays is not None and way == rays.call:
+            rays.many(payload, calls)
+        else:
+            await asyncio.gather(*(way(payload) for _ in range(calls)))
         best = max(best, calls / (time.perf_counter() - began))
     return best
 
 
-async def compare(report: Report, ways: Ways, payload: str, size: Size) -> None:
+async def compare(
+    report: Report, pool: Service, rays: "RayPool | None", payload: str, size: Size
+) -> None:
     """Compare one payload: a table, its figures, and the ratios for the claimed payload."""
     content = os.urandom(PAYLOADS[payload])
-    took = await latencies(ways.alone(), content, size)
-    rates = {
-        name: await rate(many, content, size.together) for name, many in ways.together().items()
-    }
+    ways = ways_of(pool, rays)
+    took = await latencies(ways, content, size)
+    rates = {name: await rate(way, rays, content, size.together) for name, way in ways.items()}
     rows = []
     for name, times in took.items():
         p50, p99 = (quantile * 1e6 for quantile in (statistics.median(times), _p99(times)))
@@ -191,9 +174,8 @@ async def measure(report: Report, rays: RayPool | None, size: Size) -> None:
     supervisor = Supervisor()
     async with MeshHost(supervisor) as host:
         pool = await service.spawn(Echo, n=REPLICAS, host=host)
-        ways = Ways(pool, rays)
         for payload in PAYLOADS:
-            await supervisor.guard(compare(report, ways, payload, size))
+            await supervisor.guard(compare(report, pool, rays, payload, size))
 
 
 def main() -> None:
