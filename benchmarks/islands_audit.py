@@ -102,7 +102,7 @@ def _payload(store: ObjectStore, head: dict) -> bytes:
 
 
 def _register(store: ObjectStore, key: str) -> dict | None:
-    """Return the first intact value of a register, by its definition in `write_once`."""
+    """Return the first intact value of a register, by its definition in `store/blobs.py`."""
     attempt = 0
     while (data := store.get(f"{key}.{attempt}")) is not None:
         digest, _, body = data.partition(b"\n")
