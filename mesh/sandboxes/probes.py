@@ -27,7 +27,10 @@ from composer_mesh.tasks.sandbox import MIB, FileTree, Sandbox, SandboxError, Sa
 SMALL = SandboxLimits(wall_s=20.0, cpu_s=10, memory_bytes=256 * MIB, disk_bytes=8 * MIB)
 ATTACKS = Path(attacks.__file__).read_text(encoding="utf-8")
 SECRET = "a file that each user of this machine may read"
-FORKS = """
+UNBOUNDED = "memory_of_all_processes"
+"""What no box bounds where control groups cannot be written."""
+EXHAUSTING = {
+    "fork_bomb": """
 import os, sys, time
 made = 0
 try:
@@ -37,8 +40,8 @@ try:
 except OSError:
     pass
 sys.stdout.write(str(made))
-"""
-DISK = """
+""",
+    "fill_the_disk": """
 import os
 size = 0
 for folder in ("/w", "/tmp", "/dev/shm"):
@@ -49,8 +52,8 @@ for folder in ("/w", "/tmp", "/dev/shm"):
         except OSError:
             break
 print(size)
-"""
-MEMORY = """
+""",
+    UNBOUNDED: """
 import os, sys
 children = []
 for _ in range(4):
@@ -60,8 +63,10 @@ for _ in range(4):
         os.read(0, 1)
         os._exit(0 if held else 1)
     children.append(child)
-print(sum(os.waitpid(one, 0)[1] == 0 for one in children))
-"""
+print(100 * sum(os.waitpid(one, 0)[1] == 0 for one in children))
+""",
+}
+"""Programs that take what there is and print how much they got."""
 DAEMON = """
 import os, sys, time
 if os.fork() == 0:
@@ -141,27 +146,19 @@ async def probed(sandbox: Boxes) -> list[Finding]:
         got["udp_to_host"] = arrived()
     return [
         *(Finding(one.__name__, str(got[one.__name__])) for one in attacks.ATTACKS),
-        *await asyncio.gather(_forks(sandbox), _disk(sandbox), _memory(sandbox), _daemon(sandbox)),
+        *await asyncio.gather(
+            _exhausted(sandbox, "fork_bomb", SMALL.processes, "processes"),
+            _exhausted(sandbox, "fill_the_disk", SMALL.disk_bytes + 2 * MIB, "bytes"),
+            _exhausted(sandbox, UNBOUNDED, 300, "MiB by 4 processes, whose limit is 256"),
+            _daemon(sandbox),
+        ),
     ]
 
 
-async def _forks(sandbox: Sandbox) -> Finding:
-    result = await _run(sandbox, FORKS)
-    made = int(result.stdout or b"0")
-    return Finding("fork_bomb", f"{made} processes" if made > SMALL.processes else "")
-
-
-async def _disk(sandbox: Sandbox) -> Finding:
-    result = await _run(sandbox, DISK)
-    size = int(result.stdout or b"0")
-    return Finding("fill_the_disk", f"{size} bytes" if size > SMALL.disk_bytes + 2 * MIB else "")
-
-
-async def _memory(sandbox: Sandbox) -> Finding:
-    result = await _run(sandbox, MEMORY)
-    held = 100 * int(result.stdout or b"0")
-    got = f"{held} MiB by 4 processes, whose limit is 256" if held > 300 else ""
-    return Finding("memory_of_all_processes", got, needed=False)
+async def _exhausted(sandbox: Sandbox, attack: str, most: int, unit: str) -> Finding:
+    result = await _run(sandbox, EXHAUSTING[attack])
+    got = int(result.stdout or b"0")
+    return Finding(attack, f"{got} {unit}" if got > most else "", attack != UNBOUNDED)
 
 
 async def _daemon(sandbox: Sandbox) -> Finding:
