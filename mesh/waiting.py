@@ -159,6 +159,7 @@ async def unless(
 def in_background(work: Callable[[], T]) -> Future[T]:
     """Start work in a thread that never keeps a process alive; return its future."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the work cannot be cancelled
 
     def run() -> None:
         try:

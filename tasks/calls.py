@@ -194,11 +194,6 @@ async def at_once(function: Callable[[], Any]) -> Any:
     return function()
 
 
-async def in_a_thread(function: Callable[[], Any]) -> Any:
-    """Run a plain function in a thread, so that one that waits holds up nothing else."""
-    return await asyncio.to_thread(function)
-
-
 @dataclass(frozen=True)
 class Calls:
     """How a task's functions are called: `run_plain` runs plain ones; each may take `limit_s`."""

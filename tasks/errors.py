@@ -15,20 +15,15 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from composer_mesh.configs.interrupts import is_interrupt
+from composer_mesh.configs.worded import Worded
+
 PACKAGE = Path(__file__).parents[1]
-CALLERS = frozenset(
-    {
-        "call_marks.py",
-        "calls.py",
-        "group_scoring.py",
-        "running.py",
-        "task_loop.py",
-        "task_runner.py",
-    }
-)
+CALLERS = frozenset({"calls.py", "running.py", "task_loop.py"})
 LIBRARY = sysconfig.get_path("stdlib")
 LONGEST = 500
 ERROR_PREFIX = "error: "
@@ -89,61 +84,51 @@ class TaskTimeout(TaskError):
         )
 
 
-class TaskProcessEnded(TaskError):
+class TaskProcessEnded(Worded, TaskError):
     """A call of a task's code held the interpreter of its process, or ended that process."""
 
-    def __init__(self, what: str, reason: str) -> None:
-        super().__init__(what, reason)
-        self.what, self.reason = what, reason
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what} {self.reason}: mend that line, run it in a process of its own, or give "
-            "a long computation more time by environment.hang_s"
-        )
+    message = (
+        "{0} {1}: mend that line, run it in a process of its own, or give a long computation more "
+        "time by environment.hang_s"
+    )
 
 
-class ToolServerLost(TaskError):
+class ToolServerLost(Worded, TaskError):
     """A server of tools cannot be reached, or has ended under a call. Never the agent's error."""
 
     failure_class = "infrastructure"
-
-    def __init__(self, server: str, reason: str) -> None:
-        super().__init__(server, reason)
-        self.server, self.reason = server, reason
-
-    def __str__(self) -> str:
-        return f"MCP server {self.server!r}: {self.reason}"
+    message = "MCP server {0!r}: {1}"
 
 
 class UnusableTask(TaskError, ValueError):
     """A task cannot be loaded, or one of its functions returned an unusable value."""
 
 
-class JudgeFailed(TaskError):
+class JudgeFailed(Worded, TaskError):
     """A judge gave no usable answer, so that an attempt at an episode has no reward."""
 
     failure_class = "provider"
-
-    def __init__(self, judge: str, reason: str) -> None:
-        super().__init__(judge, reason)
-        self.judge, self.reason = judge, reason
-
-    def __str__(self) -> str:
-        return f"judge {self.judge!r} gave no usable answer: {self.reason}"
+    message = "judge {0!r} gave no usable answer: {1}"
 
 
-class JudgesSpent(TaskError):
-    """A question might pass the judges' ceiling, so it was not sent."""
+class JudgesSpent(Worded, TaskError):
+    """A question to a judge might pass the judges' ceiling, so it was not sent."""
 
     failure_class = "provider"
+    message = "{1}"
 
-    def __init__(self, judge: str, reason: str) -> None:
-        super().__init__(judge, reason)
-        self.judge, self.reason = judge, reason
 
-    def __str__(self) -> str:
-        return self.reason
+@contextmanager
+def code_of_task(what: str, *known: type[BaseException]) -> Iterator[None]:
+    """Turn what a block raises into the error of a task's function, except for `known` errors."""
+    try:
+        yield
+    except known:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise code_error(what, error) from error
 
 
 def code_error(what: str, error: BaseException) -> TaskCodeError:

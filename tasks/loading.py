@@ -24,11 +24,10 @@ from typing import Any, TypeVar
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.data import MixedTask
-from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
-from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
+from composer_mesh.tasks.errors import TaskError, UnusableTask, code_of_task
 from composer_mesh.tasks.rows import row_identity
 from composer_mesh.tasks.session import Session
 from composer_mesh.tasks.task import Task, TaskSettings
@@ -234,15 +233,9 @@ def _created(config: Config, source: MixedTask) -> Task:
         leave_out_spent=config.judges.when_spent == "leave_out",
         external_tools=external_tools(config.environment.mcp),
     )
-    try:
+    with code_of_task(f"loading task {source.task!r}", TaskError, ValueError):
         task.load()
         _ = task.tools, task.rewards, task.turn_rewards, task.group_rewards
-    except (TaskError, ValueError):
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise code_error(f"loading task {source.task!r}", error) from error
     return task
 
 
@@ -254,14 +247,8 @@ def _made(section: str, kind: type[T], options: Mapping[str, Any]) -> T:
             f"{section}.options are {dict(options)}, but {kind.__name__} takes "
             f"{inspect.signature(kind)} ({error}): change {section}.options"
         ) from None
-    try:
+    with code_of_task(f"making a {kind.__name__}", TaskError):
         return kind(**options)
-    except TaskError:
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise code_error(f"making a {kind.__name__}", error) from error
 
 
 def _subclass(key: str, path: str, base: type[T]) -> type[T]:
@@ -283,19 +270,16 @@ def _imported(key: str, path: str) -> Any:
             f"{key} is {path!r}: write my_package.my_module:MyClass or my_file.py:MyClass"
             + (f", or one of {plugins.known('tasks')}" if key == "data.task" else "")
         )
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise code_error(f"importing {module}", error) from error
-        raise UnusableTask(
-            f"{key} is {path!r}, but there is no module {error.name!r}: install it, or name "
-            'its folder in run.import_paths, such as --set run.import_paths=["."]'
-        ) from None
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise code_error(f"importing {module}", error) from error
+    with code_of_task(f"importing {module}", UnusableTask):
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise UnusableTask(
+                f"{key} is {path!r}, but there is no module {error.name!r}: install it, or name "
+                'its folder in run.import_paths, such as --set run.import_paths=["."]'
+            ) from None
     if not hasattr(found, attribute):
         close = difflib.get_close_matches(attribute, dir(found), n=1)
         repair = f"did you mean {close[0]!r}?" if close else "check the spelling"
@@ -322,9 +306,8 @@ def _execute(key: str, name: str, path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
+        with code_of_task(f"importing {path}"):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        if is_interrupt(error):
-            raise
-        raise code_error(f"importing {path}", error) from error
+        raise

@@ -94,8 +94,7 @@ def _finished(work: Coroutine[Any, Any, T]) -> T:
     try:
         work.send(None)
     except StopIteration as ended:
-        result: T = ended.value
-        return result
+        return ended.value
     raise RuntimeError("a task without coroutines has waited for something")
 
 

@@ -2,6 +2,8 @@
 
 The rules of every task are here: an action calls tools or is an answer, an action that fails is an
 error site, and an episode ends by an answer, by a tool, or with its last turn.
+
+Scores the samples of an episode together, by the group rewards of its task.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from composer_mesh.rollouts.group_rewards import total_reward
+from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore, total_reward
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import (
     MalformedCall,
@@ -35,10 +37,18 @@ from composer_mesh.tasks.errors import (
     UnusableTask,
     shown,
 )
-from composer_mesh.tasks.reward import Ending, Transcript, TurnRewards, finite_number
+from composer_mesh.tasks.reward import (
+    Ending,
+    RewardFunction,
+    Transcript,
+    TurnRewards,
+    finite_number,
+)
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ExternalTool, ToolSpec, unknown_tool
+
+T = TypeVar("T")
 
 LONGEST_MESSAGE = 500_000
 """Characters of the longest message of a task; a longer one is cut, and the agent is told."""
@@ -117,7 +127,9 @@ class RunningEpisode:
             self._ended or "context",
             self._session if messages is None else None,
         )
-        values, left_out = await self._values(transcript)
+        values, left_out = await _scored(
+            self._task, self._task.rewards, lambda one: self._value(one, transcript)
+        )
         weights = self._task.reward_weights
         total = total_reward(values, weights, 0.0)
         success = await self._call("success", self._task.success, transcript, total)
@@ -232,18 +244,6 @@ class RunningEpisode:
         self._seen.append(len(self._messages))
         return StepResult(messages, False, error)
 
-    async def _values(self, transcript: Transcript) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return the rewards by name, and the names of those whose judge may not be asked."""
-        values, left_out = dict[str, float](), list[str]()
-        for one in self._task.rewards:
-            try:
-                values[one.name] = await self._value(one, transcript)
-            except JudgesSpent:
-                if not self._task.settings.leave_out_spent:
-                    raise
-                left_out.append(one.name)
-        return values, tuple(left_out)
-
     async def _by_turn(self, transcript: Transcript, values: dict[str, float]) -> list[float]:
         """Return the reward of each turn, none if none is given; add the functions' sums to
         `values`."""
@@ -350,3 +350,49 @@ def _cut(text: str) -> str:
     if len(text) <= LONGEST_MESSAGE:
         return text
     return f"{text[:LONGEST_MESSAGE]}… ({len(text):,} characters, cut)"
+
+
+async def score_group(
+    task: Task, episode: Episode, group: Sequence[FinishedRollout], calls: Calls
+) -> GroupScore:
+    """Return each group reward's values for the rollouts of an episode that has its row."""
+    part = task.of(episode.task)
+    transcripts = [
+        Transcript(episode, one.messages, one.errors, "unknown", None, one.rewards) for one in group
+    ]
+    values, left_out = await _scored(
+        part, part.group_rewards, lambda one: _values(part, one, transcripts, calls)
+    )
+    return GroupScore(values, left_out)
+
+
+async def _scored(
+    task: Task, rewards: Sequence[RewardFunction], score: Callable[[RewardFunction], Awaitable[T]]
+) -> tuple[dict[str, T], tuple[str, ...]]:
+    """Return the scores by name, and the names of rewards whose judge may not be asked."""
+    values, left_out = dict[str, T](), list[str]()
+    for one in rewards:
+        try:
+            values[one.name] = await score(one)
+        except JudgesSpent:
+            if not task.settings.leave_out_spent:
+                raise
+            left_out.append(one.name)
+    return values, tuple(left_out)
+
+
+async def _values(
+    task: Task, one: RewardFunction, transcripts: Sequence[Transcript], calls: Calls
+) -> list[float]:
+    what = f"group reward {one.name!r} of task {task.name!r}"
+    found = await calls(what, one.function, list(transcripts))
+    numbers = list(map(finite_number, found)) if isinstance(found, Sequence) else [None]
+    kept = [number for number in numbers if number is not None]
+    if len(kept) < len(numbers):
+        raise UnusableTask(f"{what} returned {shown(found)!r}: return a list of finite numbers")
+    if len(kept) != len(transcripts):
+        raise UnusableTask(
+            f"{what} returned {len(kept)} numbers for {len(transcripts)} transcripts: return one "
+            "for each, in their order"
+        )
+    return kept

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.calls import CallMarks, Calls, is_requested
+from composer_mesh.tasks.calls import CallMarks, Calls, RunPlain, is_requested
 from composer_mesh.tasks.errors import TaskError, code_error
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
@@ -120,7 +120,7 @@ class TaskLoop:
                     "their limit and hold their threads: give what they wait for a timeout"
                 ) from running.exception()
             return running.result()
-        return self._raise(thread, running)
+        raise self._ended(thread, work)
 
     def _replace(self, thread: _LoopThread) -> None:
         if thread is self._current:
@@ -128,12 +128,12 @@ class TaskLoop:
             self._blocked += 1
         thread.lose()
 
-    def _raise(self, thread: _LoopThread, running: asyncio.Future[T]) -> T:
+    def _ended(self, thread: _LoopThread, work: Coroutine[Any, Any, Any]) -> Exception:
+        """Return what ended a call on a lost loop."""
         if self._blocked >= MOST_BLOCKED:
-            raise TooManyBlocked(thread.reason)
-        if thread.blocker is None or thread.blocker is running:
-            raise LoopBlocked(thread.reason)
-        raise LoopLost(thread.reason)
+            return TooManyBlocked(thread.reason)
+        is_blocker = thread.blocker is None or thread.blocker is work
+        return LoopBlocked(thread.reason) if is_blocker else LoopLost(thread.reason)
 
 
 class _LoopThread:
@@ -144,23 +144,18 @@ class _LoopThread:
         self._loop.set_default_executor(threads)
         if marks is not None:
             self._loop.set_task_factory(marks.task_of)
-        self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
+        self._calls: dict[asyncio.Task[Any], Coroutine[Any, Any, Any]] = {}
         self._waiting: list[asyncio.Future[None]] = []
         self._is_lost = False
-        self.blocker: asyncio.Future[Any] | None = None
+        self.blocker: Coroutine[Any, Any, Any] | None = None
         """The call that blocks the loop, if it is known."""
         self.reason = ""
         self._thread = threading.Thread(target=self._run, name="task", daemon=True)
         self._thread.start()
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Start a coroutine; return its future on the caller's loop."""
-        own = asyncio.get_running_loop()
-        running: asyncio.Future[Any] = own.create_future()
-        started = asyncio.run_coroutine_threadsafe(self._called(work, running), self._loop)
-        running.add_done_callback(lambda _: started.cancel())
-        started.add_done_callback(lambda done: own.call_soon_threadsafe(_copy, running, done))
-        return running
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._called(work), self._loop))
 
     def lost(self) -> asyncio.Future[None]:
         """Return a future that is done once the loop is lost."""
@@ -200,10 +195,10 @@ class _LoopThread:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
-    async def _called(self, work: Coroutine[Any, Any, Any], running: asyncio.Future[Any]) -> Any:
+    async def _called(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
-        self._calls[task] = running
+        self._calls[task] = work
         try:
             return await work
         except Exception:
@@ -215,7 +210,7 @@ class _LoopThread:
         finally:
             del self._calls[task]
 
-    def _blocker(self) -> asyncio.Future[Any] | None:
+    def _blocker(self) -> Coroutine[Any, Any, Any] | None:
         task = asyncio.current_task(self._loop)
         return None if task is None else self._calls.get(task)
 
@@ -235,28 +230,23 @@ async def _any_done(one: asyncio.Future[Any], other: asyncio.Future[Any], limit_
     return bool((await asyncio.wait([one, other], timeout=limit_s, return_when=first))[0])
 
 
-def _copy(running: asyncio.Future[Any], done: Future[Any]) -> None:
-    """Give a future the result of a call."""
-    if running.done():
-        return
-    if done.cancelled():
-        running.cancel()
-    elif (error := done.exception()) is not None:
-        running.set_exception(error)
-    else:
-        running.set_result(done.result())
-
-
 class TaskRunner:
     """A task, and how its functions are called; each call may take `limit_s` seconds.
 
-    `marks` record which call each thread runs.
+    `marks` record which call each thread runs; `run_plain` runs plain functions, by default in the
+    loop's own threads.
     """
 
-    def __init__(self, task: Task, limit_s: float, marks: CallMarks | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        limit_s: float,
+        marks: CallMarks | None = None,
+        run_plain: RunPlain | None = None,
+    ) -> None:
         self.task = task
         self._loop, self._limit_s = TaskLoop(marks=marks), limit_s
-        self.calls = Calls(self._loop.in_a_thread, limit_s)
+        self.calls = Calls(run_plain or self._loop.in_a_thread, limit_s)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the task's loop. Waits for it; raises as `TaskLoop.run`."""
@@ -267,8 +257,7 @@ class TaskRunner:
         if episode.payload:
             return episode
         what = f"making {episode.split} episode {episode.index} of task {self.task.name!r}"
-        whole: Episode = await self.calls(what, self.task.episode, episode.split, episode.index)
-        return whole
+        return await self.calls(what, self.task.episode, episode.split, episode.index)
 
     async def begin_episode(self, episode: Episode) -> tuple[RunningEpisode, list[Message]]:
         """Begin an episode; return it with its first messages. Call it on the task's loop."""

@@ -31,7 +31,7 @@ from composer_mesh.mesh.call_server import Endpoint, OpenCall, PipeCalls
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.processes import cpu_seconds, end_of_child, kill_group
 from composer_mesh.mesh.programs import reap, start_tied
-from composer_mesh.mesh.supervision import SessionLost
+from composer_mesh.mesh.supervision import SessionLost, heard
 from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, told_to_loop
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.tasks.calls import MARKS_BYTES, STACKS_SIGNAL, CallMark, read_marks
@@ -277,7 +277,7 @@ class TaskProcess:
             used_s = (cpu_seconds(self.pid) or 0.0) - before
             if used_s >= self._hang_s or silent_s >= self._silent_s:
                 self._held = f"{used_s:.0f} s of CPU time in {silent_s:.0f} s"
-                asking.add_done_callback(_heard)
+                asking.add_done_callback(heard)
                 return False
         return self.fault is None and asking.exception() is None
 
@@ -330,8 +330,3 @@ def _thread_seconds(pid: int) -> dict[int, float]:
     except psutil.Error:
         return {}
     return {one.id: one.user_time + one.system_time for one in threads}
-
-
-def _heard(answer: asyncio.Future[Any]) -> None:
-    if not answer.cancelled():
-        answer.exception()

@@ -24,10 +24,9 @@ from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import STACKS_SIGNAL, CallMarks
-from composer_mesh.tasks.group_scoring import score_group
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.loading import make_task
-from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.running import RunningEpisode, score_group
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import TaskRunner
 
@@ -43,8 +42,7 @@ class JudgesOfActor:
     async def ask(self, question: JudgeQuestion) -> JudgeReply:
         """Return a judge's answer; called on the task's event loop."""
         asking = asyncio.run_coroutine_threadsafe(self._calls.call("ask", question), self._own)
-        reply: JudgeReply = await asyncio.wrap_future(asking)
-        return reply
+        return await asyncio.wrap_future(asking)
 
 
 class TaskServer:
@@ -58,8 +56,7 @@ class TaskServer:
 
     def endpoint(self, name: str) -> Endpoint:
         """Return the endpoint of a name."""
-        found: Endpoint = getattr(self, name)
-        return found
+        return getattr(self, name)
 
     async def load(
         self, config: Config, keys: Mapping[str, str], import_paths: Sequence[str]

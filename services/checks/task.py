@@ -8,16 +8,16 @@ An episode that is played by ordinary code, with the time limits of a run.
 
 The task's code runs on an event loop and in daemon threads of its own, so that code which never
 returns holds up neither its caller nor the end of the command.
+
+Facts of a run that are known before it starts: its rows, its model, and the work of a step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -25,22 +25,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import in_background
+from composer_mesh.planning.model_sizes import UnknownSizes, parameter_count, sizes_of
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message
-from composer_mesh.tasks.calls import Calls
-from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
-from composer_mesh.tasks.group_scoring import score_group
+from composer_mesh.tasks.errors import TaskError, UnusableTask, code_of_task
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.loading import heldout_indices
-from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.running import RunningEpisode, score_group
 from composer_mesh.tasks.sandbox import DescribedSandbox
 from composer_mesh.tasks.task import Task
-from composer_mesh.tasks.task_loop import LoopBlocked, TaskLoop
+from composer_mesh.tasks.task_loop import LoopBlocked, TaskRunner
 
 T = TypeVar("T")
 
@@ -52,8 +51,8 @@ class TimedEpisode:
     """
 
     def __init__(self, task: Task, episode: Episode, limit_s: float) -> None:
-        self._task, self._episode, self._limit_s = task, episode, limit_s
-        self._calls, self._loop = Calls(in_a_daemon_thread, limit_s), TaskLoop()
+        self._task, self._episode = task, episode
+        self._runner = TaskRunner(task, limit_s, run_plain=in_a_daemon_thread)
         self._running: RunningEpisode | None = None
         self._blocked = False
 
@@ -83,12 +82,13 @@ class TimedEpisode:
 
     def begin(self) -> list[Message]:
         """Make the episode and start its session; return the first messages."""
-        return self._run(self._begun())
+        self._running, messages = self._run(self._runner.begin_episode(self._episode))
+        return messages
 
     def expert(self) -> str:
         """Return the action of the task's expert."""
         what = f"the expert of task {self._task.name!r}"
-        return str(self._run(self._calls(what, self._task.expert, self.messages)))
+        return str(self._run(self._runner.calls(what, self._task.expert, self.messages)))
 
     def step(self, text: str) -> StepResult:
         """Apply an action of the agent."""
@@ -100,7 +100,7 @@ class TimedEpisode:
 
     def score_group(self, group: list[FinishedRollout]) -> GroupScore:
         """Score rollouts of this episode together."""
-        scoring = score_group(self._task, self._opened.episode, group, self._calls)
+        scoring = score_group(self._task, self._opened.episode, group, self._runner.calls)
         return self._run(scoring)
 
     @property
@@ -109,16 +109,9 @@ class TimedEpisode:
             raise RuntimeError("this episode has not begun: call begin first")
         return self._running
 
-    async def _begun(self) -> list[Message]:
-        one = self._episode
-        what = f"making {one.split} episode {one.index} of task {self._task.name!r}"
-        whole = await self._calls(what, self._task.episode, one.split, one.index)
-        self._running = RunningEpisode(self._task, whole, self._calls)
-        return await self._running.begin()
-
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return asyncio.run(self._loop.run(work, self._limit_s))
+            return asyncio.run(self._runner.run(work))
         except LoopBlocked as blocked:
             self._blocked = True
             raise UnusableTask(str(blocked)) from None
@@ -126,18 +119,7 @@ class TimedEpisode:
 
 async def in_a_daemon_thread(function: Callable[[], Any]) -> Any:
     """Run a plain function in a thread that does not hold up the end of the process."""
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()
-    target = partial(copy_context().run, _settle, done, function)
-    threading.Thread(target=target, name="task function", daemon=True).start()
-    return await asyncio.wrap_future(done)
-
-
-def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
-    try:
-        done.set_result(function())
-    except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
-        done.set_exception(error)
+    return await asyncio.wrap_future(in_background(partial(copy_context().run, function)))
 
 
 MOST_ITEMS = 100
@@ -262,14 +244,9 @@ def check_task(config: Config, task: Task) -> None:
 
 def heldout_of(task: Task, count: int) -> list[int]:
     """Return the held-out episodes by index; an error of the task's own code names its line."""
-    try:
+    what = f"making held-out episodes of task {task.name!r}"
+    with code_of_task(what, TaskError, ValueError):
         return heldout_indices(task, count)
-    except (TaskError, ValueError):
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise code_error(f"making held-out episodes of task {task.name!r}", error) from error
 
 
 def training_rows(task: Task) -> int | None:
@@ -277,15 +254,9 @@ def training_rows(task: Task) -> int | None:
 
     An error of the task's own code names its line.
     """
-    try:
+    with code_of_task(f"reading the rows of task {task.name!r}", TaskError, ValueError):
         rows = task.rows("train")
-        return None if rows is None else len(rows)
-    except (TaskError, ValueError):
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise code_error(f"reading the rows of task {task.name!r}", error) from error
+    return None if rows is None else len(rows)
 
 
 @dataclass(frozen=True)
@@ -387,3 +358,35 @@ def _refuse_error(task: Task, templates: HintTemplates, site: ErrorSite) -> None
 def _call(tool: dict[str, Any]) -> str:
     function = tool["function"]
     return call_text(str(function["name"]), example_arguments(function["parameters"]))
+
+
+TIME = "time of a step: not known before the first one, after which the run reports it"
+
+
+def facts_of(config: Config, task: Task, heldout: int) -> Iterator[str]:
+    """Yield lines of them, and of what is not known."""
+    for part in task.parts:
+        rows = training_rows(part)
+        yield f"training rows of {part.name!r}: {'generated' if rows is None else f'{rows:,}'}"
+    yield f"an evaluation: {heldout:,} held-out episodes"
+    yield f"policy: {_model(config)}, contexts of at most {config.policy.max_context:,} tokens"
+    schedule, generator = config.schedule, config.generator
+    rollouts = schedule.prompts_per_step * schedule.group_size
+    longest = min(
+        config.policy.max_context, config.environment.max_turns * generator.max_new_tokens
+    )
+    yield (
+        f"a step: {schedule.prompts_per_step} groups of {schedule.group_size} rollouts, at most "
+        f"{rollouts * longest:,} sampled tokens ({longest:,} each), "
+        f"{rollouts * config.policy.max_context:,} with all that they read; computed in "
+        f"microbatches of {config.trainer.microbatch_tokens:,}"
+    )
+    yield TIME
+
+
+def _model(config: Config) -> str:
+    try:
+        sizes = sizes_of(config.policy)
+    except UnknownSizes as unknown:
+        return f"parameters not counted ({unknown})"
+    return f"{parameter_count(sizes):,} parameters, {sizes.vocab_size:,} tokens of vocabulary"

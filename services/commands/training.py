@@ -30,9 +30,8 @@ from composer_mesh.services.checks.accepting import (
     startable,
     use_umask,
 )
-from composer_mesh.services.checks.facts import facts_of
 from composer_mesh.services.checks.hub import hub_remarks
-from composer_mesh.services.checks.task import heldout_of, told_of
+from composer_mesh.services.checks.task import facts_of, heldout_of, told_of
 from composer_mesh.services.commands.arguments import add_config
 from composer_mesh.services.commands.parser import Add, argument, command, one_of
 from composer_mesh.services.directory.claim import (

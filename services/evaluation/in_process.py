@@ -40,8 +40,7 @@ from composer_mesh.services.checks.task import in_a_daemon_thread
 from composer_mesh.services.steps.ports import Store
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import JudgesSpent, TaskError
-from composer_mesh.tasks.group_scoring import score_group
-from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.running import RunningEpisode, score_group
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.task_loop import TaskLoop
 

@@ -13,7 +13,7 @@ from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskCodeError, UnusableTask
-from composer_mesh.tasks.group_scoring import score_group
+from composer_mesh.tasks.running import score_group
 
 
 class Names(Task):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from raised_kinds import NAMES, raised
 
-from composer_mesh.tasks.calls import Calls, in_a_thread
+from composer_mesh.tasks.calls import Calls
 from composer_mesh.tasks.errors import TaskCodeError, TaskError
 from composer_mesh.tasks.task_loop import TaskLoop
 
@@ -58,7 +58,7 @@ async def test_what_a_function_raises_fails_its_call_at_once_with_its_line(
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_thread_of_another_loop_carries_it_too(name: str) -> None:
     with pytest.raises(TaskCodeError, match=name):
-        await Calls(in_a_thread, LIMIT_S)("reward", plain(name))
+        await Calls(asyncio.to_thread, LIMIT_S)("reward", plain(name))
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"KeyboardInterrupt"}))

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from composer_mesh.actors.models.gguf_program import convert
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.planning.model_folder import check_model_folder
-from composer_mesh.services.checks.gguf import converted, remark
+from composer_mesh.services.checks.hub import converted, dequantization
 
 WIDTH, HEADS, INNER = 64, 4, 128
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -84,7 +84,7 @@ def test_a_file_becomes_a_folder_of_dequantized_float32_weights(
     assert "quantization_config" not in config
     assert str(tmp_path) not in json.dumps(config)
     assert (tmp_path / "model" / "chat_template.jinja").read_text() == TEMPLATE
-    assert remark(tmp_path / "model") == (
+    assert dequantization(tmp_path / "model") == (
         "float32 weights of tiny.Q8_0.gguf, dequantized from Q8_0, F32: not those of the original "
         "model"
     )

@@ -12,8 +12,7 @@ from repository import ROOT
 
 from composer_mesh import Task
 from composer_mesh.planning.model_sizes import parameter_count, sizes_of
-from composer_mesh.services.checks.facts import facts_of
-from composer_mesh.services.checks.task import check_task, example_arguments
+from composer_mesh.services.checks.task import check_task, example_arguments, facts_of
 from composer_mesh.services.cli import main
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task
