@@ -28,7 +28,6 @@ CONTENTS = (
     "preference",
     "fused",
     "custom",
-    "custom_advantage",
 )
 """Modules whose public functions are what the guide is a guide to."""
 
@@ -36,6 +35,7 @@ THEIRS = {
     "agg_loss",
     "aot_unpaired",
     "apply_clamp",
+    "behav_imp_weight_cap",
     "gamma_beta_ratio",
     "generalized_jsd_loss",
     "kl_penalty",
