@@ -76,7 +76,7 @@ async def test_a_missing_key_is_found_by_load(host: MeshHost, tmp_path: Path) ->
     actor = await host.spawn("hint_writer", HintWriterActor)
     llm = {"kind": "openai", "base_url": "https://x.test/v1", "model": "m"}
     sdpo = {"hints": {"writer": "llm", "llm": {**llm, "api_key_env": "NO_SUCH_KEY"}}}
-    config = Config.model_validate({**CONFIG.model_dump(include={"run"}), "sdpo": sdpo})
+    config = Config.model_validate({**CONFIG.model_dump(include={"run", "data"}), "sdpo": sdpo})
     with pytest.raises(ProviderAuthError, match="NO_SUCH_KEY is not set"):
         await actor.call("load", hint_settings(config, "", tmp_path), Keys())
     with pytest.raises(RuntimeError, match="the hint_writer is not loaded: call load first"):
