@@ -86,9 +86,9 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     parts = given.part or PARTS
-    peer = find_spec("llama_cpp") is not None and given.gguf is not None
-    if not peer:
-        report.missing["llama.cpp"] = "pip install llama-cpp-python, and name a file by --gguf"
+    peer = given.gguf is not None and find_spec("llama_cpp") is not None
+    if given.gguf is not None and not peer:
+        report.missing["llama.cpp"] = "pip install llama-cpp-python"
     for dtype in ("float32", "bfloat16") if "generation" in parts else ():
         with tempfile.TemporaryDirectory() as made:
             ways = generation(given.folder, dtype)

@@ -5,6 +5,7 @@ untrusted and is never evaluated.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-class CallFormat:
+class CallFormat(ABC):
     """How a family of models writes calls in the text of an action, without its stop token."""
 
     name: str
@@ -46,13 +47,13 @@ class CallFormat:
         """Return what an action says; the schemas type the arguments of formats without types."""
         return behind_thinking(text, self._read)
 
+    @abstractmethod
     def write(self, spoken: ParsedAction) -> str:
         """Return the action's text, as chat templates write it; the inverse of `read`."""
-        raise NotImplementedError
 
     def _read(self, text: str) -> ParsedAction:
-        """Return what stands behind the thinking; raises `Unreadable`."""
-        raise NotImplementedError
+        """Return what stands behind the thinking, unless `read` does; raises `Unreadable`."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither read nor _read")
 
 
 def json_object(text: str, what: str) -> dict[str, Any]:
