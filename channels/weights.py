@@ -194,19 +194,22 @@ def bounded_factors(norms: Mapping[str, float], bounds: Bounds) -> dict[str, flo
 
     So a gradient is raised only to its lower bound and lowered only to its upper one, and all
     others stay as they are. T is unique where a channel without bounds, such as the policy, has a
-    norm above 0; where none has, nothing is rescaled, since the shares then have nothing to be
-    shares of. A channel whose norm is 0 cannot be raised, and keeps the factor 1.
+    norm above 0. Where none has, it is the largest T; upper bounds that add up to less than 1 are
+    then raised to 1 in proportion, so that channels keep their shares of each other. A channel
+    whose norm is 0 cannot be raised, and keeps the factor 1.
 
     Raises ValueError for a norm that is not finite, and for bounds that no shares can keep.
     """
     _check(norms, bounds)
     bounded = {name: bounds[name] for name in norms if name in bounds and norms[name] > 0}
     factors = dict.fromkeys(norms, 1.0)
-    free = math.fsum(norm for name, norm in norms.items() if name not in bounds)
-    if not bounded or not free:
+    if not bounded:
         return factors
-    total = _total(free, [(norms[name], *ends) for name, ends in bounded.items()])
-    for name, (low, high) in bounded.items():
+    free = math.fsum(norm for name, norm in norms.items() if name not in bounds)
+    room = 1.0 if free else min(1.0, math.fsum(high for _, high in bounded.values()))
+    ends = {name: (low, high / room) for name, (low, high) in bounded.items()}
+    total = _total(free, [(norms[name], *ends[name]) for name in ends])
+    for name, (low, high) in ends.items():
         norm = norms[name]
         factors[name] = min(max(norm, low * total), high * total) / norm
     return factors
@@ -215,14 +218,16 @@ def bounded_factors(norms: Mapping[str, float], bounds: Bounds) -> dict[str, flo
 def _total(free: float, bounded: Sequence[tuple[float, float, float]]) -> float:
     """Solve free / T + sum of shares at T = 1, by bisection; `bounded` are norms with their bounds.
 
-    The left side falls from above 1 at T = free to the sum of the lower bounds.
+    The left side falls to the sum of the lower bounds. It is 1 or more at the first T: where all
+    that are bounded have their upper bounds, or where T is `free` alone.
     """
 
     def too_small(total: float) -> bool:
         shares = (min(max(norm / total, low), high) for norm, low, high in bounded)
         return free / total > 1 - math.fsum(shares)
 
-    below, above = free, 2 * free
+    below = free or min(norm / high for norm, _, high in bounded)
+    above = 2 * below
     while too_small(above):
         below, above = above, 2 * above
     while below < (middle := (below + above) / 2) < above:

@@ -136,8 +136,12 @@ def _changes(base: Config, arm: str, seed: int, every: int, setting: str) -> Ite
 
 
 def arms_of(base: Config) -> dict[str, tuple[str, ...]]:
-    """Return the weights that each arm keeps; a channel that is not ours is an arm of its name."""
-    return CHANNELS_OF | {name: (f"channels.{name}.weight",) for name in base.channels}
+    """Return the weights that each arm keeps.
+
+    A channel that is not ours is an arm of its name; with one there is also the arm "all".
+    """
+    own = {name: (f"channels.{name}.weight",) for name in base.channels}
+    return CHANNELS_OF | own | ({"all": tuple(_weights(base))} if own else {})
 
 
 def _weights(base: Config) -> dict[str, float]:

@@ -221,10 +221,22 @@ def test_factors_are_the_least_that_keep_all_bounds() -> None:
                 assert share == pytest.approx(high, rel=1e-9)
 
 
-def test_without_a_policy_gradient_there_is_nothing_to_be_a_share_of() -> None:
+def test_without_a_policy_gradient_the_bounds_hold_among_the_other_channels() -> None:
     norms = {"policy": 0.0, "sdpo": 3.0, "replay": 1.0}
-    bounds = {"sdpo": (0.0, 0.1), "replay": (0.5, 1.0)}
-    assert bounded_factors(norms, bounds) == dict.fromkeys(norms, 1.0)
+    factors = bounded_factors(norms, {"sdpo": (0.0, 0.1), "replay": (0.5, 1.0)})
+    assert factors == pytest.approx({"policy": 1, "sdpo": 1 / 27, "replay": 1}, rel=1e-12)
+
+
+def test_upper_bounds_that_leave_room_for_the_policy_become_shares_of_each_other() -> None:
+    norms = {"policy": 0.0, "sdpo": 0.1, "replay": 1.0}
+    factors = bounded_factors(norms, {"sdpo": (0.0, 0.35), "replay": (0.0, 0.3)})
+    assert factors == pytest.approx({"policy": 1, "sdpo": 1, "replay": 0.1 * 30 / 35}, rel=1e-12)
+
+
+def test_a_channel_that_is_alone_keeps_its_update() -> None:
+    norms = {"policy": 0.0, "sdpo": 3.0, "replay": 0.0}
+    factors = bounded_factors(norms, {"sdpo": (0.0, 0.35), "replay": (0.0, 0.3)})
+    assert factors == pytest.approx(dict.fromkeys(norms, 1.0), rel=1e-12)
 
 
 def test_a_channel_without_a_gradient_cannot_be_raised() -> None:
