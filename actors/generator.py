@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint, context
 
-from composer_mesh.actors.engines.loop import Answer, EngineLoop, EngineThread, Rounds
+from composer_mesh.actors.engines.loop import Answer, BatchRounds, EngineLoop, EngineThread
 from composer_mesh.actors.engines.port import RequestAborted, make_engine
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
@@ -35,7 +35,7 @@ class GeneratorActor(MeshActor):
         self._thread = EngineThread()
         self._pulls = asyncio.Lock()
         self._loop: EngineLoop | None = None
-        self._rounds = Rounds(self._ask_together)
+        self._rounds = BatchRounds(self._ask_together)
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.checkpoints.teacher_average import (
     WholeTensors,
     read_average,
@@ -23,10 +23,10 @@ from composer_mesh.actors.models.policy import converted, load_model
 from composer_mesh.actors.models.sharding import distinct, own_weights
 from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
-    Layout,
     SlotPool,
     StepOver,
     TeacherOutputHandle,
+    TensorLayout,
     pack,
     view_keys,
 )
@@ -148,7 +148,7 @@ class SDPOTeacherActor(MeshActor):
         return {name: one.to("cpu", copy=True) for name, one in average.items()}
 
     @concurrent_endpoint
-    async def write(self, draft: Path) -> list[Written]:
+    async def write(self, draft: Path) -> list[WrittenFile]:
         """Write the copy into a checkpoint draft. Waits until it is on disk."""
         return await asyncio.to_thread(write_average, draft, self._kept)
 
@@ -179,7 +179,7 @@ class SDPOTeacherActor(MeshActor):
             buffer = await self._head_buffer.write(packed)
             return HeadHandle(self._teacher.version, layout, buffer, self._teacher.head().softcap)
 
-    def _packed_head(self) -> tuple[tuple[Layout, ...], Tensor]:
+    def _packed_head(self) -> tuple[tuple[TensorLayout, ...], Tensor]:
         head = self._teacher.head()
         tensors: dict[str, Tensor] = {"weight": head.weight}
         if head.bias is not None:

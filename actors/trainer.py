@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.mcp_servers.servers import serving
@@ -60,7 +60,7 @@ class TrainerActor(RankActor):
         self._order = asyncio.Lock()
         self._held = UpdateGate()
         self._details: dict[str, Any] = {}
-        self._writing: asyncio.Task[list[Written]] | None = None
+        self._writing: asyncio.Task[list[WrittenFile]] | None = None
         self._custom = RunningCall(SupervisionConfig().custom_function_s)
 
     @concurrent_endpoint
@@ -211,7 +211,7 @@ class TrainerActor(RankActor):
         self._writing = asyncio.create_task(asyncio.to_thread(self._learner.write, draft, export))
 
     @concurrent_endpoint
-    async def saved(self) -> list[Written]:
+    async def saved(self) -> list[WrittenFile]:
         """Return the files this rank has written since `save`. Waits until they are on disk.
 
         Raises `CheckpointFailed` if they could not be written.

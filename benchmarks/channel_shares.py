@@ -16,7 +16,7 @@ from measuring import MIB, in_a_process, peak_bytes, reset_peak
 from prefix_tree import Case, batch_of, config_of, model_of
 from report import Report, arguments
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 
@@ -30,7 +30,7 @@ def measured(case: Case, place: str, every: int, repeats: int) -> tuple[float, f
     plain, model = config_of(case, PLACES[place]), model_of(case)
     trainer = plain.trainer.model_copy(update={"update_share_every": every})
     config = plain.model_copy(update={"trainer": trainer})
-    step, sharing = ThreeChannelStep(model, None, config), config.trainer.sharing
+    step, sharing = OptimizerStep(model, None, config), config.trainer.sharing
     teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=sharing)
     batch = batch_of(case)
     step.run(batch, InlineSource(teacher, config.sdpo, 0))

@@ -20,7 +20,7 @@ import torch
 from measuring import policy_step, random_sequences
 from report import Report, arguments
 
-from composer_mesh.actors.checkpoints.folder import Draft, prune
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft, prune
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
 from composer_mesh.actors.models.ranks import Ranks
@@ -68,7 +68,7 @@ def one_round(learner: Learner, root: Path) -> Costs:
     began = time.perf_counter()
     learner.train(batch(learner.version), None)
     stepped = time.perf_counter()
-    draft = Draft(root, learner.version)
+    draft = CheckpointDraft(root, learner.version)
     learner.copy()
     copied = time.perf_counter()
     wrote: list[float] = []

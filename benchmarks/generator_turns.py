@@ -28,7 +28,7 @@ from generator_actors import actors, prefix_config  # noqa: E402
 from generator_ways import TINY, Size, model_of  # noqa: E402
 from report import Report, arguments  # noqa: E402
 
-from composer_mesh.actors.engines.embedded import Engine  # noqa: E402
+from composer_mesh.actors.engines.embedded import EmbeddedEngine  # noqa: E402
 from composer_mesh.actors.engines.loop import EngineLoop, EngineThread  # noqa: E402
 from composer_mesh.configs.schema import Config  # noqa: E402
 from composer_mesh.mesh.waiting import cancel_and_wait  # noqa: E402
@@ -151,7 +151,9 @@ async def embedded_engines(
 ) -> AsyncIterator[list[Ask]]:
     """Yield embedded engines of this process, each with a thread, that keep so many tokens."""
     loops = [
-        EngineLoop(Engine(model_of(size), rows, context, prefix_tokens=kept), EngineThread())
+        EngineLoop(
+            EmbeddedEngine(model_of(size), rows, context, prefix_tokens=kept), EngineThread()
+        )
         for _ in range(count)
     ]
     serving = [asyncio.create_task(loop.serve()) for loop in loops]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.models.policy import build_model
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.rollouts.generation import GenerationRequest
@@ -82,7 +82,7 @@ def prompts_of(size: Size, requests: int, longest: int, seed: int) -> Prompts:
 
 def embedded(size: Size) -> Way:
     """Return our engine's method, with log-probs and versions; requests join as a batch."""
-    engine = Engine(model_of(size), ROWS, CONTEXT)
+    engine = EmbeddedEngine(model_of(size), ROWS, CONTEXT)
 
     def answer(prompts: Prompts, new: int) -> None:
         done: list[Any] = []

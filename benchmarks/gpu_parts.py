@@ -222,7 +222,7 @@ def attention(bench: Bench) -> list[Row]:
 
 def training(bench: Bench) -> list[Row]:
     """Measure steps of the policy loss of a model as wide as an 8B, by FSDP2 in bfloat16."""
-    from composer_mesh.actors.learning.step import ThreeChannelStep
+    from composer_mesh.actors.learning.step import OptimizerStep
     from composer_mesh.actors.models.ranks import Ranks
     from composer_mesh.actors.models.sharding import shard
 
@@ -237,7 +237,7 @@ def training(bench: Bench) -> list[Row]:
     length = size.tokens // SEQUENCES
     sequences = random_sequences(SEQUENCES, length, size.vocabulary)
     config, batch = _training_config(size), policy_step(sequences, length * 3 // 4)
-    step = ThreeChannelStep(model, None, config, ranks)
+    step = OptimizerStep(model, None, config, ranks)
     norms: list[float] = []
 
     def train() -> None:
@@ -259,13 +259,13 @@ def training(bench: Bench) -> list[Row]:
 
 def serving(bench: Bench) -> list[Row]:
     """Measure decoding of the embedded engine: each step reads all weights once."""
-    from composer_mesh.actors.engines.embedded import Engine
+    from composer_mesh.actors.engines.embedded import EmbeddedEngine
     from composer_mesh.rollouts.generation import GenerationRequest
 
     size, device = bench.size, bench.device
     model = _model(bench, size.serving_layers, compute_dtype(device)).eval()
     prompt, rng = 32, random.Random(0)
-    engine = Engine(model, size.concurrent, prompt + size.new_tokens, prefix_tokens=0)
+    engine = EmbeddedEngine(model, size.concurrent, prompt + size.new_tokens, prefix_tokens=0)
     done: list[Any] = []
 
     def sample() -> None:

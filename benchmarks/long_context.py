@@ -26,7 +26,7 @@ import torch
 from measuring import MIB, in_a_process, peak_bytes, random_qwen3, reset_peak
 from report import Report, arguments
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.models.attention_calls import PACKED
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.rollouts.generation import GenerationRequest
@@ -118,7 +118,7 @@ def compare(report: Report, longest: int, repeats: int) -> tuple[float, float]:
 def _serving(prompt: int) -> dict[str, float]:
     """Return what steps of decoding take before a long prompt comes and while it is computed."""
     torch.set_num_threads(1)
-    engine = Engine(model_of(prompt + 1).eval(), DECODING + 1, prompt + 1, prefix_tokens=0)
+    engine = EmbeddedEngine(model_of(prompt + 1).eval(), DECODING + 1, prompt + 1, prefix_tokens=0)
     rng, numbers, done = random.Random(0), count(), list[str]()
 
     def submit(name: str, length: int, new: int) -> None:

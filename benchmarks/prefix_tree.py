@@ -28,7 +28,7 @@ from measuring import (
 )
 from report import Report, arguments
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, hinted_states
 from composer_mesh.configs.schema import Config
@@ -147,7 +147,7 @@ def view_of(trace: str, prompt: list[int], answer: list[int], hint: list[int]) -
 def _measured(case: Case, way: str) -> Measured:
     torch.set_num_threads(1)
     config, model = config_of(case, way), model_of(case)
-    step, sharing = ThreeChannelStep(model, None, config), config.trainer.sharing
+    step, sharing = OptimizerStep(model, None, config), config.trainer.sharing
     teacher = TeacherModel(model, config.sdpo, case.budget, follows=True, sharing=sharing)
     batch = batch_of(case)
     before = reset_peak()

@@ -36,8 +36,8 @@ import torch
 from measuring import peak_bytes, policy_step, reset_peak
 from report import Report, arguments
 
-from composer_mesh.actors.engines.embedded import Engine
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.policy import converted, load_model
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.trained_model import trained_model
@@ -136,7 +136,9 @@ def prompts_of(effort: Effort, seed: int) -> list[list[int]]:
 
 
 def generation(folder: Path, dtype: str) -> dict[str, Way]:
-    engine = Engine(_model(folder, dtype), SIDE_BY_SIDE, FULL.prompt + FULL.new, prefix_tokens=0)
+    engine = EmbeddedEngine(
+        _model(folder, dtype), SIDE_BY_SIDE, FULL.prompt + FULL.new, prefix_tokens=0
+    )
     other = _model(folder, dtype)
 
     def embedded(prompts: list[list[int]], effort: Effort) -> int:
@@ -253,7 +255,7 @@ def config_of(folder: Path, effort: Effort, trainer: dict[str, Any]) -> Config:
 
 def training(folder: Path, effort: Effort) -> dict[str, Way]:
     config = config_of(folder, effort, {})
-    step = ThreeChannelStep(trained_model(config, folder, Ranks()), None, config, Ranks())
+    step = OptimizerStep(trained_model(config, folder, Ranks()), None, config, Ranks())
     model = load_model(folder).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     rows = effort.microbatch // effort.prompt
@@ -307,7 +309,7 @@ def measured_memory(folder: Path, effort: Effort, trainer: dict[str, Any]) -> di
     config = config_of(folder, effort, trainer)
     parts = memory_of("trainer", config, sizes_of(config.policy)).host
     ranks = Ranks()
-    step = ThreeChannelStep(trained_model(config, folder, ranks), None, config, ranks)
+    step = OptimizerStep(trained_model(config, folder, ranks), None, config, ranks)
     reset_peak()  # that of loading
     rows = effort.microbatch // effort.prompt
     for number in range(2):

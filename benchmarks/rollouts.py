@@ -41,7 +41,7 @@ from composer_mesh.planning.mesh_layout import rollout_workers  # noqa: E402
 from composer_mesh.rollouts.episode import Sampling  # noqa: E402
 from composer_mesh.rollouts.tasks import Episode  # noqa: E402
 from composer_mesh.services import service  # noqa: E402
-from composer_mesh.services.episodes.rollout import Retries, Rollouts  # noqa: E402
+from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts  # noqa: E402
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers  # noqa: E402
 from composer_mesh.services.pool.restarts import RestartRules  # noqa: E402
 from composer_mesh.services.run.preload import PRELOAD  # noqa: E402
@@ -254,7 +254,7 @@ async def measure(level: Level) -> Found:
             ),
         )
         pools = RolloutPools(workers, generators, environments)
-        retries = Retries(config.supervision, lambda _: None, _shown)
+        retries = EpisodeRetries(config.supervision, lambda _: None, _shown)
         rollouts = Rollouts(RolloutWorkers(pools, _shown, lockstep=False), retries)
         try:
             bench = Bench(level, workers, (generators, environments))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from composer_mesh.actors.sdpo_teacher import FIRST_CAPACITY
 from composer_mesh.actors.teacher_outputs.messages import (
-    Head,
-    Layout,
+    TeacherHead,
+    TensorLayout,
     make_teacher_output,
     pack,
     unpack,
@@ -39,7 +39,7 @@ def some_signal(config: SdpoConfig, shape: Shape) -> dict[str, Tensor]:
     states = torch.randn(shape.tokens, shape.hidden, generator=generator)
     weight = torch.randn(shape.vocabulary, shape.hidden, generator=generator)
     targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator)
-    return make_teacher_output(config, states, Head(weight, None), targets)
+    return make_teacher_output(config, states, TeacherHead(weight, None), targets)
 
 
 class SignalSender(MeshActor):
@@ -48,7 +48,7 @@ class SignalSender(MeshActor):
     kind: ClassVar[str] = "signal_sender"
 
     @concurrent_endpoint
-    async def load(self, config: SdpoConfig, shape: Shape) -> tuple[Layout, ...]:
+    async def load(self, config: SdpoConfig, shape: Shape) -> tuple[TensorLayout, ...]:
         """Make the teacher output; return the layout of its tensors in the packed bytes."""
         layout, self._packed = pack(some_signal(config, shape))
         self._buffer = SendBuffer(FIRST_CAPACITY)
@@ -71,11 +71,11 @@ class SignalReader(MeshActor):
     kind: ClassVar[str] = "signal_reader"
 
     @concurrent_endpoint
-    async def fetch(self, layout: tuple[Layout, ...], handle: BufferHandle) -> None:
+    async def fetch(self, layout: tuple[TensorLayout, ...], handle: BufferHandle) -> None:
         """Read a teacher output one-sidedly, as the trainer does."""
         unpack(layout, await read(handle))
 
     @concurrent_endpoint
-    async def accept(self, layout: tuple[Layout, ...], packed: Tensor) -> None:
+    async def accept(self, layout: tuple[TensorLayout, ...], packed: Tensor) -> None:
         """Accept a teacher output that was sent inside the call."""
         unpack(layout, packed)

@@ -137,7 +137,7 @@ def _run(*arguments: str) -> str | None:
 
 def measured(folder: Path, name: str, dry: bool) -> dict[str, float]:
     """Train two steps; return the bytes that were estimated, and those that the GPU held."""
-    from composer_mesh.actors.learning.step import ThreeChannelStep
+    from composer_mesh.actors.learning.step import OptimizerStep
     from composer_mesh.actors.models.ranks import Ranks
     from composer_mesh.actors.models.trained_model import trained_model
     from composer_mesh.mesh.device import own_device
@@ -148,7 +148,7 @@ def measured(folder: Path, name: str, dry: bool) -> dict[str, float]:
     assert config.policy.sizes is not None
     estimated = total(memory_of("trainer", config, config.policy.sizes).gpu)
     ranks = Ranks(device=own_device())
-    step = ThreeChannelStep(trained_model(config, folder, ranks), None, config, ranks)
+    step = OptimizerStep(trained_model(config, folder, ranks), None, config, ranks)
     length = (DRY_TOKENS if dry else TOKENS) // SEQUENCES
     sequences = random_sequences(SEQUENCES, length, config.policy.sizes.vocab_size)
     batch = policy_step(sequences, length * 3 // 4)

@@ -17,7 +17,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Report:
+class ProgressReport:
     """Progress of a process: what it completed last, and how long ago.
 
     `count` is the number of completed parts so far. `waits_for` names the other actors that the
@@ -30,7 +30,7 @@ class Report:
     waits_for: str = ""
 
     @classmethod
-    def of(cls, about: Mapping[str, Any]) -> Report | None:
+    def of(cls, about: Mapping[str, Any]) -> ProgressReport | None:
         """Return the report within an answer of `describe`; None for one without."""
         found = about.get("progress")
         return None if found is None else cls(**found)
@@ -69,9 +69,9 @@ class Progress:
             self._waits_for = ""
 
     def report(self) -> dict[str, Any]:
-        """Return the fields of a `Report`, for `describe`."""
+        """Return the fields of a `ProgressReport`, for `describe`."""
         count, last, at = self._last
-        return asdict(Report(count, last, self._clock() - at, self._waits_for))
+        return asdict(ProgressReport(count, last, self._clock() - at, self._waits_for))
 
 
 PROGRESS = Progress()

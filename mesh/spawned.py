@@ -28,7 +28,7 @@ from monarch.config import get_global_config
 
 from composer_mesh.mesh.heartbeat import ActivityLog, LastAnswer
 from composer_mesh.mesh.hosts.host import Host
-from composer_mesh.mesh.progress import Report
+from composer_mesh.mesh.progress import ProgressReport
 from composer_mesh.mesh.supervision import (
     ActorDied,
     DeadlineExceeded,
@@ -194,10 +194,12 @@ class SpawnedActor:
         self.last.record_answer()
         return answer
 
-    async def progress(self, deadline_s: float) -> Report | None:
+    async def progress(self, deadline_s: float) -> ProgressReport | None:
         """Return the actor's progress; None where it does not answer or reports none."""
         try:
-            return Report.of(await self.call(DESCRIBE, deadline_s=min(deadline_s, PROGRESS_S)))
+            return ProgressReport.of(
+                await self.call(DESCRIBE, deadline_s=min(deadline_s, PROGRESS_S))
+            )
         except Exception:  # noqa: BLE001  whatever its class raises there, it reports nothing
             return None
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.schema import Config
-from composer_mesh.planning.memory import CONTROLLER, GB, SHARED_CODE, Part, in_gb, in_words, total
+from composer_mesh.planning.memory import (
+    CONTROLLER,
+    GB,
+    SHARED_CODE,
+    MemoryTerm,
+    in_gb,
+    in_words,
+    total,
+)
 from composer_mesh.planning.memory_estimate import Memory, memory_of
 from composer_mesh.planning.mesh_layout import ActorRow, plan_mesh
 
@@ -60,7 +68,7 @@ def processes_of(
         "controller",
         "controller",
         threads=1,
-        memory=Memory((Part("process", CONTROLLER),)),
+        memory=Memory((MemoryTerm("process", CONTROLLER),)),
         cores=place.cores,
         hosts=place.hosts,
         given=_bytes(place.memory_gb),

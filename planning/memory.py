@@ -57,17 +57,17 @@ SCORES_CPU, SCORES_GPU = 3 * FLOAT * 2**22, 3 * FLOAT * 2**26
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryTerm:
     """One term of a sum."""
 
     what: str
     bytes: int
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[MemoryTerm, ...]
 
 
-def total(parts: Iterable[Part]) -> int:
+def total(parts: Iterable[MemoryTerm]) -> int:
     """Return the total bytes of all parts."""
     return sum(part.bytes for part in parts)
 
@@ -78,18 +78,18 @@ def in_gb(count: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def in_words(parts: Iterable[Part]) -> str:
+def in_words(parts: Iterable[MemoryTerm]) -> str:
     """Format a sum: `weights 1.84 + KV cache 0.75 = 2.59 GB`."""
     parts = list(parts)
     listed = [part for part in parts if part.bytes >= GB // 100]
     if rest := total(parts) - total(listed):
-        listed.append(Part("others", rest))
+        listed.append(MemoryTerm("others", rest))
     terms = " + ".join(f"{part.what} {in_gb(part.bytes)}" for part in listed)
     return f"{terms} = {in_gb(total(listed))} GB"
 
 
 @dataclass(frozen=True)
-class Training:
+class RankTraining:
     """How one trainer rank computes.
 
     `sharded`: each of the `ranks` stores only its shard; `tokens`: those of a pass that this rank
@@ -122,7 +122,7 @@ class Training:
     optimizers: int = 1
 
 
-def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
+def optimizer_of(sizes: ModelSizes, how: RankTraining) -> OptimizerMemory:
     """Return the memory of one rank's optimizers, which update one after another."""
     shards = how.ranks if how.sharded else 1
     if how.trainable != parameter_count(sizes):
@@ -134,32 +134,32 @@ def optimizer_of(sizes: ModelSizes, how: Training) -> OptimizerMemory:
     return replace(one, state=how.optimizers * one.state, offloaded=how.optimizers * one.offloaded)
 
 
-def training_parts(sizes: ModelSizes, how: Training) -> Parts:
+def training_parts(sizes: ModelSizes, how: RankTraining) -> Parts:
     """Return the memory of one trainer rank in a step, on its compute device."""
     shards = how.ranks if how.sharded else 1
     optimizer = optimizer_of(sizes, how)
     passing = (
-        Part("gathered for compute", _gathered(sizes, how)),
-        Part("gradient of the head", _head_gradient(sizes, how)),
-        Part("experts of this rank", _own_experts(sizes, how)),
-        Part("activations", _passing(sizes, how)),
+        MemoryTerm("gathered for compute", _gathered(sizes, how)),
+        MemoryTerm("gradient of the head", _head_gradient(sizes, how)),
+        MemoryTerm("experts of this rank", _own_experts(sizes, how)),
+        MemoryTerm("activations", _passing(sizes, how)),
         # As it is built, and once more in the dtype of the scores, which the kernels add it to.
-        Part("attention mask", (1 + how.number) * how.tokens * how.longest),
-        Part("attention scores", _attention_scores(sizes, how)),
-        Part("blocks of scores", SCORES_GPU if how.on_gpu else SCORES_CPU),
-        Part("allocator's slack", int(SLACK * _passing(sizes, how))),
+        MemoryTerm("attention mask", (1 + how.number) * how.tokens * how.longest),
+        MemoryTerm("attention scores", _attention_scores(sizes, how)),
+        MemoryTerm("blocks of scores", SCORES_GPU if how.on_gpu else SCORES_CPU),
+        MemoryTerm("allocator's slack", int(SLACK * _passing(sizes, how))),
     )
     visiting = optimizer.visiting if how.optimizer_offload else 0
     updating = (
-        Part("optimizer state on the device", visiting),
-        Part("update of the weights", optimizer.update),
-        Part("allocator's slack", int(SLACK * optimizer.update)),
+        MemoryTerm("optimizer state on the device", visiting),
+        MemoryTerm("update of the weights", optimizer.update),
+        MemoryTerm("allocator's slack", int(SLACK * optimizer.update)),
     )
     return (
-        Part("master weights", FLOAT * parameter_count(sizes) // shards),
-        Part("gradients", how.gradients * FLOAT * how.trainable // shards),
-        Part("optimizer state", 0 if how.optimizer_offload else optimizer.state),
-        Part("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
+        MemoryTerm("master weights", FLOAT * parameter_count(sizes) // shards),
+        MemoryTerm("gradients", how.gradients * FLOAT * how.trainable // shards),
+        MemoryTerm("optimizer state", 0 if how.optimizer_offload else optimizer.state),
+        MemoryTerm("frozen copies", how.frozen_bytes * parameter_count(sizes) // shards),
         *max(passing, updating, key=total),  # the weights are updated when passes have ended
     )
 
@@ -189,7 +189,7 @@ def activation_bytes(sizes: ModelSizes, number: int) -> int:
     return widths + (10 if norms_of_heads else 4) * heads
 
 
-def _passing(sizes: ModelSizes, how: Training) -> int:
+def _passing(sizes: ModelSizes, how: RankTraining) -> int:
     """Return the bytes stored for a backward: each layer's activations, or only its inputs."""
     layer, layers = activation_bytes(sizes, how.number), sizes.num_hidden_layers
     layer += _exchanged(sizes, how)
@@ -200,7 +200,7 @@ def _passing(sizes: ModelSizes, how: Training) -> int:
     return how.tokens * (kept + 2 * layer + 3 * FLOAT * sizes.hidden_size)
 
 
-def _exchanged(sizes: ModelSizes, how: Training) -> int:
+def _exchanged(sizes: ModelSizes, how: RankTraining) -> int:
     """Return what dividing positions and experts adds to a token's activations in a layer.
 
     Keys and values are repeated where there are fewer heads than ranks; what experts compute is
@@ -218,7 +218,7 @@ def offloaded_bytes(sizes: ModelSizes, number: int) -> int:
     return sizes.num_hidden_layers * sizes.hidden_size * number
 
 
-def _attention_scores(sizes: ModelSizes, how: Training) -> int:
+def _attention_scores(sizes: ModelSizes, how: RankTraining) -> int:
     """Return the bytes of attention's scores that a backward needs, and of one layer's gradients.
 
     Stored are the caps' output, the float32 softmax, and its copy in the dtype of compute.
@@ -231,7 +231,7 @@ def _attention_scores(sizes: ModelSizes, how: Training) -> int:
     return stored * layers + 2 * FLOAT * scores
 
 
-def _gathered(sizes: ModelSizes, how: Training) -> int:
+def _gathered(sizes: ModelSizes, how: RankTraining) -> int:
     """Return the bytes of unsharded weights and gradients of two layers, embedding and head."""
     if how.number == FLOAT and (how.ranks == 1 or not how.sharded):
         return 0
@@ -241,14 +241,14 @@ def _gathered(sizes: ModelSizes, how: Training) -> int:
     return 2 * how.number * (embedding_parameters(sizes) + 2 * layer)
 
 
-def _head_gradient(sizes: ModelSizes, how: Training) -> int:
+def _head_gradient(sizes: ModelSizes, how: RankTraining) -> int:
     """Return the bytes of the head's gradient before it is added to others; gathered if sharded."""
     trained = how.trainable == parameter_count(sizes)
     whole = how.number == FLOAT and (how.ranks == 1 or not how.sharded)
     return FLOAT * sizes.vocab_size * sizes.hidden_size * (trained and whole)
 
 
-def _own_experts(sizes: ModelSizes, how: Training) -> int:
+def _own_experts(sizes: ModelSizes, how: RankTraining) -> int:
     """Return the bytes of the experts that a rank computes, beside its rows, and their gradients.
 
     Each layer's are kept for the backward unless it is checkpointed; in float32, and stored by this
@@ -264,7 +264,7 @@ def _own_experts(sizes: ModelSizes, how: Training) -> int:
 
 def weight_parts(sizes: ModelSizes, number: int, copies: int = 1, split: int = 1) -> Parts:
     """Return read-only weights: `copies` of them, each split over `split` devices."""
-    return (Part("weights", copies * number * parameter_count(sizes) // split),)
+    return (MemoryTerm("weights", copies * number * parameter_count(sizes) // split),)
 
 
 def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> Parts:
@@ -274,8 +274,8 @@ def forward_parts(sizes: ModelSizes, number: int, tokens: int, on_gpu: bool) -> 
     working = number * tokens * widest
     scores = SCORES_GPU if on_gpu else SCORES_CPU
     return (
-        Part("forward", working + scores),
-        Part("allocator's slack", int(SLACK * (working + scores))),
+        MemoryTerm("forward", working + scores),
+        MemoryTerm("allocator's slack", int(SLACK * (working + scores))),
     )
 
 

@@ -18,9 +18,9 @@ from composer_mesh.planning.memory import (
     MODEL_PROCESS,
     SCORE_BYTES,
     VLLM_PROCESS,
-    Part,
+    MemoryTerm,
     Parts,
-    Training,
+    RankTraining,
     cache_bytes,
     forward_parts,
     offloaded_bytes,
@@ -78,19 +78,19 @@ def memory_of(
         sizes = teacher
     if kind != "trainer" and kind not in _MODELS:
         tokenizes = kind == "rollouts"
-        process = Part("process", MODEL_PROCESS if tokenizes else LIGHT_PROCESS)
+        process = MemoryTerm("process", MODEL_PROCESS if tokenizes else LIGHT_PROCESS)
         return Memory((process, *_boxes(config)) if kind == "environment" else (process,))
     if sizes is None:
-        base = Part("process", CUDA_PROCESS if on_gpu else MODEL_PROCESS)
-        return Memory((base,), (Part("CUDA", CUDA_CONTEXT),) if on_gpu else ())
+        base = MemoryTerm("process", CUDA_PROCESS if on_gpu else MODEL_PROCESS)
+        return Memory((base,), (MemoryTerm("CUDA", CUDA_CONTEXT),) if on_gpu else ())
     if kind == "trainer":
         model = _trainer(config, sizes, number, teacher)
     else:
         model = _MODELS[kind](config, sizes)
     if not on_gpu:
-        return Memory((Part("process", model.process), *model.device, *model.host))
-    host = (Part("process", max(CUDA_PROCESS, model.process)), *model.host)
-    return Memory(host, (Part("CUDA", CUDA_CONTEXT), *model.device), model.takes)
+        return Memory((MemoryTerm("process", model.process), *model.device, *model.host))
+    host = (MemoryTerm("process", max(CUDA_PROCESS, model.process)), *model.host)
+    return Memory(host, (MemoryTerm("CUDA", CUDA_CONTEXT), *model.device), model.takes)
 
 
 def _boxes(config: Config) -> Parts:
@@ -102,7 +102,7 @@ def _boxes(config: Config) -> Parts:
     limits = [one for one in of_tasks if isinstance(one, int)]
     if not isinstance(boxes, int) or not limits:
         return ()
-    return (Part("boxes", boxes * max(limits) * MB),)
+    return (MemoryTerm("boxes", boxes * max(limits) * MB),)
 
 
 def number_of(dtype: str) -> int:
@@ -139,7 +139,7 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     copies += number_of(config.teacher_dtype) * int(own_teacher)
     lora = trainer.lora
     whole = parameter_count(sizes)
-    how = Training(
+    how = RankTraining(
         ranks=trainer.ranks,
         tokens=-(-trainer.microbatch_tokens // trainer.context_parallel),
         trainable=_adapters(sizes, lora) if lora else whole,
@@ -165,13 +165,13 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     )
     offers = trainer.sharded or rank == 0
     spread = trainer.ranks if trainer.sharded else 1
-    offered = Part("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
+    offered = MemoryTerm("weights on offer", 2 * _arriving(config, sizes, spread) * offers)
     optimizer = optimizer_of(sizes, how)
     saved = FLOAT * whole // spread + optimizer.state
-    copied = Part("a checkpoint's copy", saved)
+    copied = MemoryTerm("a checkpoint's copy", saved)
     waiting = how.tokens * offloaded_bytes(sizes, how.number) * how.offloaded
-    inputs = Part("offloaded activations", waiting)
-    offloaded = Part("offloaded optimizer state", optimizer.offloaded * how.optimizer_offload)
+    inputs = MemoryTerm("offloaded activations", waiting)
+    offloaded = MemoryTerm("offloaded optimizer state", optimizer.offloaded * how.optimizer_offload)
     reading = _reading(sizes, how, parts, rank, saved + offloaded.bytes)
     return _Model(parts, (offered, copied, inputs, offloaded, reading))
 
@@ -182,14 +182,14 @@ def _has_masks(trainer: TrainerConfig) -> bool:
 
 
 def _of_the_teacher(
-    config: Config, sizes: ModelSizes, other: ModelSizes | None, how: Training
+    config: Config, sizes: ModelSizes, other: ModelSizes | None, how: RankTraining
 ) -> Parts:
     """Return what a trainer rank holds of the SDPO teacher: another model, or a received head."""
     sdpo = config.sdpo
     if sdpo.has_own_actors and sdpo.has_own_head(config.trainer.updates):
         widths = 2 if sdpo.teacher == "trust_region" else 1
         width = widths * (other or sizes).hidden_size
-        return (Part("head of the SDPO teacher", FLOAT * sizes.vocab_size * width),)
+        return (MemoryTerm("head of the SDPO teacher", FLOAT * sizes.vocab_size * width),)
     if not sdpo.on or sdpo.has_own_actors or other is None:
         return ()
     parts = (
@@ -198,30 +198,34 @@ def _of_the_teacher(
         ),
         *forward_parts(other, how.number, how.tokens, how.on_gpu),
     )
-    return (Part("SDPO teacher", total(parts)),)
+    return (MemoryTerm("SDPO teacher", total(parts)),)
 
 
-def _of_a_custom_loss(config: Config, sizes: ModelSizes, how: Training) -> Parts:
+def _of_a_custom_loss(config: Config, sizes: ModelSizes, how: RankTraining) -> Parts:
     """Return the logits that a custom loss asks for, if each token of a microbatch is sampled."""
     if not isinstance(config.loss, CustomLoss) or "logits" not in config.loss.needs:
         return ()
     head = 0 if how.number == FLOAT else FLOAT * sizes.vocab_size * sizes.hidden_size
     scores = LOGITS_COPIES * FLOAT * config.trainer.microbatch_tokens * sizes.vocab_size
-    return (Part("logits of the custom loss", scores + 2 * head),)
+    return (MemoryTerm("logits of the custom loss", scores + 2 * head),)
 
 
-def _reading(sizes: ModelSizes, how: Training, parts: Parts, rank: int, saved: int) -> Part:
+def _reading(
+    sizes: ModelSizes, how: RankTraining, parts: Parts, rank: int, saved: int
+) -> MemoryTerm:
     """Return the memory for loading a complete model, beyond what a step needs later."""
     reads = rank == 0 or not how.sharded
     later = 0 if how.on_gpu else sum(one.bytes for one in parts if one.what != "master weights")
     later += saved
     kept = 0 if how.on_gpu or how.sharded else FLOAT * parameter_count(sizes)
-    return Part("while it loads", max(0, FLOAT * parameter_count(sizes) - kept - later) * reads)
+    return MemoryTerm(
+        "while it loads", max(0, FLOAT * parameter_count(sizes) - kept - later) * reads
+    )
 
 
 def _generator(config: Config, sizes: ModelSizes) -> _Model:
     generator, number = config.generator, served_bytes(config)
-    arrived = (Part("weights that arrive", _arriving(config, sizes)),)
+    arrived = (MemoryTerm("weights that arrive", _arriving(config, sizes)),)
     if generator.engine == "vllm":
         return _vllm(config, sizes, arrived)
     rows, context = generator.max_concurrent, config.policy.max_context
@@ -230,9 +234,9 @@ def _generator(config: Config, sizes: ModelSizes) -> _Model:
     tokens = (BATCH_GPU if on_gpu else BATCH_CPU) + context
     device = (
         *weight_parts(sizes, number),
-        Part("KV cache", cache_bytes(sizes, number, rows, context)),
-        Part("kept prefixes", cache_bytes(sizes, number, 1, kept)),
-        Part("scores", SCORE_BYTES * rows * sizes.vocab_size),
+        MemoryTerm("KV cache", cache_bytes(sizes, number, rows, context)),
+        MemoryTerm("kept prefixes", cache_bytes(sizes, number, 1, kept)),
+        MemoryTerm("scores", SCORE_BYTES * rows * sizes.vocab_size),
         *forward_parts(sizes, number, tokens, on_gpu),
     )
     return _Model(device, (*arrived, *_loading(sizes, on_gpu or number != FLOAT)))
@@ -240,7 +244,7 @@ def _generator(config: Config, sizes: ModelSizes) -> _Model:
 
 def _loading(sizes: ModelSizes, elsewhere: bool) -> Parts:
     """Return the host memory of loading a model in float32, if it is then moved or converted."""
-    return (Part("while it loads", FLOAT * parameter_count(sizes)),) if elsewhere else ()
+    return (MemoryTerm("while it loads", FLOAT * parameter_count(sizes)),) if elsewhere else ()
 
 
 def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
@@ -258,15 +262,15 @@ def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
     batch = BATCH_GPU + context
     device = (
         *weight_parts(sizes, number, split=split),
-        Part("KV cache", cache),
+        MemoryTerm("KV cache", cache),
         *forward_parts(sizes, number, batch // split, bool(share)),
     )
     takes = 0.0 if vllm.kv_cache_gb is not None else vllm.gpu_memory_utilization * share
     if not share and split > 1:
-        device = tuple(Part(part.what, part.bytes * split) for part in device)
+        device = tuple(MemoryTerm(part.what, part.bytes * split) for part in device)
     workers = split + 1 if split > 1 else 1
     if split > 1:  # files in shared memory, which all workers read
-        arrived += (Part("copy for vLLM's workers", _arriving(config, sizes)),)
+        arrived += (MemoryTerm("copy for vLLM's workers", _arriving(config, sizes)),)
     return _Model(device, arrived, takes, (CUDA_PROCESS if share else VLLM_PROCESS) * workers)
 
 
@@ -275,7 +279,7 @@ def _sdpo_teacher(config: Config, sizes: ModelSizes) -> _Model:
     half = config.teacher_dtype == "bfloat16"
     loading = _loading(sizes, config.placement.sdpo_teacher.gpus > 0 or half)
     if config.sdpo.pulls_weights:
-        loading = (Part("weights that arrive", _arriving(config, sizes)), *loading)
+        loading = (MemoryTerm("weights that arrive", _arriving(config, sizes)), *loading)
     return _Model(_frozen(config, sizes, "sdpo_teacher", copies), loading)
 
 

@@ -86,7 +86,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenAmounts:
     """Amounts charged or reserved under each limit of a request; `requests` sent by the run."""
 
     run: int
@@ -131,7 +131,7 @@ class BudgetRules:
             raise UnknownPrice
         return nano(self.assumed_usd)
 
-    def check(self, teacher: str, taken: Taken, amount: int) -> None:
+    def check(self, teacher: str, taken: TakenAmounts, amount: int) -> None:
         """Raise OverBudget if `amount` would exceed a limit, OutOfRequests if none is left.
 
         A zero amount always fits, even if an overrun has already exceeded a limit.
@@ -142,11 +142,11 @@ class BudgetRules:
             if amount and used + amount > limit:
                 raise OverBudget(of, limit, used, amount)
 
-    def free(self, teacher: str, taken: Taken) -> int:
+    def free(self, teacher: str, taken: TakenAmounts) -> int:
         """Return the amount that all limits still have space for; 0 if one has none."""
         return max(0, min(limit - used for _, limit, used in self._ceilings(teacher, taken)))
 
-    def _ceilings(self, teacher: str, taken: Taken) -> list[tuple[str, int, int]]:
+    def _ceilings(self, teacher: str, taken: TakenAmounts) -> list[tuple[str, int, int]]:
         """Return name, limit and used amount of each ceiling that there is."""
         ceilings = (
             ("the run", self.of_run, taken.run),

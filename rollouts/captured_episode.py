@@ -41,9 +41,9 @@ from composer_mesh.rollouts.agent_messages import (
     text_of,
 )
 from composer_mesh.rollouts.captured_turns import (
+    CapturedPrompt,
     CapturedTrajectory,
     CapturedTurn,
-    Prompt,
     RawPrompts,
     TurnTree,
     received,
@@ -98,7 +98,7 @@ class Conversations:
 
     def prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], stops: Sequence[str]
-    ) -> Prompt:
+    ) -> CapturedPrompt:
         """Return the prompt of a request; raises UnusableMessages."""
         known, rest, path = self._longest_known(messages, digest(tools), stops)
         plain = [normalized(message) for message in rest]
@@ -110,7 +110,7 @@ class Conversations:
         except (TemplateError, ChatTemplateError) as error:
             raise UnusableMessages(f"the chat template refuses the messages ({error})") from None
         ids = [*known.token_ids(), *context] if known else context
-        return Prompt(known, plain, context, ids, tools, path)
+        return CapturedPrompt(known, plain, context, ids, tools, path)
 
     def remember(self, turn: CapturedTurn, before: bytes, keys: list[bytes]) -> None:
         """Know an answer by each form in which a client may send it back."""
@@ -198,14 +198,14 @@ ID_LENGTH = 9
 
 
 @dataclass(frozen=True)
-class Reply:
+class CapturedReply:
     """An assistant message, with the keys of all forms in which a client may send it back."""
 
     message: Message
     keys: list[bytes]
 
 
-def reply_to(text: str, style: ThinkingStyle, with_tools: bool, name: str) -> Reply:
+def reply_to(text: str, style: ThinkingStyle, with_tools: bool, name: str) -> CapturedReply:
     """Convert an action's text to the message for the client; `name` makes ids of calls unique.
 
     A malformed call stays content.
@@ -220,7 +220,7 @@ def reply_to(text: str, style: ThinkingStyle, with_tools: bool, name: str) -> Re
         message["reasoning_content"] = thinking
     if calls:
         message["tool_calls"] = [_wire_call(call, name, at) for at, call in enumerate(calls)]
-    return Reply(message, _keys(text, message))
+    return CapturedReply(message, _keys(text, message))
 
 
 def _keys(text: str, message: Message) -> list[bytes]:
@@ -280,16 +280,16 @@ class CapturedEpisode:
 
     def chat_prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], stops: Sequence[str] = ()
-    ) -> Prompt:
+    ) -> CapturedPrompt:
         """Return what a request with messages continues; raises UnusableMessages."""
         return self._conversations.prompt(messages, tools, stops)
 
-    def text_prompt(self, given: str | list[int]) -> Prompt:
+    def text_prompt(self, given: str | list[int]) -> CapturedPrompt:
         """Return what a request with a text or ids continues; raises UnusableMessages."""
         return self._raw.prompt(given)
 
     def record_chat(
-        self, prompt: Prompt, result: GenerationResult, stops: Sequence[str] = ()
+        self, prompt: CapturedPrompt, result: GenerationResult, stops: Sequence[str] = ()
     ) -> CapturedTurn:
         """Add a sampled answer to a request with messages."""
         cut = cut_at_stop(self._format.chat, result.token_ids, stops)
@@ -303,7 +303,7 @@ class CapturedEpisode:
 
     def record_text(
         self,
-        prompt: Prompt,
+        prompt: CapturedPrompt,
         given: str | list[int],
         result: GenerationResult,
         stops: Sequence[str] = (),
@@ -323,7 +323,7 @@ class CapturedEpisode:
         return self._tree.trajectories()
 
     def _added(
-        self, prompt: Prompt, result: GenerationResult, cut: StoppedText, answer: Message
+        self, prompt: CapturedPrompt, result: GenerationResult, cut: StoppedText, answer: Message
     ) -> CapturedTurn:
         kept = len(cut.ids)
         # "stop" says that the last id is the stop token, which an answer that was cut here lacks.

@@ -65,7 +65,7 @@ def received(turns: Iterable[CapturedTurn]) -> CapturedTurn | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CapturedPrompt:
     """What a request asks to continue: new messages and ids after `parent`, and all ids."""
 
     parent: CapturedTurn | None
@@ -156,7 +156,7 @@ class RawPrompts:
         self._chat, self._vocabulary = chat, vocabulary
         self._texts, self._ids = PrefixIndex(), PrefixIndex()
 
-    def prompt(self, given: str | list[int]) -> Prompt:
+    def prompt(self, given: str | list[int]) -> CapturedPrompt:
         """Return the prompt of a request; raises UnusableMessages."""
         index = self._texts if isinstance(given, str) else self._ids
         known, length = index.longest(given)
@@ -165,7 +165,7 @@ class RawPrompts:
         if not ids:
             raise UnusableMessages("the prompt is empty: send at least one token")
         text = given[length:] if isinstance(given, str) else self._decoded(context)
-        return Prompt(known, [{"role": "user", "content": text}], context, ids)
+        return CapturedPrompt(known, [{"role": "user", "content": text}], context, ids)
 
     def remember(self, turn: CapturedTurn, given: str | list[int], text: str) -> None:
         """Know an answer by its ids, and by its text if the prompt was one."""

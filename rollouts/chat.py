@@ -17,7 +17,7 @@ from composer_mesh.rollouts.call_formats.choosing import HERMES, CallStyle
 from composer_mesh.rollouts.call_formats.port import Schemas
 from composer_mesh.rollouts.chat_template import ACTION, ASKED, ChatTemplate
 from composer_mesh.rollouts.control_tokens import ChatTemplateError, ControlTokens
-from composer_mesh.rollouts.control_tokens import Tokenizer as Encoder
+from composer_mesh.rollouts.control_tokens import TextEncoder as Encoder
 from composer_mesh.rollouts.tool_calls import (
     OPEN,
     THINKING,

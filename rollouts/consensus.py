@@ -144,7 +144,7 @@ def _words(text: str) -> str:
 LONGEST_ACTION = 400
 
 
-class Outcome(StrEnum):
+class VoteOutcome(StrEnum):
     """Result of the vote on one state; only `PAIR` makes a pair."""
 
     PAIR = "pair"
@@ -154,7 +154,7 @@ class Outcome(StrEnum):
     TOO_FEW_VOTES = "too_few_votes"
 
 
-MAJORITY = (Outcome.PAIR, Outcome.STUDENT_AGREES)
+MAJORITY = (VoteOutcome.PAIR, VoteOutcome.STUDENT_AGREES)
 """Outcomes in which a majority of the teachers chose the same action."""
 
 
@@ -166,7 +166,7 @@ class Decision:
     """
 
     state_id: str
-    outcome: Outcome
+    outcome: VoteOutcome
     agreeing: list[str]
     pair: PreferencePair | None
     provenance: Provenance
@@ -198,25 +198,25 @@ def decide(student: StudentState, replies: Sequence[TeacherReply], threshold: in
     voices = tuple(_voice(ballot, own, majority) for ballot in ballots)
     camp = [ballot for ballot in ballots if majority is not None and ballot.vote == majority]
     provenance = Provenance(threshold, voices)
-    pair = _pair(student, ballots, camp, provenance) if outcome is Outcome.PAIR else None
+    pair = _pair(student, ballots, camp, provenance) if outcome is VoteOutcome.PAIR else None
     names = [ballot.teacher for ballot in camp]
     return Decision(student.state.state_id, outcome, names, pair, provenance)
 
 
 def _outcome(
     own: ActionKey, votes: Counter[ActionKey], threshold: int
-) -> tuple[Outcome, ActionKey | None]:
+) -> tuple[VoteOutcome, ActionKey | None]:
     cast, ranked = votes.total(), votes.most_common(2)
     if cast < threshold:
-        return Outcome.TOO_FEW_VOTES, None
+        return VoteOutcome.TOO_FEW_VOTES, None
     leading, most = ranked[0]
     if most < threshold:
-        return Outcome.NO_MAJORITY, None
+        return VoteOutcome.NO_MAJORITY, None
     if len(ranked) > 1 and ranked[1][1] == most:
-        return Outcome.TIE, None
+        return VoteOutcome.TIE, None
     if 2 * most <= cast:
-        return Outcome.NO_MAJORITY, None
-    return (Outcome.STUDENT_AGREES if leading.agrees(own) else Outcome.PAIR), leading
+        return VoteOutcome.NO_MAJORITY, None
+    return (VoteOutcome.STUDENT_AGREES if leading.agrees(own) else VoteOutcome.PAIR), leading
 
 
 def _ballots(replies: Sequence[TeacherReply]) -> list[_Ballot]:

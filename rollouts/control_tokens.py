@@ -51,7 +51,7 @@ class AddedToken(Protocol):
     def normalized(self) -> bool: ...
 
 
-class Tokenizer(Protocol):
+class TextEncoder(Protocol):
     """The part of the Hugging Face tokenizer interface that encodes texts."""
 
     @property
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, **options: Any) -> list[int]: ...
 
 
-def control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
+def control_tokens(tokenizer: TextEncoder) -> dict[int, AddedToken]:
     """Return the added tokens that order a conversation, by their ids.
 
     They are those that are special, that the chat template or we write, or that begin with `<|`.
@@ -81,7 +81,7 @@ def control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
 class ControlTokens:
     """The control tokens of a tokenizer, and how untrusted text is kept from being any."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TextEncoder) -> None:
         self._tokenizer = tokenizer
         tokens = control_tokens(tokenizer)
         known = self._known = [token.content for token in tokens.values()]

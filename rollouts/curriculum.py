@@ -40,7 +40,7 @@ class Episodes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TaskSource:
     """One task: its weight, and the number of its different episodes; None if it makes them."""
 
     task: str
@@ -89,7 +89,7 @@ class Curriculum(EpisodeOrder):
         self,
         config: CurriculumConfig,
         seed: int,
-        sources: Sequence[Source],
+        sources: Sequence[TaskSource],
         episodes: Episodes,
         first: int = 0,
         every: int = 1,
@@ -179,7 +179,7 @@ class Curriculum(EpisodeOrder):
 class _Part:
     """What is known of one task's episodes; those of equal number in a finite task are the same."""
 
-    source: Source
+    source: TaskSource
     config: CurriculumConfig
     next_new: int = 0
     """The first episode of this island's share that no group has been given."""

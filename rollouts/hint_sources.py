@@ -87,7 +87,7 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenHint:
     """A hint writer's text for one error site."""
 
     text: str
@@ -116,7 +116,7 @@ class HintSources:
     answer_of: Callable[[Trace], str | None]
     tokens: Callable[[str], int]
     templates: HintTemplates
-    written: Mapping[Place, Written] = field(default_factory=dict)
+    written: Mapping[Place, WrittenHint] = field(default_factory=dict)
 
     def turns(self, trace: Trace, group: Sequence[Trace]) -> list[int]:
         """Return the distinct turns of a rollout that may get a hint, in order of its errors.

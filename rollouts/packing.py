@@ -79,14 +79,14 @@ def microbatches(lengths: Sequence[int], budget: int, packed: bool = False) -> l
     A row is one sequence, or with `packed` as many as fit. Longest first; every index appears once.
     Raises ValueError for a sequence longer than the budget.
     """
-    groups: list[Rows] = []
+    groups: list[FillingRows] = []
     check_fits(lengths, budget)
     for index in longest_first(lengths):
         # Packed rows have gaps that shorter sequences fill; unpacked rows have none.
         tried = groups if packed else groups[-1:]
         rows = next((rows for rows in tried if rows.take(index, lengths[index], budget)), None)
         if rows is None:
-            groups.append(Rows(lengths[index], packed))
+            groups.append(FillingRows(lengths[index], packed))
             groups[-1].take(index, lengths[index])
     return [rows.taken for rows in groups]
 
@@ -106,7 +106,7 @@ def packed_rows(lengths: Sequence[int]) -> list[list[int]]:
 
     These are the rows of one packed microbatch.
     """
-    rows = Rows(max(lengths, default=0), packed=True)
+    rows = FillingRows(max(lengths, default=0), packed=True)
     for index in longest_first(lengths):
         rows.take(index, lengths[index])
     return rows.rows
@@ -131,7 +131,7 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class Rows:
+class FillingRows:
     """Rows of one width being filled; `taken` lists the placed indices in insertion order."""
 
     width: int
@@ -161,7 +161,7 @@ Shape = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SharedPart:
     """Indices of units that share a beginning, and the size of their forwards."""
 
     units: list[int]
@@ -173,7 +173,7 @@ class Part:
         return positions(self.shape)
 
 
-def parts_of(units: Sequence[Unit], budget: int, sharing: Sharing = "levels") -> list[Part]:
+def parts_of(units: Sequence[Unit], budget: int, sharing: Sharing = "levels") -> list[SharedPart]:
     """Divide units into parts that compute at most `budget` tokens; a larger unit is a part alone.
 
     What a family shares is computed again in each of its parts.
@@ -188,7 +188,7 @@ def parts_of(units: Sequence[Unit], budget: int, sharing: Sharing = "levels") ->
 
 def _first_part(
     units: Sequence[Unit], family: Sequence[int], budget: int, sharing: Sharing
-) -> Part:
+) -> SharedPart:
     """Return a part of as many units of a family as fit the budget, at least the first."""
     count = _fitting(units, family, budget)
     while True:
@@ -198,13 +198,15 @@ def _first_part(
         count = max(1, min(count - 1, count * budget // part.tokens))  # rows are padded
 
 
-def _part(units: Sequence[Unit], members: Sequence[int], sharing: Sharing) -> Part:
+def _part(units: Sequence[Unit], members: Sequence[int], sharing: Sharing) -> SharedPart:
     """Return the part of some units."""
     tree = PrefixTree.planned([ids for index in members for ids in units[index]], sharing)
-    return Part(list(members), [(level.rows, level.width) for level in tree.levels])
+    return SharedPart(list(members), [(level.rows, level.width) for level in tree.levels])
 
 
-def balanced_parts(units: Sequence[Unit], budget: int, ranks: int, sharing: Sharing) -> list[Part]:
+def balanced_parts(
+    units: Sequence[Unit], budget: int, ranks: int, sharing: Sharing
+) -> list[SharedPart]:
     """Divide units into parts as `parts_of`, further where that clearly spares the busiest rank.
 
     The largest part is halved again and again, until ranks have about the same, or computing what
@@ -225,11 +227,11 @@ def balanced_parts(units: Sequence[Unit], budget: int, ranks: int, sharing: Shar
     return best
 
 
-def _tokens(parts: Sequence[Part]) -> int:
+def _tokens(parts: Sequence[SharedPart]) -> int:
     return sum(part.tokens for part in parts)
 
 
-def _busiest(parts: Sequence[Part], ranks: int) -> int:
+def _busiest(parts: Sequence[SharedPart], ranks: int) -> int:
     """Return the tokens of the rank that has most."""
     tokens = [part.tokens for part in parts]
     return max(sum(tokens[index] for index in share) for share in spread(tokens, ranks))
@@ -258,7 +260,7 @@ def _fitting(units: Sequence[Unit], family: Sequence[int], budget: int) -> int:
 
 
 def shared_microbatches(
-    parts: Sequence[Part], budget: int, sharing: Sharing = "levels"
+    parts: Sequence[SharedPart], budget: int, sharing: Sharing = "levels"
 ) -> list[list[int]]:
     """Group parts, by their indices, into microbatches of at most `budget` tokens: first fit.
 
@@ -296,7 +298,7 @@ class _Group:
     shape: Shape
     joined: Callable[[Shape, Shape], Shape]
 
-    def take(self, index: int, part: Part, budget: int) -> bool:
+    def take(self, index: int, part: SharedPart, budget: int) -> bool:
         """Add a part, unless that would exceed the budget or pad too much."""
         shape = self.joined(self.shape, part.shape)
         tokens = positions(shape)

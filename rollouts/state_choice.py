@@ -173,7 +173,7 @@ class Selection:
     @property
     def planned(self) -> list[StudentState]:
         """A state of each question that is asked where no teacher differs from a rollout."""
-        rounds = Rounds(self)
+        rounds = QueryRounds(self)
         return [states[0] for questions in iter(rounds.next, []) for states in questions]
 
     def cut(self, limit: int) -> "Selection":
@@ -183,7 +183,7 @@ class Selection:
         return replace(self, states=self.states[:limit], values=self.values[:limit])
 
 
-class Rounds:
+class QueryRounds:
     """The rounds of a selection's questions: all at once, or turn by turn until rollouts differ."""
 
     def __init__(self, selection: Selection) -> None:

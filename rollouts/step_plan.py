@@ -14,7 +14,7 @@ from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, Skipped, StepBatch
 from composer_mesh.rollouts.packing import (
-    Part,
+    SharedPart,
     balanced_parts,
     check_fits,
     microbatches,
@@ -51,7 +51,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class ForwardCounts:
     """Number of forwards that all ranks of a sharded model run in a step: that of the busiest rank.
 
     `trained` counts those of each microbatch; each of the `large_pairs` takes two without and two
@@ -103,12 +103,12 @@ def plan_step(
     ]
 
 
-def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> Rounds:
+def rounds_of(batch: StepBatch, plans: Sequence[RankPlan], budget: int) -> ForwardCounts:
     """Return the common number of forwards for these plans; the same on every rank."""
     trained = [max(one.forwards for one in row) for row in _at_once(plans)]
     pairs = max(len(pair_groups(batch.pairs, plan.pairs, budget)) for plan in plans)
     large = max(len(plan.large_pairs) for plan in plans)
-    return Rounds(trained, pairs, large)
+    return ForwardCounts(trained, pairs, large)
 
 
 def teacher_rounds(
@@ -252,7 +252,7 @@ def _shared_plans(
 
 
 def _shared(
-    parts: Sequence[Part],
+    parts: Sequence[SharedPart],
     batch: StepBatch,
     fitting: Sequence[int],
     by_sample: dict[int, list[int]],

@@ -32,7 +32,7 @@ from composer_mesh.rollouts.curriculum import EpisodeOrder
 from composer_mesh.rollouts.window import Window
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
-from composer_mesh.services.replay.pair_stream import PairStream, Taken
+from composer_mesh.services.replay.pair_stream import PairStream, TakenPairs
 from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
 from composer_mesh.services.schedule.groups import Groups, ResumeState
 from composer_mesh.services.schedule.metrics import success_of_tasks
@@ -290,7 +290,7 @@ class Controller:
         self._window.pulled(version)
         self._fill_window()
 
-    async def _take_pairs(self, step: int) -> Taken | None:
+    async def _take_pairs(self, step: int) -> TakenPairs | None:
         if self.ports.replay is None:
             return None
         return await self.stopping.unless(self.ports.replay.take(step, self._taken))

@@ -28,7 +28,7 @@ from composer_mesh.services.pool.process_placement import PlacementOf
 from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
-from composer_mesh.services.pool.sessions import Endpoints, Session, default_name
+from composer_mesh.services.pool.sessions import Endpoints, PoolSession, default_name
 
 DEADLINE_S = 120.0
 ATTEMPTS = 3
@@ -159,10 +159,10 @@ class Service(Endpoints):
         """Run `setup` with the actor's endpoint `load`."""
         return await self.setup("load", *args, **kwargs)
 
-    def session(self, name: str | None = None, *, movable: bool = False) -> Session:
+    def session(self, name: str | None = None, *, movable: bool = False) -> PoolSession:
         """Open calls that all go to one replica: `async with pool.session() as session:`."""
         name = name or f"{self.name}-session-{next(self._session_numbers)}"
-        return Session(
+        return PoolSession(
             name, self._actor_class, self._members, self._rules, movable, self._session_names
         )
 

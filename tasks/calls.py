@@ -195,7 +195,7 @@ async def at_once(function: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Calls:
+class TaskCalls:
     """How a task's functions are called: `run_plain` runs plain ones; each may take `limit_s`."""
 
     run_plain: RunPlain = at_once

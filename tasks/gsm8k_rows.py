@@ -22,7 +22,7 @@ from composer_mesh.configs.validation import place_and_text, validated_json
 from composer_mesh.tasks.errors import ToolError
 from composer_mesh.tasks.mistakes import as_number
 from composer_mesh.tasks.numbers import LARGEST, Number, calculate, format_number
-from composer_mesh.tasks.planned import Reference, Step
+from composer_mesh.tasks.planned import PlannedCall, ResultReference
 from composer_mesh.tasks.rows import read_rows
 
 LONGEST = 200
@@ -35,14 +35,14 @@ _OPERATIONS: Mapping[type[ast.operator], str] = {
     ast.Div: "divide",
 }
 
-Operand = Number | Reference
+Operand = Number | ResultReference
 
 
 class NotArithmetic(ValueError):
     """The text contains anything but numbers, `+ - * / %` and parentheses."""
 
 
-def append_steps(text: str, steps: list[Step]) -> Operand:
+def append_steps(text: str, steps: list[PlannedCall]) -> Operand:
     """Append the calls that compute `text` to `steps`; return the operand that holds the result.
 
     Raises NotArithmetic, possibly after some steps were appended.
@@ -68,7 +68,7 @@ def _literal(found: re.Match[str]) -> str:
     return f" {read_number(str(value / 100)) if found[2] else value} "
 
 
-def _operand(node: ast.expr, steps: list[Step]) -> Operand:
+def _operand(node: ast.expr, steps: list[PlannedCall]) -> Operand:
     """Append the calls of a part of an expression, which is never evaluated; return its operand."""
     match node:
         case ast.Constant(value=int() | float() as value):
@@ -78,7 +78,9 @@ def _operand(node: ast.expr, steps: list[Step]) -> Operand:
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             operand = _operand(inner, steps)
             return (
-                _call("subtract", 0, operand, steps) if isinstance(operand, Reference) else -operand
+                _call("subtract", 0, operand, steps)
+                if isinstance(operand, ResultReference)
+                else -operand
             )
         case ast.BinOp(op=sign, left=left, right=right) if type(sign) in _OPERATIONS:
             first = _operand(left, steps)
@@ -86,9 +88,9 @@ def _operand(node: ast.expr, steps: list[Step]) -> Operand:
     raise NotArithmetic("an expression has numbers, + - * / and parentheses alone")
 
 
-def _call(operation: str, a: Operand, b: Operand, steps: list[Step]) -> Reference:
-    steps.append(Step("calculator", {"op": operation, "a": a, "b": b}))
-    return Reference(len(steps) - 1)
+def _call(operation: str, a: Operand, b: Operand, steps: list[PlannedCall]) -> ResultReference:
+    steps.append(PlannedCall("calculator", {"op": operation, "a": a, "b": b}))
+    return ResultReference(len(steps) - 1)
 
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
@@ -106,7 +108,7 @@ class Problem:
 
     question: str
     answer: Number
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedCall, ...]
     split: str | None = None
 
 
@@ -200,9 +202,9 @@ def _final_number(where: str, answer: str) -> Number:
     return read_number(match[1])
 
 
-def _steps(answer: str) -> tuple[Step, ...]:
+def _steps(answer: str) -> tuple[PlannedCall, ...]:
     """Return the annotations as working calculator calls, or none if one of them fails."""
-    steps: list[Step] = []
+    steps: list[PlannedCall] = []
     try:
         for expression in _ANNOTATION.findall(answer):
             append_steps(expression, steps)
@@ -212,7 +214,7 @@ def _steps(answer: str) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _try(steps: list[Step]) -> None:
+def _try(steps: list[PlannedCall]) -> None:
     """Run the calls as a session would, rounding included; raise ToolError on a failure."""
     results: list[Number] = []
     for step in steps:

@@ -21,14 +21,14 @@ from composer_mesh.tasks.task import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ResultReference:
     """Reference to the result of an earlier step of a plan."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedCall:
     """One call of a plan; argument values may be references to earlier results."""
 
     tool: str
@@ -36,14 +36,14 @@ class Step:
 
     def call(self, results: Sequence[Any]) -> ToolCall:
         filled = {
-            name: results[value.step] if isinstance(value, Reference) else value
+            name: results[value.step] if isinstance(value, ResultReference) else value
             for name, value in self.arguments.items()
         }
         return ToolCall(self.tool, filled)
 
     def is_like(self, call: ToolCall) -> bool:
         """Whether a call is of this tool and has the arguments that the plan itself states."""
-        stated = {k: v for k, v in self.arguments.items() if not isinstance(v, Reference)}
+        stated = {k: v for k, v in self.arguments.items() if not isinstance(v, ResultReference)}
         return call.name == self.tool and stated.items() <= call.arguments.items()
 
 
@@ -56,7 +56,9 @@ def question_of(messages: Sequence[Message]) -> str:
 
 
 def plan_results(
-    steps: Sequence[Step], messages: Sequence[Message], read: Callable[[str], Any] = as_number
+    steps: Sequence[PlannedCall],
+    messages: Sequence[Message],
+    read: Callable[[str], Any] = as_number,
 ) -> list[Any]:
     """Return the results of the plan's completed steps, in the plan's order.
 
@@ -72,7 +74,7 @@ def plan_results(
     return results
 
 
-def next_call(steps: Sequence[Step], results: Sequence[Any]) -> str:
+def next_call(steps: Sequence[PlannedCall], results: Sequence[Any]) -> str:
     """Return the action text of the first step without a result."""
     call = steps[len(results)].call(results)
     return call_text(call.name, call.arguments)
@@ -81,7 +83,7 @@ def next_call(steps: Sequence[Step], results: Sequence[Any]) -> str:
 class PlannedTask(Task):
     """Episodes whose first message is the row's `question`, which has a plan."""
 
-    def plan(self, question: str) -> list[Step]:
+    def plan(self, question: str) -> list[PlannedCall]:
         """Return the calls that solve a question; raise ValueError for any other question."""
         raise UnusableTask(f"task {self.name!r} has no plans: define plan(self, question)")
 
@@ -107,5 +109,5 @@ class PlannedTask(Task):
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         return corrupt(self.expert(messages), messages, rng)
 
-    def _next(self, steps: Sequence[Step], results: Sequence[Any]) -> str:
+    def _next(self, steps: Sequence[PlannedCall], results: Sequence[Any]) -> str:
         return next_call(steps, results) if len(results) < len(steps) else self.last_words(results)

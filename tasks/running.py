@@ -26,7 +26,7 @@ from composer_mesh.rollouts.tool_calls import (
     parse_bounded,
 )
 from composer_mesh.rollouts.traces import ErrorSite, Message
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import (
     ERROR_PREFIX,
     LONGEST,
@@ -57,8 +57,8 @@ LONGEST_MESSAGE = 500_000
 class RunningEpisode:
     """One running episode; one call at a time. The task's functions are called by `calls`."""
 
-    def __init__(self, task: Task, episode: Episode, calls: Calls | None = None) -> None:
-        self._task, self._calls = task.of(episode.task), calls or Calls()
+    def __init__(self, task: Task, episode: Episode, calls: TaskCalls | None = None) -> None:
+        self._task, self._calls = task.of(episode.task), calls or TaskCalls()
         self._session = self._task.session(episode)
         self._messages: list[Message] = []
         self._seen: list[int] = []
@@ -353,7 +353,7 @@ def _cut(text: str) -> str:
 
 
 async def score_group(
-    task: Task, episode: Episode, group: Sequence[FinishedRollout], calls: Calls
+    task: Task, episode: Episode, group: Sequence[FinishedRollout], calls: TaskCalls
 ) -> GroupScore:
     """Return each group reward's values for the rollouts of an episode that has its row."""
     part = task.of(episode.task)
@@ -382,7 +382,7 @@ async def _scored(
 
 
 async def _values(
-    task: Task, one: RewardFunction, transcripts: Sequence[Transcript], calls: Calls
+    task: Task, one: RewardFunction, transcripts: Sequence[Transcript], calls: TaskCalls
 ) -> list[float]:
     what = f"group reward {one.name!r} of task {task.name!r}"
     found = await calls(what, one.function, list(transcripts))

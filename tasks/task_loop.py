@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.calls import CallMarks, Calls, RunPlain, is_requested
+from composer_mesh.tasks.calls import CallMarks, RunPlain, TaskCalls, is_requested
 from composer_mesh.tasks.errors import TaskError, code_error
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import Task
@@ -246,7 +246,7 @@ class TaskRunner:
     ) -> None:
         self.task = task
         self._loop, self._limit_s = TaskLoop(marks=marks), limit_s
-        self.calls = Calls(run_plain or self._loop.in_a_thread, limit_s)
+        self.calls = TaskCalls(run_plain or self._loop.in_a_thread, limit_s)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the task's loop. Waits for it; raises as `TaskLoop.run`."""

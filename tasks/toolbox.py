@@ -21,7 +21,7 @@ from composer_mesh.tasks.numbers import (
     judged,
     read_value,
 )
-from composer_mesh.tasks.planned import PlannedTask, Reference, Step
+from composer_mesh.tasks.planned import PlannedCall, PlannedTask, ResultReference
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session
@@ -44,31 +44,35 @@ _CONVERSION = re.compile(
 )
 
 
-def plan(question: str) -> list[Step]:
+def plan(question: str) -> list[PlannedCall]:
     """Return the tool calls that answer a question; raise ValueError for any other question."""
     match = _ARITHMETIC.fullmatch(question) or _CONVERSION.fullmatch(question)
     if match is None:
         raise ValueError(f"{question!r} is not a toolbox question: ask one from `episode`")
     found = match.groupdict()
-    steps: list[Step] = []
+    steps: list[PlannedCall] = []
     value = _term(found, "a", steps)
     second = _term(found, "b", steps) if found["op"] else None
     if second is not None:
-        steps.append(Step("calculator", {"op": _WORDS[found["op"]], "a": value, "b": second}))
-        value = Reference(len(steps) - 1)
+        steps.append(
+            PlannedCall("calculator", {"op": _WORDS[found["op"]], "a": value, "b": second})
+        )
+        value = ResultReference(len(steps) - 1)
     if "source" in found:
         arguments = {"value": value, "source": found["source"], "target": found["target"]}
-        steps.append(Step("convert", arguments))
+        steps.append(PlannedCall("convert", arguments))
     return steps
 
 
-def _term(found: Mapping[str, str | None], name: str, steps: list[Step]) -> Number | Reference:
+def _term(
+    found: Mapping[str, str | None], name: str, steps: list[PlannedCall]
+) -> Number | ResultReference:
     key, number = found[name], found[f"{name}_n"]
     if key is None:
         assert number is not None
         return int(number)
-    steps.append(Step("lookup", {"key": key}))
-    return Reference(len(steps) - 1)
+    steps.append(PlannedCall("lookup", {"key": key}))
+    return ResultReference(len(steps) - 1)
 
 
 class ToolboxSession(Session):
@@ -110,7 +114,7 @@ class ToolboxTask(PlannedTask):
     session_class = ToolboxSession
     solved = solved
 
-    def plan(self, question: str) -> list[Step]:
+    def plan(self, question: str) -> list[PlannedCall]:
         return plan(question)
 
     def generate(self, rng: random.Random) -> Row:
@@ -130,7 +134,7 @@ def new_table(rng: random.Random) -> dict[str, Number]:
     return {key: rng.randint(2, LARGEST_VALUE) for key in rng.sample(KEYS, TABLE_SIZE)}
 
 
-def solution(steps: Sequence[Step], table: Mapping[str, Number]) -> list[Number]:
+def solution(steps: Sequence[PlannedCall], table: Mapping[str, Number]) -> list[Number]:
     """Return the results of a plan's calls."""
     results = list[Number]()
     for step in steps:
@@ -138,7 +142,7 @@ def solution(steps: Sequence[Step], table: Mapping[str, Number]) -> list[Number]
     return results
 
 
-def gold_actions(steps: Sequence[Step], table: Mapping[str, Number]) -> list[str]:
+def gold_actions(steps: Sequence[PlannedCall], table: Mapping[str, Number]) -> list[str]:
     """Return the texts of a plan's calls and of the answer."""
     results = solution(steps, table)
     calls = [step.call(results) for step in steps]

@@ -42,7 +42,7 @@ from composer_mesh.rollouts.generation import GenerationResult
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import ErrorSite, Message, Turn
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import TaskError, UnusableTask
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ class FunctionAgent(AgentWorkflow):
             ) from error
 
     async def solve(self, messages: list[Message], agent: Agent) -> str:
-        found = await Calls(asyncio.to_thread)(
+        found = await TaskCalls(asyncio.to_thread)(
             "the agent's function", self._function, messages, agent.base_url, agent.api_key
         )
         return str(found)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from composer_mesh.actors.checkpoints.manifest import (
     MANIFEST_FILE,
-    Written,
+    WrittenFile,
     damage,
     quarantine,
     to_disk,
@@ -120,7 +120,7 @@ def prune(root: Path, keep: int, every: int = 0) -> None:
             shutil.rmtree(checkpoint.folder)
 
 
-class Draft:
+class CheckpointDraft:
     """A checkpoint being written into `folder`; it counts only after `commit`."""
 
     def __init__(self, root: Path, step: int) -> None:
@@ -134,7 +134,7 @@ class Draft:
         self.folder = self._place.with_name(f".step-{step}.{os.getpid()}-{next(_count)}")
         self.folder.mkdir()
 
-    def commit(self, files: Iterable[Written]) -> Checkpoint:
+    def commit(self, files: Iterable[WrittenFile]) -> Checkpoint:
         """Turn the draft into its step's checkpoint; `files` are all its files, already on disk."""
         for folder in [path for path in self.folder.rglob("*") if path.is_dir()]:
             to_disk(folder)

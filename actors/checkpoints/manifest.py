@@ -27,7 +27,7 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, order=True)
-class Written:
+class WrittenFile:
     """A file on disk: its path relative to the checkpoint's folder, its size and its CRC-32."""
 
     path: str
@@ -35,18 +35,18 @@ class Written:
     crc32: int
 
 
-def written(folder: Path, paths: Iterable[Path]) -> list[Written]:
+def written(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
     """Sync files of a folder to disk and return their records. Blocks on the disk."""
     return [_noted(folder, path) for path in sorted(paths)]
 
 
-def _noted(folder: Path, path: Path) -> Written:
+def _noted(folder: Path, path: Path) -> WrittenFile:
     to_disk(path)
     made_progress(f"{path.name} on disk")
-    return Written(path.relative_to(folder).as_posix(), path.stat().st_size, crc32_of(path))
+    return WrittenFile(path.relative_to(folder).as_posix(), path.stat().st_size, crc32_of(path))
 
 
-def write_manifest(folder: Path, step: int, files: Iterable[Written]) -> None:
+def write_manifest(folder: Path, step: int, files: Iterable[WrittenFile]) -> None:
     """Write the manifest of a step's checkpoint; it is on disk on return."""
     noted = {
         one.path: {"bytes": one.bytes, "crc32": f"{one.crc32:08x}"} for one in sorted(set(files))
@@ -69,12 +69,12 @@ def damage(folder: Path) -> list[str]:
     return [line for one in files if (line := _wrong(folder, one))]
 
 
-def _read(folder: Path) -> list[Written]:
+def _read(folder: Path) -> list[WrittenFile]:
     content = json.loads(read_regular(folder / MANIFEST_FILE, _MOST_BYTES))
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']!r} is not {FORMAT}")
     return [
-        Written(_inside(name), int(noted["bytes"]), int(noted["crc32"], 16))
+        WrittenFile(_inside(name), int(noted["bytes"]), int(noted["crc32"], 16))
         for name, noted in content["files"].items()
     ]
 
@@ -87,7 +87,7 @@ def _inside(name: str) -> str:
     return name
 
 
-def _wrong(folder: Path, one: Written) -> str:
+def _wrong(folder: Path, one: WrittenFile) -> str:
     """Return what is wrong with one file, or an empty string."""
     path = folder / one.path
     try:

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composer_mesh.actors.checkpoints.folder import CheckpointFailed, UnreadableCheckpoint
-from composer_mesh.actors.checkpoints.manifest import Written, written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile, written
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.models.lora import OtherAdapters
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
@@ -222,7 +222,7 @@ class CheckpointWriter:
         self._copied = TrainingState(state.version, tensors, state.figures, state.rng)
         made_progress("the copy of a checkpoint's state")
 
-    def write(self, folder: Path, export: bool) -> list[Written]:
+    def write(self, folder: Path, export: bool) -> list[WrittenFile]:
         """Write the copied state; return this rank's files, which are on disk by then.
 
         With `export`, the first rank also writes a model folder. Raises `CheckpointFailed`.

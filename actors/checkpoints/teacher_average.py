@@ -11,14 +11,14 @@ from pathlib import Path
 from torch import Tensor
 
 from composer_mesh.actors.checkpoints.folder import UnreadableCheckpoint
-from composer_mesh.actors.checkpoints.manifest import Written, written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile, written
 from composer_mesh.actors.models.optimizer_state import StateOfOtherWeights
 from composer_mesh.configs.regular_files import open_regular
 
 AVERAGE_FILE = "teacher/average.safetensors"
 
 
-def write_average(folder: Path, average: dict[str, Tensor]) -> list[Written]:
+def write_average(folder: Path, average: dict[str, Tensor]) -> list[WrittenFile]:
     """Write the average into a checkpoint draft; return its file, which is on disk by then."""
     from safetensors.torch import save_file
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.embedded_forward import Packed, PackedForward, Run
+from composer_mesh.actors.engines.embedded_forward import ForwardLayout, PackedForward, TokenRun
 from composer_mesh.actors.engines.embedded_requests import (
     JoiningRows,
     LongPrompt,
@@ -31,7 +31,7 @@ from composer_mesh.actors.engines.port import (
     LogitsNotFinite,
     PromptTokens,
     ResultCallback,
-    Weights,
+    VersionedWeights,
     refuse_too_long,
     refuse_unknown_experts,
 )
@@ -46,7 +46,7 @@ from composer_mesh.rollouts.generation import GenerationRequest
 from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
 
-class Engine:
+class EmbeddedEngine:
     """Serves up to `rows` requests at once, of at most `length` tokens each. Raises
     `ModelNotServed`, and `LogitsNotFinite` for weights of which nothing can be sampled.
 
@@ -149,7 +149,7 @@ class Engine:
         return sampled
 
     @torch.inference_mode()
-    def swap(self, weights: Weights) -> None:
+    def swap(self, weights: VersionedWeights) -> None:
         """Load new weights and recompute the cache of running requests."""
         weights.apply(self._model)
         self.version = weights.version
@@ -177,7 +177,7 @@ class Engine:
                 continue
             start = self._held.begin(row, keys, found)
             if start < len(keys):
-                joining.compute(Run(row, start, len(keys)))
+                joining.compute(TokenRun(row, start, len(keys)))
         if joining.runs:
             self._compute(0, joining.runs, dict(enumerate(sequences)), keep=[])
         for run in joining.runs:
@@ -218,7 +218,7 @@ class Engine:
             if len(prompt) - found.ready > self._limits.at_once:
                 return self._long is None and self._begin_long(new, found, joining)
             new.cached = self._held.begin(row, prompt, found)
-            joining.compute(Run(row, new.cached, len(prompt)))
+            joining.compute(TokenRun(row, new.cached, len(prompt)))
             joining.by_prompt[prompt.tobytes()] = row
         else:
             new.cached = len(prompt)
@@ -239,7 +239,7 @@ class Engine:
         end = self._long.next_piece(self._limits, self._decoding_lengths()).stop
         new.cached = self._held.begin(row, new.prompt[:end], found)
         self._count(new)
-        self._compute_piece(self._long, Run(row, new.cached, end), joining)
+        self._compute_piece(self._long, TokenRun(row, new.cached, end), joining)
         return True
 
     def _go_on(self, long: LongPrompt[RunningRequest], joining: JoiningRows) -> None:
@@ -254,13 +254,15 @@ class Engine:
             joining.leaders.append(row)
             self._running.append(new)
         self._held.announce(new.prompt[: piece.stop])
-        self._compute_piece(long, Run(row, piece.start, piece.stop), joining)
+        self._compute_piece(long, TokenRun(row, piece.start, piece.stop), joining)
 
     def _decoding_lengths(self) -> list[int]:
         return self._held.known[: len(self._running)].tolist()
 
     @staticmethod
-    def _compute_piece(long: LongPrompt[RunningRequest], run: Run, joining: JoiningRows) -> None:
+    def _compute_piece(
+        long: LongPrompt[RunningRequest], run: TokenRun, joining: JoiningRows
+    ) -> None:
         long.computed = run.end
         joining.compute(run)
 
@@ -289,7 +291,7 @@ class Engine:
     def _compute(
         self,
         decoding: int,
-        runs: list[Run],
+        runs: list[TokenRun],
         sequences: Mapping[int, Ids],
         keep: list[int],
     ) -> Tensor:
@@ -306,7 +308,7 @@ class Engine:
         self._cache.aim(torch.stack([rows, positions]))
         longest = int(known.max()) if decoding else 0
         ragged = decoding > 0 and int(known.min()) < longest
-        plan = Packed(self._cache, decoding, runs, positions, longest, ragged)
+        plan = ForwardLayout(self._cache, decoding, runs, positions, longest, ragged)
         kept = torch.tensor(keep, dtype=torch.long, device=self._device) if runs else None
         return self._forward(plan, tokens, kept)
 
@@ -362,7 +364,7 @@ class Engine:
             self._running.pop()
 
 
-def start(config: Config, folder: Path) -> Engine:
+def start(config: Config, folder: Path) -> EmbeddedEngine:
     """Return the embedded engine, serving the model of `folder` as version 0."""
     dtype = getattr(torch, config.generator.dtype)
     model = converted(load_model(folder), dtype).to(own_device())
@@ -372,7 +374,7 @@ def start(config: Config, folder: Path) -> Engine:
         setattr(model.requires_grad_(False), UPDATED, set(adapter_weights(model)))
     moe = config.trainer.moe
     route_experts(model, moe, dtype, moe.router_replay, like=lambda: model)
-    return Engine(
+    return EmbeddedEngine(
         model,
         config.generator.max_concurrent,
         config.policy.max_context,

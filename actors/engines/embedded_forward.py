@@ -37,7 +37,7 @@ NAME = "composer_mesh_rows"
 
 
 @dataclass(slots=True)
-class Run:
+class TokenRun:
     """Tokens `start` to `end` of a row; the row already holds what precedes them."""
 
     row: int
@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Packed:
+class ForwardLayout:
     """Layout of one forward's tokens: those of rows 0 to `decoding` - 1, then the runs.
 
     Valid for one forward: the first layer computes what its layers share.
@@ -55,7 +55,7 @@ class Packed:
 
     cache: RowCache
     decoding: int
-    runs: list[Run]
+    runs: list[TokenRun]
     positions: Tensor
     """Position of each token in its row `[tokens]`, on the model's device."""
     longest: int
@@ -108,7 +108,9 @@ def _begin(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
     return output[0].transpose(0, 1)
 
 
-def _continue(run: Run, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+def _continue(
+    run: TokenRun, query: Tensor, keys: Tensor, values: Tensor, scale: float | None
+) -> Tensor:
     """Attend from new tokens of a row also to its earlier ones."""
     heads, tokens, width = query.shape
     groups = keys.shape[1]
@@ -139,7 +141,7 @@ def rows_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: Packed | None = None,
+    packed: ForwardLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
@@ -193,7 +195,7 @@ class PackedForward:
         with torch.inference_mode():
             self._prove(version)
 
-    def __call__(self, packed: Packed, tokens: Tensor, keep: Tensor | None) -> Tensor:
+    def __call__(self, packed: ForwardLayout, tokens: Tensor, keep: Tensor | None) -> Tensor:
         """Return float32 logits `[kept, V]` of ids `[tokens]`: at indices `keep`, None for all."""
         run = self._through_layers if self.direct else self._whole
         if not self._routers:
@@ -203,7 +205,9 @@ class PackedForward:
         self._cache.write_experts(routing.all_chosen())
         return logits
 
-    def _whole(self, packed: Packed, tokens: Tensor, keep: Tensor | None, **more: Any) -> Tensor:
+    def _whole(
+        self, packed: ForwardLayout, tokens: Tensor, keep: Tensor | None, **more: Any
+    ) -> Tensor:
         if self._in_place:
             more["past_key_values"] = RowPositions(packed.positions)
         output = self._model(
@@ -219,7 +223,7 @@ class PackedForward:
         return output.logits[0]
 
     def _through_layers(
-        self, packed: Packed, tokens: Tensor, keep: Tensor | None, **more: Any
+        self, packed: ForwardLayout, tokens: Tensor, keep: Tensor | None, **more: Any
     ) -> Tensor:
         base, positions = self._base, packed.positions[None]
         hidden = base.embed_tokens(tokens[None])
@@ -281,8 +285,10 @@ class PackedForward:
             positions = torch.arange(start, end, device=self.device)
             self._cache.aim(torch.stack([torch.zeros_like(positions), positions]))
             decoding = int(end == count)
-            runs = [] if decoding else [Run(0, start, end)]
-            packed = Packed(self._cache, decoding, runs, positions, longest=end, ragged=False)
+            runs = [] if decoding else [TokenRun(0, start, end)]
+            packed = ForwardLayout(
+                self._cache, decoding, runs, positions, longest=end, ragged=False
+            )
             logits.append(self(packed, tokens[start:end], None))
         return torch.cat(logits)
 

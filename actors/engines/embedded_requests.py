@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.embedded_forward import Run
+from composer_mesh.actors.engines.embedded_forward import TokenRun
 from composer_mesh.actors.engines.kv_cache import Ids
 from composer_mesh.actors.engines.port import Admitted, ResultCallback
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
@@ -195,13 +195,13 @@ class RunningRequest:
 class JoiningRows:
     """Rows that start in this step, after those that decode, and a piece of a long prompt."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[TokenRun] = field(default_factory=list)
     leaders: list[int] = field(default_factory=list)
     """For each new row the row with the same prompt, its own index where it is computed."""
     by_prompt: dict[bytes, int] = field(default_factory=dict)
     tokens: int = 0
 
-    def compute(self, run: Run) -> None:
+    def compute(self, run: TokenRun) -> None:
         """Add tokens that this step's forward computes."""
         self.runs.append(run)
         self.tokens += run.end - run.start

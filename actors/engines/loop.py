@@ -27,9 +27,9 @@ from typing import Generic, ParamSpec, TypeVar
 from composer_mesh.actors.engines.port import (
     DecodingDeadlineExceeded,
     DuplicateRequest,
-    Engine,
+    GenerationEngine,
     RequestAborted,
-    Weights,
+    VersionedWeights,
 )
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
@@ -77,7 +77,7 @@ class _Round(Generic[T]):
     requests: list[GenerationRequest] = field(default_factory=list)
 
 
-class Rounds(Generic[T]):
+class BatchRounds(Generic[T]):
     """The closed batches of one engine; `ask` gives it one and returns what is awaited.
 
     It is told whether the batch continues the one before it, whose prefixes are then reused.
@@ -153,12 +153,12 @@ class EngineLoop:
     aborted for another reason raises `RequestAborted`, or `LogitsNotFinite`.
     """
 
-    def __init__(self, engine: Engine, thread: EngineThread) -> None:
+    def __init__(self, engine: GenerationEngine, thread: EngineThread) -> None:
         self.engine, self._thread = engine, thread
         self._wake = asyncio.Event()
         self._answers: dict[str, Answer] = {}
         self._finished: list[tuple[Answer, GenerationResult | RequestAborted]] = []
-        self._staged: tuple[Weights, asyncio.Future[None]] | None = None
+        self._staged: tuple[VersionedWeights, asyncio.Future[None]] | None = None
         self._closing = False
         self._progress = 0
         """Number of steps and swaps so far."""
@@ -256,7 +256,7 @@ class EngineLoop:
                 del self._answers[result.request_id]
                 answer.set_result(result)
 
-    async def swap(self, weights: Weights) -> None:
+    async def swap(self, weights: VersionedWeights) -> None:
         """Serve other weights. Waits for the running step; one call at a time."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._staged = (weights, done)

@@ -76,7 +76,7 @@ class PromptTokens:
         self.computed += prompt - cached
 
 
-class Weights(Protocol):
+class VersionedWeights(Protocol):
     """One complete version of the weights; valid until `swap` returns."""
 
     @property
@@ -89,7 +89,7 @@ class Weights(Protocol):
         """Yield each complete tensor with all its names in a Hugging Face state dict."""
 
 
-class Engine(Protocol):
+class GenerationEngine(Protocol):
     """An engine stepped by its caller; one thread at a time calls `step` and `swap`.
 
     `submit`, `abort` and `drop_prefixes` are thread-safe, also during a step.
@@ -138,7 +138,7 @@ class Engine(Protocol):
         the engine.
         """
 
-    def swap(self, weights: Weights) -> None:
+    def swap(self, weights: VersionedWeights) -> None:
         """Serve other weights from the next step on; running requests continue."""
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ def refuse_too_long(request: GenerationRequest, length: int) -> None:
         )
 
 
-def make_engine(config: Config, folder: Path) -> Engine:
+def make_engine(config: Config, folder: Path) -> GenerationEngine:
     """Return the configured engine, serving the model of `folder` as version 0. Takes seconds.
 
     Each engine is imported only where it is chosen.

@@ -18,7 +18,7 @@ from composer_mesh.actors.engines.port import (
     PromptTokens,
     RequestAborted,
     ResultCallback,
-    Weights,
+    VersionedWeights,
     refuse_too_long,
     refuse_unknown_experts,
 )
@@ -27,7 +27,7 @@ from composer_mesh.rollouts.generation import GenerationRequest, GenerationResul
 from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
 Sampling = Callable[[GenerationRequest], Any]
-Update = Callable[[Weights], None]
+Update = Callable[[VersionedWeights], None]
 Adapter = Callable[[GenerationRequest], Any]
 Experts = Callable[[str, GenerationRequest, Any], ExpertChoices]
 """Tells the experts of a request that has just ended, by vLLM's own name of it and its output."""
@@ -38,7 +38,7 @@ class EngineFault(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of a request: tokens of prompt and answer together, and ids below `vocabulary`.
 
     `concurrent` requests at most decode together.
@@ -71,7 +71,7 @@ class VllmEngine:
         llm: Any,
         sampling: Sampling,
         update: Update,
-        limits: Limits,
+        limits: RequestLimits,
         adapter: Adapter = lambda _: None,
         experts: Experts | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class VllmEngine:
                 sampled += self._answer(self._running.pop(output.request_id), output)
         return sampled
 
-    def swap(self, weights: Weights) -> None:
+    def swap(self, weights: VersionedWeights) -> None:
         """Load new weights and invalidate everything cached with the old ones."""
         self._update(weights)
         if not self._llm.reset_prefix_cache(reset_running_requests=True):

@@ -19,7 +19,7 @@ import torch
 from composer_mesh.actors.engines.vllm_engine import (
     EngineFault,
     Experts,
-    Limits,
+    RequestLimits,
     Sampling,
     VllmEngine,
 )
@@ -138,7 +138,7 @@ SEEDS = 2**63
 class _Started:
     llm: Any
     checkpoint: CheckpointNames
-    limits: Limits
+    limits: RequestLimits
     experts: Experts | None
 
 
@@ -210,7 +210,7 @@ def _start(
         refuse_without_experts(version, SamplingParams)
         arguments |= expert_arguments(config)
     llm = LLMEngine.from_engine_args(EngineArgs(**arguments, **more))
-    limits = Limits(
+    limits = RequestLimits(
         config.policy.max_context,
         llm.model_config.get_vocab_size(),
         config.generator.max_concurrent,

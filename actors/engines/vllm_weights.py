@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from composer_mesh.actors.engines.port import Weights
+from composer_mesh.actors.engines.port import VersionedWeights
 from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD
 from composer_mesh.actors.models.adapter_files import FOLDER, AdapterFolder
 from composer_mesh.actors.models.lora import PARTS
@@ -71,7 +71,7 @@ class VllmWeights:
         self._converted = converted
         self._named_head = all(call(HAS_HEAD, kwargs={}))
 
-    def update(self, weights: Weights) -> None:
+    def update(self, weights: VersionedWeights) -> None:
         """Replace the served version. An engine where this fails is unusable.
 
         Workers in other processes read files in shared memory, which temporarily takes one more
@@ -85,7 +85,7 @@ class VllmWeights:
             write(self._named(weights), Path(folder))
             self._call(RELOAD, kwargs={"weights_path": folder})
 
-    def _named(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def _named(self, weights: VersionedWeights) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor under every name; raises `WeightsIncomplete` after the last one."""
         seen: set[str] = set()
         embedding: Tensor | None = None
@@ -152,7 +152,7 @@ class VllmAdapters:
         del request
         return self._request
 
-    def update(self, weights: Weights) -> None:
+    def update(self, weights: VersionedWeights) -> None:
         """Replace the served version, for requests under way too.
 
         Raises `AdapterRefused` and `WeightsIncomplete`; the old version is served on then.

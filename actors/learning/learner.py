@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.checkpoints.state import (
     ADAPTERS,
     ISLAND,
@@ -24,7 +24,7 @@ from composer_mesh.actors.checkpoints.state import (
     restore_random_states,
 )
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.models.adapter_files import AdapterFolder
 from composer_mesh.actors.models.backend import make_backend
@@ -88,7 +88,7 @@ class Learner:
         if config.loss.needs_reference:
             reference = self._initial(folder, config.trainer.frozen_dtype)
         optimizers = self._backend.optimizers
-        self.step = ThreeChannelStep(self.model, reference, config, ranks, custom, optimizers)
+        self.step = OptimizerStep(self.model, reference, config, ranks, custom, optimizers)
         export = ModelFolder(folder) if ranks.rank == 0 else None
         self._writer = CheckpointWriter(
             ranks, None if export is None else export.write, _adapter_export(config)
@@ -152,7 +152,7 @@ class Learner:
         source: TeacherOutputSource | None,
         before_update: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
-        """Run one optimizer step and return its metrics; arguments as in `ThreeChannelStep.run`.
+        """Run one optimizer step and return its metrics; arguments as in `OptimizerStep.run`.
 
         Raises ValueError for a batch of another version, such as one that was trained already.
         """
@@ -203,7 +203,7 @@ class Learner:
         rng = self._ranks.gather(random_states(self._ranks.device))
         self._writer.copy(TrainingState(self.version, tensors, self.step.figures(), rng))
 
-    def write(self, folder: Path, export: bool = True) -> list[Written]:
+    def write(self, folder: Path, export: bool = True) -> list[WrittenFile]:
         """Write the copied state, from any thread, as `CheckpointWriter.write` does."""
         return self._writer.write(folder, export)
 

@@ -19,7 +19,7 @@ from composer_mesh.actors.learning.update_pass import (
     UpdatePass,
     answer_sequences,
 )
-from composer_mesh.actors.learning.weight_update import Part
+from composer_mesh.actors.learning.weight_update import UpdatePart
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.channels.replay.configured_loss import Sides, figures_of, preference_loss
@@ -59,7 +59,7 @@ class ReplayChannel(TrainedChannel):
             for number, group in enumerate(groups, start=1):
                 own = [pairs[place] for place in group]
                 one.losses({self.name: partial(self._pairs, own, None, one)}).total().backward()
-                one.end_part(Part.of(f"group {number} of {len(groups)} of pairs", pairs=own))
+                one.end_part(UpdatePart.of(f"group {number} of {len(groups)} of pairs", pairs=own))
             for _ in range(one.rounds.pairs - len(groups)):
                 one.model.dummy_forward().backward()
             self._train_large([pairs[place] for place in plan.large_pairs], one)
@@ -78,7 +78,7 @@ class ReplayChannel(TrainedChannel):
             result = self.backward_by_sides(one.model, pair, len(one.batch.pairs), weight)
             one.sums.add({self.name: result.loss})
             _add_figures(result, one)
-            one.end_part(Part.of("a long pair", pairs=[pair]))
+            one.end_part(UpdatePart.of("a long pair", pairs=[pair]))
         for _ in range(one.rounds.large_pairs - len(pairs) if one.sharded else 0):
             with torch.no_grad():
                 for _ in SIDES:

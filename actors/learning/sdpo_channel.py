@@ -18,10 +18,14 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedChannel
-from composer_mesh.actors.models.hidden_states import HiddenStates, Rows
+from composer_mesh.actors.models.hidden_states import HiddenStates, SelectedRows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput, TeacherOutputsLost
+from composer_mesh.actors.teacher_outputs.messages import (
+    TeacherHead,
+    TeacherOutput,
+    TeacherOutputsLost,
+)
 from composer_mesh.channels.step import Figures
 from composer_mesh.channels.weights import ADVANTAGE, WINS
 from composer_mesh.configs.sdpo import SdpoConfig
@@ -151,7 +155,7 @@ class SdpoChannel(TrainedChannel):
             teacher, head = tensors["logits"], None
         else:
             teacher = tensors["states"]
-            head = teacher_output.head or Head.of(rows.model)
+            head = teacher_output.head or TeacherHead.of(rows.model)
         entropies = rows.hidden.new_zeros(2, dtype=torch.float32)
         loss = self._whole(rows, teacher, head, normalizer, entropies, divergences)
         if figures is not None:
@@ -163,7 +167,7 @@ class SdpoChannel(TrainedChannel):
         self,
         rows: StudentRows,
         teacher: Tensor,
-        head: Head | None,
+        head: TeacherHead | None,
         normalizer: int,
         entropies: Tensor,
         divergences: Tensor,
@@ -262,7 +266,7 @@ class StudentRows:
     """
 
     model: LanguageModel
-    rows: Rows
+    rows: SelectedRows
     targets: Tensor
     temperature: float
 
@@ -333,7 +337,7 @@ def advantages(rows: StudentRows, output: TeacherOutput, views: Sequence[HintedV
     expected log-prob is lower under any other model, also under one that knows less.
     """
     rows, output = selected(rows, output, views, compared=True)
-    own = _logprobs(rows.hidden.detach(), Head.of(rows.model), rows)
+    own = _logprobs(rows.hidden.detach(), TeacherHead.of(rows.model), rows)
     differences = (_teacher(rows, output) - own).double().cpu()
     sizes = [len(view.targets) for view in views if view.compared]
     return torch.stack([part.sum() for part in differences.split(sizes)])
@@ -348,7 +352,9 @@ def selected(
     own, device = places.to(rows.hidden.device), next(iter(output.tensors.values())).device
     tensors = {name: one[places.to(device)] for name, one in output.tensors.items()}
     return (
-        replace(rows, rows=Rows.all(rows.hidden.index_select(0, own)), targets=rows.targets[own]),
+        replace(
+            rows, rows=SelectedRows.all(rows.hidden.index_select(0, own)), targets=rows.targets[own]
+        ),
         replace(output, tensors=tensors),
     )
 
@@ -362,10 +368,10 @@ def _teacher(rows: StudentRows, output: TeacherOutput) -> Tensor:
     if "logits" in tensors:
         normal = (tensors["logits"] / rows.temperature).log_softmax(-1)
         return normal.gather(-1, rows.targets.long().unsqueeze(-1)).squeeze(-1)
-    return _logprobs(tensors["states"], output.head or Head.of(rows.model), rows)
+    return _logprobs(tensors["states"], output.head or TeacherHead.of(rows.model), rows)
 
 
-def _logprobs(states: Tensor, head: Head, rows: StudentRows) -> Tensor:
+def _logprobs(states: Tensor, head: TeacherHead, rows: StudentRows) -> Tensor:
     options: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap}
     return linear_logprobs(
         states, head.weight, rows.targets, temperature=rows.temperature, **options

@@ -44,8 +44,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.batches import PolicySample, Skipped, StepBatch
 from composer_mesh.rollouts.step_plan import (
+    ForwardCounts,
     RankPlan,
-    Rounds,
     minibatches,
     plan_step,
     plan_views,
@@ -59,7 +59,7 @@ UseOfStates = Callable[[LanguageModel, Sequence[PolicySample], HiddenStates], No
 """What is done with the states of some samples."""
 
 
-class ThreeChannelStep:
+class OptimizerStep:
     """Owns a model's optimizer; `reference` is frozen, or None if the loss needs none.
 
     It may be the model itself, whose adapters are then off in the reference's forwards.
@@ -158,7 +158,7 @@ class ThreeChannelStep:
         trainer = self._config.trainer
         return minibatches(batch, trainer.updates_per_batch, trainer.epochs)
 
-    def _rounds(self, batch: StepBatch, plans: Sequence[RankPlan]) -> Rounds:
+    def _rounds(self, batch: StepBatch, plans: Sequence[RankPlan]) -> ForwardCounts:
         """Return the number of model forwards that this rank runs in an update."""
         return rounds_of(batch, self._together(plans), self._budget)
 

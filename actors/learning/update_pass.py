@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from composer_mesh.actors.learning.channel_gradients import ChannelGradients
-from composer_mesh.actors.learning.weight_update import FiniteChecks, Part
+from composer_mesh.actors.learning.weight_update import FiniteChecks, UpdatePart
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks
@@ -26,7 +26,7 @@ from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import BatchCounts, PairSample, PolicySample, StepBatch
 from composer_mesh.rollouts.prefix_tree import unique_ids
-from composer_mesh.rollouts.step_plan import Microbatch, RankPlan, Rounds, pair_sides
+from composer_mesh.rollouts.step_plan import ForwardCounts, Microbatch, RankPlan, pair_sides
 from composer_mesh.rollouts.traces import TurnDivergences
 
 Choose = Callable[[], Tensor]
@@ -62,7 +62,7 @@ class UpdatePass:
     batch: StepBatch
     source: TeacherOutputSource | None
     plan: RankPlan
-    rounds: Rounds
+    rounds: ForwardCounts
     counts: BatchCounts
     first: int
     channels: "Sequence[TrainedChannel]"
@@ -84,7 +84,7 @@ class UpdatePass:
         self.sums.add(found.losses)
         return found
 
-    def end_part(self, part: Part) -> None:
+    def end_part(self, part: UpdatePart) -> None:
         """Note what a part has computed, and report it as progress; on a CPU free its memory."""
         if self.model.device.type == "cpu":
             return_freed_memory()
@@ -235,7 +235,7 @@ class UpdateGradients:
             hidden.part(slice(len(own), None), max(map(len, others))) if others else None,
         )
         losses = one.losses({each.name: partial(each.term, states) for each in one.channels}, alone)
-        part = Part.of(_microbatch(index, one.rounds), samples, pairs)
+        part = UpdatePart.of(_microbatch(index, one.rounds), samples, pairs)
         one.checks.watch(part, hidden.computed)
         one.gradients.backward(losses, hidden.computed)
         one.end_part(part)
@@ -249,7 +249,7 @@ class UpdateGradients:
         one.gradients.backward(StepLoss(others=alone))
 
 
-def _microbatch(index: int, rounds: Rounds) -> str:
+def _microbatch(index: int, rounds: ForwardCounts) -> str:
     return f"microbatch {index + 1} of {rounds.microbatches}"
 
 

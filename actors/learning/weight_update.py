@@ -149,7 +149,7 @@ MOST_NAMED = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdatePart:
     """A part of an update: its name, its rollouts with their groups, and its pairs."""
 
     name: str
@@ -160,7 +160,7 @@ class Part:
     @classmethod
     def of(
         cls, name: str, samples: Sequence[PolicySample] = (), pairs: Sequence[PairSample] = ()
-    ) -> "Part":
+    ) -> "UpdatePart":
         """Return the part that computes some samples and pairs."""
         return cls(
             name,
@@ -179,7 +179,7 @@ class NotFinite:
     """A value that is not finite, and the first part of an update that has it."""
 
     what: str
-    part: Part
+    part: UpdatePart
 
     def __str__(self) -> str:
         return f"{self.what} in {self.part}"
@@ -247,14 +247,14 @@ class FiniteChecks:
     """What the parts of one update left on one rank; it is read only after a failure."""
 
     _losses: dict[str, NotFinite] = field(default_factory=dict)
-    _gradients: list[tuple[Part, Tensor]] = field(default_factory=list)
+    _gradients: list[tuple[UpdatePart, Tensor]] = field(default_factory=list)
 
-    def watch(self, part: Part, states: Tensor) -> None:
+    def watch(self, part: UpdatePart, states: Tensor) -> None:
         """Note whether the gradient at a part's last states is finite, once it is computed."""
         if states.requires_grad:
             states.register_hook(lambda grad: self._gradients.append((part, _finite(grad))))
 
-    def note(self, part: Part, losses: Mapping[str, float]) -> None:
+    def note(self, part: UpdatePart, losses: Mapping[str, float]) -> None:
         """Note the channels whose sum of losses is not finite after this part, and was before."""
         for channel, loss in losses.items():
             if channel not in self._losses and not math.isfinite(loss):

@@ -195,7 +195,7 @@ FAILED_CALL, LATE_CALL = "mcp_tool_error", "mcp_timeout"
 """Error kinds of a call that the server refused or failed, and of one without a timely answer."""
 
 
-class Connection:
+class McpConnection:
     """A connection to a server; several calls may be under way at once."""
 
     def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:

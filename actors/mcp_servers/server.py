@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from composer_mesh.actors.mcp_servers.connection import Connection
+from composer_mesh.actors.mcp_servers.connection import McpConnection
 from composer_mesh.configs.mcp import McpServer, McpTool
 from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.tasks.errors import ToolServerLost
@@ -26,8 +26,8 @@ class ServerConnections:
     def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
         self._server, self._environ = server, environ
         self._thread = LoopThread(f"mcp {server.name}")
-        self._shared: list[Connection] = []
-        self._own: dict[str, Connection] = {}
+        self._shared: list[McpConnection] = []
+        self._own: dict[str, McpConnection] = {}
         most = server.processes if server.transport == "stdio" else 1_000_000
         self._slots = asyncio.Semaphore(most)
         self._opening = asyncio.Lock()
@@ -65,7 +65,7 @@ class ServerConnections:
             ) from None
 
     async def _tools(self) -> tuple[McpTool, ...]:
-        one = Connection(self._server, self._environ)
+        one = McpConnection(self._server, self._environ)
         try:
             return await one.open()
         finally:
@@ -83,7 +83,7 @@ class ServerConnections:
             ) from None
         return await connection.call(name, arguments)
 
-    async def _connection(self, key: str) -> Connection:
+    async def _connection(self, key: str) -> McpConnection:
         if self._server.sessions == "own":
             return await self._own_of(key)
         if (found := self._least_busy()) is not None:
@@ -95,7 +95,7 @@ class ServerConnections:
             self._shared.append(await self._opened())
             return self._shared[-1]
 
-    def _least_busy(self) -> Connection | None:
+    def _least_busy(self) -> McpConnection | None:
         """Return the open connection with the fewest calls; None where another one is better."""
         usable = [one for one in self._shared if one.is_open]
         best = min(usable, key=lambda one: one.calls, default=None)
@@ -107,7 +107,7 @@ class ServerConnections:
         self._shared = [one for one in self._shared if one.is_open]
         self.replaced += len(broken)
 
-    async def _own_of(self, key: str) -> Connection:
+    async def _own_of(self, key: str) -> McpConnection:
         found = self._own.get(key)
         if found is None:
             await self._slots.acquire()
@@ -122,10 +122,10 @@ class ServerConnections:
             )
         return found
 
-    async def _opened(self) -> Connection:
+    async def _opened(self) -> McpConnection:
         """Open a connection, not before the pause after the last failure is over."""
         await asyncio.sleep(max(0.0, self._not_before - self._thread.loop.time()))
-        one = Connection(self._server, self._environ)
+        one = McpConnection(self._server, self._environ)
         try:
             await one.open()
         except BaseException:

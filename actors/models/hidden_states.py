@@ -28,7 +28,7 @@ from composer_mesh.rollouts.prefix_tree import Branch, Level, PrefixTree
 
 
 @dataclass(frozen=True)
-class Rows:
+class SelectedRows:
     """The `states` [n, H] of N selected rows that this rank has: all, without a `context`.
 
     `index` [n] says which of the N they are. With a context `whole` and `sum` are collective.
@@ -40,7 +40,7 @@ class Rows:
     context: ContextGroup | None = None
 
     @classmethod
-    def all(cls, states: Tensor) -> Rows:
+    def all(cls, states: Tensor) -> SelectedRows:
         """Take states [N, H] of which this rank has all."""
         return cls(states, torch.arange(len(states), device=states.device), len(states))
 
@@ -80,7 +80,7 @@ class HiddenStates:
         places = torch.arange(count * longest, device=states.device).view(count, longest)
         return cls(states.flatten(0, 1), places)
 
-    def predicting(self, mask: Tensor) -> Rows:
+    def predicting(self, mask: Tensor) -> SelectedRows:
         """Return the rows that predict the tokens where a mask [B, T - 1] is True.
 
         Position t of the mask is about token t + 1.
@@ -95,14 +95,14 @@ class HiddenStates:
         """Return the places [N] of some positions of a sequence, for `rows`."""
         return self.places[sequence, positions]
 
-    def rows(self, places: Tensor) -> Rows:
+    def rows(self, places: Tensor) -> SelectedRows:
         """Return the rows at some places [N]."""
         if self.context is None:
-            return Rows.all(self.computed.index_select(0, places))
+            return SelectedRows.all(self.computed.index_select(0, places))
         own = self.context.own(len(self.computed) * self.context.size)
         index = ((places >= own.start) & (places < own.stop)).nonzero().squeeze(-1)
         states = self.computed.index_select(0, places[index] - own.start)
-        return Rows(states, index, len(places), self.context)
+        return SelectedRows(states, index, len(places), self.context)
 
     def whole(self) -> Tensor:
         """Return the states as [B, T, H]; what is past the end of a sequence has no meaning."""

@@ -48,7 +48,7 @@ _REPAIR = "use a tokenizer and a chat template that somebody vouches for"
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     """CPU seconds and bytes beyond those in use: to load a folder, and to render messages."""
 
     load_cpu_s: int = 60
@@ -63,7 +63,7 @@ class Limits:
 class TemplateProcess:
     """A process that has loaded the tokenizer of a folder. Close it when it is not needed."""
 
-    def __init__(self, folder: Path, limits: Limits = Limits()) -> None:
+    def __init__(self, folder: Path, limits: TemplateLimits = TemplateLimits()) -> None:
         """Start it; the folder is loaded by the first request."""
         self._folder, self._limits, self._one = folder.absolute(), limits, threading.Lock()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import BudgetConfig, OpenRouterConfig, TeacherConfig
 from composer_mesh.mesh.open_folder import OpenFolder
@@ -38,7 +38,7 @@ class PanelSettings:
     teachers: tuple[TeacherEndpoint, ...]
     tools: list[dict[str, Any]] = field(default_factory=list)
     timeouts: Timeouts = field(default_factory=partial(Timeouts, total_s=30.0))
-    retries: Retries = field(default_factory=Retries)
+    retries: RetryDelays = field(default_factory=RetryDelays)
     breaker: BreakerRules = field(default_factory=BreakerRules)
     budget: BudgetRules = field(default_factory=BudgetRules)
     run: str = "run"
@@ -86,7 +86,7 @@ def judge_settings(config: Config, run: Path | None) -> PanelSettings:
     return PanelSettings(
         teachers=tuple(endpoint_of(one) for one in judges.models),
         timeouts=Timeouts(judges.timeout_s, judges.connect_timeout_s, judges.read_timeout_s),
-        retries=Retries(attempts=judges.attempts),
+        retries=RetryDelays(attempts=judges.attempts),
         breaker=BreakerRules(judges.breaker.failures, judges.breaker.rest_s),
         budget=budget_rules(judges.budget, judges.models),
         run=config.run.name if run is None else ledger_name(config.run.name, run),

@@ -29,7 +29,7 @@ from composer_mesh.rollouts.budget import (
     OverBudget,
     Reservation,
     SettledTwice,
-    Taken,
+    TakenAmounts,
 )
 from composer_mesh.rollouts.money import LARGEST_CHARGE
 
@@ -158,13 +158,13 @@ class Ledger:
 
     def _taken(
         self, rows: sqlite3.Connection, teacher: str, day: str, run: str | None = None
-    ) -> Taken:
+    ) -> TakenAmounts:
         run = run or self.run
 
         def total(where: str, *values: str) -> int:
             return int(rows.execute(f"{TAKEN} {where}", values).fetchone()[0])
 
-        return Taken(
+        return TakenAmounts(
             run=total("run = ?", run),
             teacher=total("run = ? AND teacher = ?", run, teacher),
             day=total("day = ?", day) if self.rules.of_day is not None else 0,

@@ -26,7 +26,7 @@ import httpx
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.panel.response_cache import ResponseCache, asked_of, question_key
-from composer_mesh.actors.provider.breaker import Verdict
+from composer_mesh.actors.provider.breaker import BreakerVerdict
 from composer_mesh.actors.provider.client import (
     ClientClosed,
     ProviderClient,
@@ -48,7 +48,7 @@ from composer_mesh.rollouts.traces import Message
 
 
 @dataclass
-class Tally:
+class TeacherTally:
     """Counts and dollars of one teacher."""
 
     answered: int = 0
@@ -75,7 +75,7 @@ class Tally:
         }
 
 
-def replies_by_kind(tallies: Iterable[Tally]) -> dict[str, int]:
+def replies_by_kind(tallies: Iterable[TeacherTally]) -> dict[str, int]:
     """Return the number of replies that were `answered`, `cached`, or failed, by failure kind."""
     replies: Counter[str] = Counter()
     for tally in tallies:
@@ -141,7 +141,7 @@ class TeacherPanel:
         self._settings, self._slots, self._opened = settings, slots, opened
         self._client, self._meter, self._kept = client, meter, kept
         self._asking = RequestCoalescer[TeacherReply]()
-        self._tallies = {slot.teacher.name: Tally() for slot in slots}
+        self._tallies = {slot.teacher.name: TeacherTally() for slot in slots}
         self._unkept, self._closed = 0, False
         self._clock = asyncio.get_running_loop().time
 
@@ -290,7 +290,7 @@ class TeacherPanel:
             usd, took = dollars(error.charged), self._clock() - began
             about = self._settings
             text = error.for_role(about.role, about.section, about.budget_repair)
-            sent = error.verdict is not Verdict.NOTHING
+            sent = error.verdict is not BreakerVerdict.NOTHING
             reply = TeacherFailure(teacher.name, error.kind, text, took, usd, sent)
         except StoreError as error:  # else each query would pay again
             took = self._clock() - began

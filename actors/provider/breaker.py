@@ -35,7 +35,7 @@ class BreakerState(StrEnum):
     HALF_OPEN = "half_open"
 
 
-class Verdict(StrEnum):
+class BreakerVerdict(StrEnum):
     """State of the provider, as the end of a request shows it."""
 
     ANSWERED = "answered"
@@ -83,23 +83,23 @@ class Breaker:
         self._probing = self.state(now) is BreakerState.HALF_OPEN
         return self._epoch
 
-    def end(self, permit: int, verdict: Verdict, now: float) -> None:
+    def end(self, permit: int, verdict: BreakerVerdict, now: float) -> None:
         """Record the result of a request."""
         if permit != self._epoch:
             return
         if self._probing:
             self._end_probe(verdict, now)
-        elif verdict is Verdict.ANSWERED:
+        elif verdict is BreakerVerdict.ANSWERED:
             self._row = 0
-        elif verdict is Verdict.FAILED:
+        elif verdict is BreakerVerdict.FAILED:
             self._row += 1
             if self._row >= self._rules.failures:
                 self._open(now)
 
-    def _end_probe(self, verdict: Verdict, now: float) -> None:
-        if verdict is Verdict.FAILED:
+    def _end_probe(self, verdict: BreakerVerdict, now: float) -> None:
+        if verdict is BreakerVerdict.FAILED:
             self._open(now)
-        elif verdict is Verdict.NOTHING:
+        elif verdict is BreakerVerdict.NOTHING:
             self._probing = False  # the next request is the probe
         else:
             self._change(rest_until=None)

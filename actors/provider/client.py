@@ -28,7 +28,7 @@ from tenacity import (
 )
 
 from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.endpoint import Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
     ProviderBudgetError,
     ProviderError,
@@ -91,10 +91,10 @@ class RequestCoalescer(Generic[T]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-__all__ = ["BreakerRules", "ProviderClient", "Retries", "TeacherEndpoint", "Timeouts"]
+__all__ = ["BreakerRules", "ProviderClient", "RetryDelays", "TeacherEndpoint", "Timeouts"]
 
 ID_DIGITS = 24
-RETRIES, BREAKER = Retries(), BreakerRules()
+RETRIES, BREAKER = RetryDelays(), BreakerRules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class ProviderClient:
     def __init__(
         self,
         timeouts: Timeouts,
-        retries: Retries = RETRIES,
+        retries: RetryDelays = RETRIES,
         breaker: BreakerRules = BREAKER,
         *,
         environ: Mapping[str, str] = os.environ,
@@ -282,7 +282,7 @@ def _may_succeed_later(failure: BaseException) -> bool:
     return isinstance(failure, ProviderError) and failure.retryable
 
 
-def _delay_s(retries: Retries, state: RetryCallState) -> float:
+def _delay_s(retries: RetryDelays, state: RetryCallState) -> float:
     """Return the wait before the next attempt: full jitter, on top of any Retry-After."""
     error = state.outcome.exception() if state.outcome is not None else None
     if isinstance(error, ProviderError) and error.retry_after_s is not None:

@@ -85,7 +85,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Retries:
+class RetryDelays:
     """Number of attempts and their delays: full jitter over a doubling range.
 
     A provider's Retry-After is the minimum wait, and jitter comes on top, so that clients refused

@@ -29,7 +29,7 @@ Error messages never contain an API key.
 
 from typing import ClassVar
 
-from composer_mesh.actors.provider.breaker import Verdict
+from composer_mesh.actors.provider.breaker import BreakerVerdict
 from composer_mesh.rollouts.pairs import FailureKind
 
 
@@ -43,7 +43,7 @@ class ProviderError(Exception):
     kind: ClassVar[FailureKind]
     repair: ClassVar[str]
     transient: ClassVar[bool] = False
-    verdict: ClassVar[Verdict] = Verdict.FAILED
+    verdict: ClassVar[BreakerVerdict] = BreakerVerdict.FAILED
 
     def __init__(self, teacher: str, text: str, retry_after_s: float | None = None) -> None:
         super().__init__(teacher, text, retry_after_s)
@@ -86,7 +86,7 @@ class ProviderRateError(ProviderError):
     kind = FailureKind.RATE
     repair = "lower its concurrency or requests_per_minute, or raise the provider's limit"
     transient = True
-    verdict = Verdict.BUSY
+    verdict = BreakerVerdict.BUSY
 
 
 class ProviderCrowded(ProviderRateError):
@@ -94,13 +94,13 @@ class ProviderCrowded(ProviderRateError):
 
     repair = "raise its concurrency or requests_per_minute, or ask fewer states at once"
     transient = False
-    verdict = Verdict.NOTHING
+    verdict = BreakerVerdict.NOTHING
 
 
 class ProviderModerationError(ProviderError):
     kind = FailureKind.MODERATION
     repair = "other questions are not affected; where it refuses many, choose another teacher"
-    verdict = Verdict.ANSWERED
+    verdict = BreakerVerdict.ANSWERED
 
 
 class ProviderServerError(ProviderError):
@@ -118,7 +118,7 @@ class ProviderTimeout(ProviderError):
 class ProviderRequestError(ProviderError):
     kind = FailureKind.REQUEST
     repair = "check its base_url and model, and that the model takes tools"
-    verdict = Verdict.ANSWERED
+    verdict = BreakerVerdict.ANSWERED
 
 
 class ProviderMalformed(ProviderError):
@@ -131,7 +131,7 @@ class ProviderBudgetError(ProviderError):
 
     kind = FailureKind.BUDGET
     repair = "raise replay.budget.usd or the max_usd of this teacher, or set its prices"
-    verdict = Verdict.NOTHING
+    verdict = BreakerVerdict.NOTHING
 
 
 class ProviderSuspended(ProviderError):
@@ -139,7 +139,7 @@ class ProviderSuspended(ProviderError):
 
     kind = FailureKind.SUSPENDED
     repair = "see to what it last failed with; its breaker settles when it is tried again"
-    verdict = Verdict.NOTHING
+    verdict = BreakerVerdict.NOTHING
 
 
 _BY_STATUS: dict[int, type[ProviderError]] = {

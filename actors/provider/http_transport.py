@@ -26,7 +26,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderTimeout,
 )
 from composer_mesh.actors.provider.keys import Secret
-from composer_mesh.actors.provider.reply import NoResponse, Reply
+from composer_mesh.actors.provider.reply import NoResponse, ProviderReply
 
 LARGEST_BODY = 8 * 2**20
 """In bytes."""
@@ -130,7 +130,7 @@ class HttpTransport:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def send(self, outgoing: Outgoing, within_s: float) -> Reply | NoResponse:
+    async def send(self, outgoing: Outgoing, within_s: float) -> ProviderReply | NoResponse:
         """Return the complete response, or how the request was lost.
 
         Waits at most `within_s`. A cancelled request is closed.
@@ -149,7 +149,7 @@ class HttpTransport:
             return self._lost(teacher.name, fault)
         headers = {name.lower(): secret.hide(text) for name, text in response.headers.items()}
         raw = secret.hide_bytes(raw)
-        return Reply(response.status_code, headers, raw, outgoing.request_id, secret)
+        return ProviderReply(response.status_code, headers, raw, outgoing.request_id, secret)
 
     async def _exchange(self, outgoing: Outgoing) -> tuple[httpx.Response, bytes]:
         async with self._client.stream(

@@ -183,7 +183,7 @@ OTHER_ERRORS = ("detail", "message")
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ProviderReply:
     """A complete response; `request_id` is the id sent with its request."""
 
     status: int
@@ -224,7 +224,9 @@ class Reading:
         return self.outcome
 
 
-def read_reply(teacher: TeacherEndpoint, reply: Reply | NoResponse, call_id: str) -> Reading:
+def read_reply(
+    teacher: TeacherEndpoint, reply: ProviderReply | NoResponse, call_id: str
+) -> Reading:
     """Return the teacher's action in a response, or the error, with the cost."""
     if isinstance(reply, NoResponse):
         return Reading(reply.error, None if reply.sent else 0)
@@ -241,7 +243,9 @@ def read_reply(teacher: TeacherEndpoint, reply: Reply | NoResponse, call_id: str
         return Reading(type(error)(teacher.name, named, error.retry_after_s), charge)
 
 
-def read_completion(teacher: str, reply: Reply, body: dict[str, Any] | None) -> dict[str, Any]:
+def read_completion(
+    teacher: str, reply: ProviderReply, body: dict[str, Any] | None
+) -> dict[str, Any]:
     """Return the completion in a response; raises the response's ProviderError.
 
     A 200 that contains an error is an error: providers send one when generation fails midway.
@@ -257,7 +261,9 @@ def read_completion(teacher: str, reply: Reply, body: dict[str, Any] | None) -> 
     return body
 
 
-def _answer(teacher: str, reply: Reply, completion: dict[str, Any], call_id: str) -> TeacherAnswer:
+def _answer(
+    teacher: str, reply: ProviderReply, completion: dict[str, Any], call_id: str
+) -> TeacherAnswer:
     """Return the action in a completion; raises a ProviderError if there is none.
 
     A call whose arguments are not a JSON object is still an answer: malformed, counted as

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiolimiter import AsyncLimiter
 
-from composer_mesh.actors.provider.breaker import Breaker, BreakerRules, Verdict
+from composer_mesh.actors.provider.breaker import Breaker, BreakerRules, BreakerVerdict
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
     ProviderCrowded,
@@ -202,17 +202,17 @@ class RequestLimiter:
         """Count one running request, and report its result to the breaker."""
         permit = self._breaker.start(self._clock())
         assert permit is not None, "a resting teacher was asked"
-        verdict, opened = Verdict.NOTHING, self._breaker.opened
+        verdict, opened = BreakerVerdict.NOTHING, self._breaker.opened
         self._under_way += 1
         try:
             yield
-            verdict, self._in_vain = Verdict.ANSWERED, 0.0
+            verdict, self._in_vain = BreakerVerdict.ANSWERED, 0.0
         except ProviderError as error:
             verdict = error.verdict
             if error.kind in BY_A_PERSON:
                 self._in_vain = math.inf
             self._pause(error)
-            if verdict is Verdict.FAILED:
+            if verdict is BreakerVerdict.FAILED:
                 self._last_failure = error.text
             raise
         finally:

@@ -26,9 +26,9 @@ from typing import Any, Self
 
 from composer_mesh.actors.rollout_workers.agent_episode import (
     AgentEpisode,
-    ContextFull,
     EpisodeEnded,
     Exchange,
+    NoRoomForAnswer,
     TooManyTurns,
 )
 from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer, CompletionAnswer
@@ -204,7 +204,7 @@ class _Handler(JsonHandler):
             raise ConnectionAbortedError from None
         except UnusableMessages as error:
             raise bad_request(str(error)) from None
-        except ContextFull as error:
+        except NoRoomForAnswer as error:
             raise bad_request(str(error), None, "context_length_exceeded") from None
         except TooManyTurns as error:
             raise bad_request(str(error), None, "too_many_turns") from None

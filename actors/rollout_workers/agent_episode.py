@@ -16,7 +16,7 @@ from typing import Any
 
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
-from composer_mesh.rollouts.captured_turns import CapturedTrajectory, CapturedTurn, Prompt
+from composer_mesh.rollouts.captured_turns import CapturedPrompt, CapturedTrajectory, CapturedTurn
 from composer_mesh.rollouts.episode import Generation, Sample, Sampling, seed_of
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Message
@@ -31,7 +31,7 @@ class EpisodeEnded(Exception):
     """The episode of a request is over."""
 
 
-class ContextFull(ValueError):
+class NoRoomForAnswer(ValueError):
     """A request's prompt leaves no room for an answer."""
 
 
@@ -201,11 +201,11 @@ class AgentEpisode:
         self._exchanges[session, key].append(exchange)
         return exchange
 
-    def _request(self, prompt: Prompt, ask: Ask) -> GenerationRequest:
+    def _request(self, prompt: CapturedPrompt, ask: Ask) -> GenerationRequest:
         sampling = self._sampling
         remaining = sampling.max_context - len(prompt.ids)
         if remaining <= 0:
-            raise ContextFull(
+            raise NoRoomForAnswer(
                 f"the prompt has {len(prompt.ids)} tokens and the context of this run is "
                 f"{sampling.max_context}: send less, or raise policy.max_context"
             )
@@ -235,7 +235,7 @@ class AgentEpisode:
         ask: Ask,
         key: SessionKey,
         captured: CapturedEpisode,
-        prompts: list[Prompt],
+        prompts: list[CapturedPrompt],
         requests: list[GenerationRequest],
     ) -> list[CapturedTurn]:
         group = self._sample.group
@@ -262,7 +262,7 @@ class AgentEpisode:
 
 def _prompt(
     captured: CapturedEpisode, question: ChatQuestion | TextQuestion, stops: Sequence[str]
-) -> Prompt:
+) -> CapturedPrompt:
     if isinstance(question, ChatQuestion):
         return captured.chat_prompt(question.messages, question.tools, stops)
     return captured.text_prompt(question.given)
@@ -271,7 +271,7 @@ def _prompt(
 def _record(
     captured: CapturedEpisode,
     question: ChatQuestion | TextQuestion,
-    prompt: Prompt,
+    prompt: CapturedPrompt,
     result: GenerationResult,
     stops: Sequence[str],
 ) -> CapturedTurn:

@@ -26,7 +26,7 @@ from composer_mesh.actors.rollout_workers.openai_wire import (
     Ids,
     Stops,
     StreamOptions,
-    Usage,
+    TokenUsage,
     WireRequest,
     bad_request,
     checked_tools,
@@ -74,7 +74,7 @@ class CompletionAnswer:
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         turns = enumerate(exchange.turns)
         choices = [self._choice(turn, at, turn.answer["content"], end=True) for at, turn in turns]
-        usage = Usage.of(exchange, self.ask.n).named()
+        usage = TokenUsage.of(exchange, self.ask.n).named()
         return {**self._head(exchange), "choices": choices, "usage": usage}
 
     def events(self, exchange: Exchange) -> Iterator[bytes]:
@@ -85,7 +85,7 @@ class CompletionAnswer:
                 yield sse({**head, "choices": [self._choice(turn, index, piece, end=False)]})
             yield sse({**head, "choices": [self._choice(turn, index, "", end=True)]})
         if options is not None and options.include_usage:
-            yield sse({**head, "choices": [], "usage": Usage.of(exchange, self.ask.n).named()})
+            yield sse({**head, "choices": [], "usage": TokenUsage.of(exchange, self.ask.n).named()})
         yield DONE
 
     def _head(self, exchange: Exchange) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class ChatAnswer:
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         choices = [self._choice(turn, at) for at, turn in enumerate(exchange.turns)]
-        usage = Usage.of(exchange, self.ask.n).named()
+        usage = TokenUsage.of(exchange, self.ask.n).named()
         return {**self._head(exchange, "chat.completion"), "choices": choices, "usage": usage}
 
     def events(self, exchange: Exchange) -> Iterator[bytes]:
@@ -192,7 +192,7 @@ class ChatAnswer:
             for chunk in self._chunks(turn):
                 yield sse({**head, "choices": [{"index": index, **chunk}]})
         if with_usage:
-            yield sse({**head, "choices": [], "usage": Usage.of(exchange, self.ask.n).named()})
+            yield sse({**head, "choices": [], "usage": TokenUsage.of(exchange, self.ask.n).named()})
         yield DONE
 
     def _head(self, exchange: Exchange, kind: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
 )
 from composer_mesh.actors.rollout_workers.openai_wire import (
     Count,
-    Usage,
+    TokenUsage,
     WireRequest,
     bad_request,
     checked_tools,
@@ -185,7 +185,7 @@ class ResponsesAnswer:
         status = "completed" if turn.finish == "stop" else "incomplete"
         output = output_items(turn, exchange.id)
         usage = {
-            **Usage.of(exchange, 1).named("input_tokens", "output_tokens"),
+            **TokenUsage.of(exchange, 1).named("input_tokens", "output_tokens"),
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }

@@ -97,14 +97,14 @@ ReadRequest = Callable[[bytes, AgentEpisode, str], WireAnswer]
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Tokens of a request and its answers."""
 
     prompt: int
     answers: int
 
     @classmethod
-    def of(cls, exchange: Exchange, n: int) -> Usage:
+    def of(cls, exchange: Exchange, n: int) -> TokenUsage:
         """Count each prompt once."""
         answers = sum(len(turn.turn.action_ids) for turn in exchange.turns)
         heads = exchange.turns[::n]

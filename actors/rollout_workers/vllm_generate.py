@@ -23,7 +23,7 @@ from composer_mesh.actors.rollout_workers.openai_wire import (
     Count,
     Ids,
     Stops,
-    Usage,
+    TokenUsage,
     WireRequest,
     bad_request,
     check_parameters,
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Refused with any other value than these and null."""
 
 
-class SamplingParameters(BaseModel):
+class GenerateSampling(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -71,7 +71,7 @@ class SamplingParameters(BaseModel):
 
 class GenerateRequest(WireRequest):
     token_ids: Annotated[Ids, Field(min_length=1)]
-    sampling_params: SamplingParameters
+    sampling_params: GenerateSampling
     return_token_ids: bool | None = None
 
 
@@ -104,7 +104,7 @@ class GenerateAnswer:
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         choices = [self._choice(turn, at) for at, turn in enumerate(exchange.turns)]
-        usage = Usage.of(exchange, self.ask.n).named()
+        usage = TokenUsage.of(exchange, self.ask.n).named()
         return {"request_id": exchange.id, "choices": choices, "usage": usage}
 
     def events(self, _exchange: Exchange) -> Iterable[bytes]:

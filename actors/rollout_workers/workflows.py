@@ -26,7 +26,7 @@ from composer_mesh.rollouts.episode import Environments, Generation, Played, Sam
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, cut_at
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.task_loop import LoopLost, TaskLoop, TooManyBlocked
 from composer_mesh.tasks.workflow import (
@@ -64,7 +64,7 @@ class WorkflowPlayer:
         limit_s: float,
     ) -> None:
         self._workflow, self._loop = workflow, TaskLoop()
-        self._calls = Calls(self._loop.in_a_thread, limit_s)
+        self._calls = TaskCalls(self._loop.in_a_thread, limit_s)
         self._agents = AgentEndpoint(generation, chat, len(chat.tokenizer))
         self._ports = generation, environments, chat, self._agents
 

@@ -57,7 +57,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Stacks:
+class CrashStacks:
     """What faulthandler wrote: frames by thread, innermost first, and the thread that crashed."""
 
     threads: Mapping[int, Sequence[Frame]]
@@ -77,7 +77,7 @@ class TaskFault:
         return len(self.calls) == 1
 
 
-def parsed_stacks(text: str) -> Stacks:
+def parsed_stacks(text: str) -> CrashStacks:
     """Parse what faulthandler wrote; unknown lines are skipped."""
     threads, crashed = dict[int, list[Frame]](), None
     frames = list[Frame]()
@@ -88,7 +88,7 @@ def parsed_stacks(text: str) -> Stacks:
             crashed = ident if thread[1] == "Current thread" else crashed
         elif (frame := FRAME.match(line)) is not None:
             frames.append(Frame(frame[1], int(frame[2]), frame[3]))
-    return Stacks(threads, crashed)
+    return CrashStacks(threads, crashed)
 
 
 def busiest(seconds: Mapping[int, float]) -> int | None:
@@ -102,20 +102,20 @@ def busiest(seconds: Mapping[int, float]) -> int | None:
 
 
 def hang(
-    what: str, marks: Sequence[CallMark], stacks: Stacks, native_thread: int | None
+    what: str, marks: Sequence[CallMark], stacks: CrashStacks, native_thread: int | None
 ) -> TaskFault:
     """Return the fault of a process whose interpreter is held; `native_thread` computes there."""
     holders = [mark for mark in marks if mark.native_thread == native_thread]
     return _fault(what, holders or list(marks), stacks)
 
 
-def end(how: str, marks: Sequence[CallMark], stacks: Stacks) -> TaskFault:
+def end(how: str, marks: Sequence[CallMark], stacks: CrashStacks) -> TaskFault:
     """Return the fault of a process that has ended; `how` is in Monarch's wording."""
     crashed = [mark for mark in marks if mark.thread == stacks.crashed]
     return _fault(f"ended the process of the task: {how}", crashed or list(marks), stacks)
 
 
-def _fault(what: str, marks: Sequence[CallMark], stacks: Stacks) -> TaskFault:
+def _fault(what: str, marks: Sequence[CallMark], stacks: CrashStacks) -> TaskFault:
     places = {place(stacks.threads.get(mark.thread, ())) for mark in marks} - {""}
     where = f", at {' or '.join(sorted(places))}" if places else ""
     return TaskFault(f"{what}{where}", frozenset(mark.call for mark in marks))
@@ -299,13 +299,13 @@ class TaskProcess:
                 return busiest(used)
         return None
 
-    async def _dumped_stacks(self) -> Stacks:
+    async def _dumped_stacks(self) -> CrashStacks:
         """Have the process write its stacks. Waits until they stay as they are."""
         size, waited_s = 0, 0.0
         try:
             os.kill(self.pid, STACKS_SIGNAL)
         except ProcessLookupError:
-            return Stacks({})
+            return CrashStacks({})
         while waited_s < STACKS_WAIT_S:
             await asyncio.sleep(LOOK_S)
             waited_s += LOOK_S
@@ -314,7 +314,7 @@ class TaskProcess:
                 break
         return self._written_stacks()
 
-    def _written_stacks(self) -> Stacks:
+    def _written_stacks(self) -> CrashStacks:
         size = os.fstat(self._stacks.fileno()).st_size
         return parsed_stacks(os.pread(self._stacks.fileno(), size, 0).decode(errors="replace"))
 

@@ -66,7 +66,7 @@ class StepOver(Worded, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Head:
+class TeacherHead:
     """The linear head from a teacher's hidden states to logits; [V, H] and [V], and their cap."""
 
     weight: Tensor
@@ -74,16 +74,16 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: LanguageModel) -> Head:
+    def of(cls, model: LanguageModel) -> TeacherHead:
         """Return a model's own head."""
         return cls(model.weight, model.bias, model.softcap)
 
-    def on(self, device: torch.device) -> Head:
+    def on(self, device: torch.device) -> TeacherHead:
         """Return a copy on a device."""
         bias = None if self.bias is None else self.bias.to(device)
-        return Head(self.weight.to(device), bias, self.softcap)
+        return TeacherHead(self.weight.to(device), bias, self.softcap)
 
-    def fitted(self, vocabulary: int) -> Head:
+    def fitted(self, vocabulary: int) -> TeacherHead:
         """Return the head with this many rows, as one tokenizer's models may be padded differently.
 
         Rows beyond are cut, so the ids below share all of the probability; missing rows are added
@@ -92,11 +92,11 @@ class Head:
         missing = vocabulary - len(self.weight)
         if missing <= 0:
             bias = None if self.bias is None else self.bias[:vocabulary]
-            return Head(self.weight[:vocabulary], bias, self.softcap)
+            return TeacherHead(self.weight[:vocabulary], bias, self.softcap)
         rows = self.weight.new_zeros(missing, self.weight.shape[1])
         bias = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
         low = bias.new_full((missing,), PADDING_SCORE)
-        return Head(torch.cat([self.weight, rows]), torch.cat([bias, low]), self.softcap)
+        return TeacherHead(torch.cat([self.weight, rows]), torch.cat([bias, low]), self.softcap)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class TeacherOutput:
     """
 
     tensors: dict[str, Tensor]
-    head: Head | None = None
+    head: TeacherHead | None = None
 
     def on(self, device: torch.device) -> TeacherOutput:
         """Return a copy on the student's device."""
@@ -119,7 +119,7 @@ class TeacherOutput:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """One tensor of a teacher output within its flat byte buffer."""
 
     name: str
@@ -134,7 +134,7 @@ class TeacherOutputHandle:
     version: int
     views: tuple[ViewKey, ...]
     ticket: int
-    layout: tuple[Layout, ...]
+    layout: tuple[TensorLayout, ...]
     buffer: BufferHandle
     compute_s: float
 
@@ -144,7 +144,7 @@ class HeadHandle:
     """Handle to a teacher's own head, encoded like a teacher output of one row."""
 
     version: int
-    layout: tuple[Layout, ...]
+    layout: tuple[TensorLayout, ...]
     buffer: BufferHandle
     softcap: float | None
 
@@ -155,7 +155,11 @@ def view_keys(views: Sequence[HintedView]) -> tuple[ViewKey, ...]:
 
 
 def make_teacher_output(
-    config: SdpoConfig, states: Tensor, head: Head, targets: Tensor, choice: Tensor | None = None
+    config: SdpoConfig,
+    states: Tensor,
+    head: TeacherHead,
+    targets: Tensor,
+    choice: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the configured tensors from the teacher's states [N, H] and its head.
 
@@ -195,9 +199,9 @@ def _top_k(blocks: Iterable[Tensor], top_k: int, choice: Tensor | None) -> dict[
     return {"ids": torch.cat(ids), "logprobs": torch.cat(logprobs)}
 
 
-def pack(tensors: dict[str, Tensor]) -> tuple[tuple[Layout, ...], Tensor]:
+def pack(tensors: dict[str, Tensor]) -> tuple[tuple[TensorLayout, ...], Tensor]:
     """Pack tensors into one byte buffer, each aligned to 8 bytes; return layout and buffer."""
-    layout = tuple(Layout(name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+    layout = tuple(TensorLayout(name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
     parts: list[Tensor] = []
     for tensor in tensors.values():
         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -205,7 +209,7 @@ def pack(tensors: dict[str, Tensor]) -> tuple[tuple[Layout, ...], Tensor]:
     return layout, torch.cat(parts)
 
 
-def unpack(layout: Sequence[Layout], memory: Tensor) -> dict[str, Tensor]:
+def unpack(layout: Sequence[TensorLayout], memory: Tensor) -> dict[str, Tensor]:
     """Return the tensors of a byte buffer, as views of it."""
     found, at = {}, 0
     for entry in layout:

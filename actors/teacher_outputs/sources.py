@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.teacher_outputs.messages import (
-    Head,
     HeadHandle,
     StepOver,
+    TeacherHead,
     TeacherOutput,
     TeacherOutputHandle,
     TeacherOutputsLost,
@@ -199,7 +199,7 @@ class MeshSource:
         self._config, self._has_own_head = config, config.has_own_head(updates)
         self._begun = asyncio.Condition()
         self._step = -1
-        self._head: tuple[int, Head] | None = None
+        self._head: tuple[int, TeacherHead] | None = None
         self._choice_buffers: dict[int, SendBuffer] = {}
 
     async def begin(self, batch: StepBatch, plan: RankPlan, teachers: int, version: int) -> None:
@@ -215,7 +215,7 @@ class MeshSource:
             for index, split in self._splits.items()
         }
         self._version, self._output_buffer = version, TeacherOutputBuffer(parts)
-        self._heads: dict[int, Head | None] = {}
+        self._heads: dict[int, TeacherHead | None] = {}
         self._bytes, self._read_s, self._teacher_s, self._wait_s = 0, 0.0, 0.0, 0.0
         async with self._begun:
             self._step = batch.step
@@ -241,7 +241,10 @@ class MeshSource:
     async def take_head(self, handle: HeadHandle) -> None:
         """Read the teachers' own head, once per version."""
         tensors = unpack(handle.layout, await read(handle.buffer))
-        self._head = handle.version, Head(tensors["weight"], tensors.get("bias"), handle.softcap)
+        self._head = (
+            handle.version,
+            TeacherHead(tensors["weight"], tensors.get("bias"), handle.softcap),
+        )
 
     async def choice(self, step: int, microbatch: int, part: int) -> BufferHandle:
         """Return a handle to the student's top k ids of a part. Waits for the student."""
@@ -318,7 +321,7 @@ class MeshSource:
             place = f"microbatch {microbatch}, teacher {part}"
             raise WrongViews(place, _shown(wanted), _shown(handle.views))
 
-    def _current_head(self) -> Head | None:
+    def _current_head(self) -> TeacherHead | None:
         """Return the teachers' head, None where it is the trainer's own."""
         if not self._has_own_head:
             return None
@@ -333,7 +336,7 @@ def asks_the_student(config: SdpoConfig) -> bool:
     return config.teacher_output == "topk" and config.top_k_choice == "student"
 
 
-def _same(one: Head, two: Head) -> bool:
+def _same(one: TeacherHead, two: TeacherHead) -> bool:
     return one is two or torch.equal(one.weight, two.weight)
 
 

@@ -22,7 +22,7 @@ from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, ch
 from composer_mesh.actors.models.policy import empty_model, load_model
 from composer_mesh.actors.models.sharding import distinct, local, own_weights, release
 from composer_mesh.actors.models.tokenizer import difference, load_tokenizer
-from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output
+from composer_mesh.actors.teacher_outputs.messages import TeacherHead, make_teacher_output
 from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.trainer import Sharing
@@ -73,7 +73,7 @@ class TeacherModel:
         self._in_base = own is model
         self._live = model if own is None or config.teacher == "trust_region" else own
         self._initial = own if config.teacher == "trust_region" else None
-        self._head: Head | None = None
+        self._head: TeacherHead | None = None
         self._moves = follows and self._live is model
         """Whether each update of the trainer moves the weights, also within a version."""
 
@@ -145,22 +145,22 @@ class TeacherModel:
         return torch.cat(parts, dim=-1)
 
     @torch.no_grad()
-    def head(self) -> Head:
+    def head(self) -> TeacherHead:
         """Return the head for the last `states`; of a sharded model it is valid until `release`."""
         if self._head is None:
             self._head = self._make_head()
         return self._head
 
-    def _make_head(self) -> Head:
+    def _make_head(self) -> TeacherHead:
         live = LanguageModel(self._live)
         if self._initial is None:
-            head = Head.of(live)
+            head = TeacherHead.of(live)
             return head if self._vocabulary is None else head.fitted(self._vocabulary)
         initial, rate = LanguageModel(self._initial), self._config.ema_rate
         weight = torch.cat([rate * live.weight, (1 - rate) * initial.weight], dim=-1)
         if live.bias is None or initial.bias is None:
-            return Head(weight, None)
-        return Head(weight, torch.lerp(initial.bias, live.bias, rate))
+            return TeacherHead(weight, None)
+        return TeacherHead(weight, torch.lerp(initial.bias, live.bias, rate))
 
 
 def blend_from(source: Any) -> Blend:

@@ -12,7 +12,7 @@ from composer_mesh.rollouts.hint_sources import (
     HintCounts,
     HintSources,
     Place,
-    Written,
+    WrittenHint,
     ordered_sites,
     right_sibling,
 )
@@ -40,7 +40,7 @@ def hinted_sites(
     limit: int,
     max_context: int,
     config: HintsConfig | None = None,
-    written: Mapping[Place, Written] | None = None,
+    written: Mapping[Place, WrittenHint] | None = None,
     templates: HintTemplates = TEMPLATES,
     choice: SitesConfig | None = None,
 ) -> HintedSites:
@@ -96,7 +96,7 @@ def hint_sources(
     chat: ChatFormat,
     answer_of: Callable[[Trace], str | None],
     config: HintsConfig,
-    written: Mapping[Place, Written],
+    written: Mapping[Place, WrittenHint],
     templates: HintTemplates = TEMPLATES,
 ) -> HintSources:
     """Build the configured hint sources, with the config's templates added to those of the task."""

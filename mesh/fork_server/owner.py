@@ -45,7 +45,7 @@ class ForkServerFailed(Worded, MeshError):
 
 
 @dataclass(frozen=True)
-class ForkServer:
+class RunningForkServer:
     """A running server; `ready` completes when it can fork."""
 
     pid: int
@@ -60,7 +60,7 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._servers: dict[Path, ForkServer] = {}
+        self._servers: dict[Path, RunningForkServer] = {}
 
     @property
     def pids(self) -> list[int]:
@@ -87,7 +87,7 @@ class ForkServers:
             pid, said = start(path, modules, extra)
             ready = asyncio.ensure_future(asyncio.to_thread(wait_until_ready, said))
             ready.add_done_callback(heard)  # nobody may wait for it any more
-            server = self._servers[path] = ForkServer(pid, ready)
+            server = self._servers[path] = RunningForkServer(pid, ready)
         await asyncio.shield(server.ready)
         return {SERVER: str(path)}
 

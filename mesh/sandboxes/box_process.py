@@ -70,7 +70,7 @@ COUNTERS = ("memory.oom_control", "memory.events")
 
 
 @dataclass
-class Groups:
+class ControlGroups:
     """Where the groups of boxes are made: version 2, or one folder for each controller of 1."""
 
     parents: Sequence[Path]
@@ -101,7 +101,9 @@ V2_LIMITS = ("memory.max",)
 V1_LIMITS = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 
 
-def writable_groups(own: str | None = None, mounts: str | None = None) -> tuple[Groups | None, str]:
+def writable_groups(
+    own: str | None = None, mounts: str | None = None
+) -> tuple[ControlGroups | None, str]:
     """Return where groups can be made, or None and why not.
 
     `own` and `mounts` are the texts of /proc/self/cgroup and /proc/self/mounts.
@@ -111,7 +113,7 @@ def writable_groups(own: str | None = None, mounts: str | None = None) -> tuple[
     paths = dict(_own_groups(own))
     reasons = []
     for unified, parents in _candidates(paths, list(_mounted(mounts))):
-        groups = Groups(parents, unified)
+        groups = ControlGroups(parents, unified)
         try:
             group = groups.make()
         except OSError as error:

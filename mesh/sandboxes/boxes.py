@@ -22,7 +22,7 @@ from typing import Any
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.environment import python_code
 from composer_mesh.mesh.private_folder import entered_folder
-from composer_mesh.mesh.sandboxes.box_process import UIDS_A_KEEPER, Groups, writable_groups
+from composer_mesh.mesh.sandboxes.box_process import UIDS_A_KEEPER, ControlGroups, writable_groups
 from composer_mesh.mesh.sandboxes.box_stream import Reported, job_bytes, read_reported
 from composer_mesh.mesh.sandboxes.keeper import REPORTED
 from composer_mesh.mesh.sandboxes.launchers import filter_file, find_launcher
@@ -229,7 +229,7 @@ class Boxes:
             its_own.close()
 
 
-def _groups(groups: Groups | None) -> dict[str, Any] | None:
+def _groups(groups: ControlGroups | None) -> dict[str, Any] | None:
     if groups is None:
         return None
     return {"parents": [str(one) for one in groups.parents], "unified": groups.unified}

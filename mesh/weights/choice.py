@@ -17,7 +17,7 @@ from composer_mesh.configs.weights import WeightsConfig, WeightTransport
 from composer_mesh.mesh.weights.manifest import TransportUnavailable
 from composer_mesh.mesh.weights.transports import shm, torchstore
 from composer_mesh.mesh.weights.transports.disk import DiskReceiver, DiskSender
-from composer_mesh.mesh.weights.transports.port import Shape, TransportReceiver, TransportSender
+from composer_mesh.mesh.weights.transports.port import PartShape, TransportReceiver, TransportSender
 from composer_mesh.mesh.weights.transports.rdma import RdmaReceiver, RdmaSender
 from composer_mesh.planning.mesh_layout import weight_transport
 
@@ -57,7 +57,7 @@ def published_dtype(config: Config) -> torch.dtype | None:
     return torch.bfloat16 if config.publishes_half else None
 
 
-def open_sender(transport: Transport, shape: Shape) -> TransportSender:
+def open_sender(transport: Transport, shape: PartShape) -> TransportSender:
     """Open the publisher's side of a transport."""
     nbytes = shape.layout.nbytes
     match transport.name:

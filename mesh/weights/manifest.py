@@ -144,7 +144,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class OwnRows:
     """This rank's rows of one tensor, from row `first` on; a scalar is one row."""
 
     entry: Entry
@@ -153,7 +153,7 @@ class Rows:
     local: Tensor
 
 
-def own_rows(state: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None) -> list[Rows]:
+def own_rows(state: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None) -> list[OwnRows]:
     """Return this rank's rows of every tensor, in the state's order, shared memory only once.
 
     Floating tensors are published as `dtype` where given. The entries are the same on every rank.
@@ -168,24 +168,24 @@ def own_rows(state: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None) 
     return [_rows(tuple(names), state[names[0]], rank, dtype) for names in shared.values()]
 
 
-def manifest_of(rows: list[Rows]) -> WeightManifest:
+def manifest_of(rows: list[OwnRows]) -> WeightManifest:
     """Return the manifest of the complete tensors."""
     return WeightManifest(tuple(one.entry for one in rows))
 
 
-def _rows(names: tuple[str, ...], tensor: Tensor, rank: int, dtype: torch.dtype | None) -> Rows:
+def _rows(names: tuple[str, ...], tensor: Tensor, rank: int, dtype: torch.dtype | None) -> OwnRows:
     published = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     entry = Entry(names, tuple(tensor.shape), published)
     local = _local(tensor)
     if local is tensor:
-        return Rows(entry, 0, entry.rows if rank == 0 else 0, local)
+        return OwnRows(entry, 0, entry.rows if rank == 0 else 0, local)
     first, count = _share(names[0], tensor, entry.rows)
     if count and local.dim() and local.shape[0] != count:
         raise WeightsMismatch(
             f"{names[0]} has {local.shape[0]} rows on rank {rank}, but an even spread of "
             f"{entry.rows} gives it {count}: call full_tensor() on it first"
         )
-    return Rows(entry, first, count, local)
+    return OwnRows(entry, first, count, local)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -226,14 +226,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PieceLayout:
     """Positions of the pieces; version stamps are before and after them."""
 
     pieces: tuple[Piece, ...]
     nbytes: int
 
     @classmethod
-    def of(cls, rows: Sequence[Rows]) -> Layout:
+    def of(cls, rows: Sequence[OwnRows]) -> PieceLayout:
         """Lay out a rank's rows in order; tensors without rows take no space."""
         pieces: list[Piece] = []
         offset = ALIGNMENT
@@ -257,12 +257,12 @@ NOT_WHOLE = -1
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """One rank's part of a version: the layout of its rows, and the offer to fetch them."""
 
     rank: int
     transport: WeightTransport
-    layout: Layout
+    layout: PieceLayout
     serial: int
     offer: Any
     checksums: tuple[int, ...] | None = None
@@ -274,7 +274,7 @@ class WeightsHandle:
 
     version: int
     manifest: WeightManifest
-    parts: tuple[Part, ...]
+    parts: tuple[RankPart, ...]
 
     @classmethod
     def joined(cls, handles: Sequence[WeightsHandle]) -> WeightsHandle:

@@ -17,8 +17,8 @@ from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.choice import Transport, open_sender
 from composer_mesh.mesh.weights.manifest import (
-    Layout,
-    Part,
+    PieceLayout,
+    RankPart,
     WeightsHandle,
     WeightsMismatch,
     manifest_of,
@@ -26,7 +26,7 @@ from composer_mesh.mesh.weights.manifest import (
 )
 from composer_mesh.mesh.weights.transports.port import (
     SLOTS,
-    Shape,
+    PartShape,
     TransportSender,
     checksum,
     flat,
@@ -59,7 +59,7 @@ class WeightPublisher:
             raise ValueError(f"rank is {rank} of {ranks} ranks, but must be in 0 to {ranks - 1}")
         self._state, self._transport, self._dtype = state, transport, dtype
         self._rank, self._checksums = rank, checksums
-        self._shape: Shape | None = None
+        self._shape: PartShape | None = None
         self._sender: TransportSender | None = None
         self._pinned: list[Tensor] = []
         self._next = 0
@@ -90,18 +90,20 @@ class WeightPublisher:
         async with self._one:
             serial, slot = secrets.randbits(62), self._next
             shape, checksums = await asyncio.to_thread(self._write, version, serial, slot)
-            parts: tuple[Part, ...] = ()
+            parts: tuple[RankPart, ...] = ()
             if self._sender is not None:
                 self._next = (slot + 1) % SLOTS
                 offer = await self._sender.offer(slot)
                 transport = self._transport.name
-                parts = (Part(self._rank, transport, shape.layout, serial, offer, checksums),)
+                parts = (RankPart(self._rank, transport, shape.layout, serial, offer, checksums),)
             return WeightsHandle(version, shape.manifest, parts)
 
     @torch.no_grad()
-    def _write(self, version: int, serial: int, slot: int) -> tuple[Shape, tuple[int, ...] | None]:
+    def _write(
+        self, version: int, serial: int, slot: int
+    ) -> tuple[PartShape, tuple[int, ...] | None]:
         rows = own_rows(self._state(), self._rank, self._dtype)
-        shape = self._same(Shape(manifest_of(rows), Layout.of(rows), self._rank))
+        shape = self._same(PartShape(manifest_of(rows), PieceLayout.of(rows), self._rank))
         if not shape.layout.pieces:
             return shape, None
         on_gpu = any(one.local.is_cuda for one in rows)
@@ -122,7 +124,7 @@ class WeightPublisher:
         stamp(memory, version, serial)
         return shape, found
 
-    def _open(self, shape: Shape, on_gpu: bool) -> TransportSender:
+    def _open(self, shape: PartShape, on_gpu: bool) -> TransportSender:
         sender = open_sender(self._transport, shape)
         if on_gpu:
             for slot in range(SLOTS):
@@ -130,7 +132,7 @@ class WeightPublisher:
                 self._pinned.append(sender.memory(slot))
         return sender
 
-    def _same(self, shape: Shape) -> Shape:
+    def _same(self, shape: PartShape) -> PartShape:
         """Check that the shape is that of all versions, which receivers have allocated."""
         if self._shape not in (None, shape):
             raise WeightsMismatch(

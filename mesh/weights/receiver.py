@@ -17,14 +17,14 @@ from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.choice import open_receiver
 from composer_mesh.mesh.weights.manifest import (
-    Part,
     PullAbandoned,
+    RankPart,
     WeightManifest,
     WeightsHandle,
     WrongChecksum,
 )
 from composer_mesh.mesh.weights.transports.port import (
-    Shape,
+    PartShape,
     TransportReceiver,
     check_stamps,
     checksum,
@@ -146,8 +146,8 @@ class WeightReceiver:
         parts = zip(handle.parts, memories, strict=True)
         await asyncio.gather(*(self._fetch_part(handle, *one) for one in parts))
 
-    async def _fetch_part(self, handle: WeightsHandle, part: Part, memory: Tensor) -> None:
-        shape = Shape(handle.manifest, part.layout, part.rank)
+    async def _fetch_part(self, handle: WeightsHandle, part: RankPart, memory: Tensor) -> None:
+        shape = PartShape(handle.manifest, part.layout, part.rank)
         await self._receivers[part.transport].fetch(part.offer, shape, memory)
         made_progress(f"version {handle.version} from rank {part.rank}")
 

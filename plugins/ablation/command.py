@@ -18,7 +18,7 @@ from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
-from composer_mesh.plugins.ablation.outcomes import FINISHED, Cost, Outcome
+from composer_mesh.plugins.ablation.outcomes import FINISHED, Cost, RunOutcome
 from composer_mesh.plugins.ablation.page import (
     DIFFICULTY_FILE,
     PAGE_FILE,
@@ -51,7 +51,7 @@ def ablate_command(
     train: Train,
     power: str = "",
     usd_per_hour: float | None = None,
-    merged: Mapping[Path, Outcome] | None = None,
+    merged: Mapping[Path, RunOutcome] | None = None,
 ) -> int:
     """Return the exit status: 0, 1 if a run did not finish, 130 after Ctrl-C, 143 after SIGTERM."""
     console = Console()
@@ -93,7 +93,7 @@ def _draw(report: dict[str, Any], output: Path) -> None:
         draw_difficulty(report, output / DIFFICULTY_FILE)
 
 
-Merged = dict[Path, Outcome]
+Merged = dict[Path, RunOutcome]
 """Outcomes of planned runs, by the directories that the runs would have."""
 
 
@@ -168,7 +168,7 @@ def _settings(file: Path) -> list[_Setting]:
         ) from None
 
 
-def _outcomes(plan: Ablation, setting: _Setting, report: Path) -> Iterator[Outcome]:
+def _outcomes(plan: Ablation, setting: _Setting, report: Path) -> Iterator[RunOutcome]:
     """Yield the finished ones of a setting's runs that are planned; raise `UsageError`."""
     planned = {(run.arm, run.seed): run for run in plan.runs}
     for one in setting.runs:
@@ -180,4 +180,4 @@ def _outcomes(plan: Ablation, setting: _Setting, report: Path) -> Iterator[Outco
                 f"--merge {report} says that {run} finished, but its last evaluation is not after "
                 f"step {run.config.run.steps}: take the report from a copy"
             )
-        yield Outcome(run, FINISHED, "", one.wall_s, one.evaluations, one.cost)
+        yield RunOutcome(run, FINISHED, "", one.wall_s, one.evaluations, one.cost)

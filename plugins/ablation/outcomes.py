@@ -41,7 +41,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """State of a planned run: finished, failed, stopped (can be resumed), or missing."""
 
     run: PlannedRun
@@ -79,8 +79,8 @@ _AMOUNT = fail_fast(Amount)
 
 
 def outcomes(
-    runs: Sequence[PlannedRun], output: Path, merged: Mapping[Path, Outcome] | None = None
-) -> list[Outcome]:
+    runs: Sequence[PlannedRun], output: Path, merged: Mapping[Path, RunOutcome] | None = None
+) -> list[RunOutcome]:
     """Return the state of every planned run, read from its directory.
 
     A run that has not finished there may be one of `merged`.
@@ -90,7 +90,7 @@ def outcomes(
     return [one if one.finished else others.get(one.run.place, one) for one in found]
 
 
-def _outcome(run: PlannedRun, place: Path) -> Outcome:
+def _outcome(run: PlannedRun, place: Path) -> RunOutcome:
     events = read_metrics(place / "events.jsonl")
     state, reason = "missing", ""
     if is_finished(place, run.config.run.steps):
@@ -99,7 +99,7 @@ def _outcome(run: PlannedRun, place: Path) -> Outcome:
         failed = [event.get("detail") for event in events if event.get("event") == "run_failed"]
         state, reason = ("failed", str(failed[-1])) if failed else ("stopped", "")
     summary = _summary(place / SUMMARY_FILE)
-    return Outcome(
+    return RunOutcome(
         run,
         state,
         reason,

@@ -33,7 +33,7 @@ from composer_mesh.plugins.ablation.figures import (
     power_line,
     steps_to,
 )
-from composer_mesh.plugins.ablation.outcomes import Outcome, outcomes
+from composer_mesh.plugins.ablation.outcomes import RunOutcome, outcomes
 from composer_mesh.plugins.ablation.plan import BASELINE, Ablation, is_finished
 from composer_mesh.plugins.ablation.settings import Study
 from composer_mesh.services.checks.accepting import UsageError
@@ -45,7 +45,7 @@ Values = Mapping[int, float]
 
 
 def arms_of(
-    plan: Ablation, found: Sequence[Outcome], usd_per_hour: float | None = None
+    plan: Ablation, found: Sequence[RunOutcome], usd_per_hour: float | None = None
 ) -> dict[str, Any]:
     """Return the statistics of each arm, over its finished runs."""
     done = {
@@ -84,7 +84,7 @@ def _bounded_steps(plan: Ablation, runs: Mapping[int, Sequence[Evaluation]]) -> 
     return {s: float(plan.base.run.steps if n is None else n) for s, n in found.items()}
 
 
-def _cost(done: Sequence[Outcome], usd_per_hour: float | None) -> dict[str, Any]:
+def _cost(done: Sequence[RunOutcome], usd_per_hour: float | None) -> dict[str, Any]:
     """Return what the runs took in the mean, and for each point of success that they gained.
 
     Points are those of the last evaluation over the first; both are sums over seeds, so that a seed
@@ -145,7 +145,7 @@ def study_report(
     output: Path,
     power: str = "",
     usd_per_hour: float | None = None,
-    merged: Mapping[Path, Outcome] | None = None,
+    merged: Mapping[Path, RunOutcome] | None = None,
 ) -> dict[str, Any]:
     """Return the content of `ablation.json`; that of a single setting is its own report."""
     found = [ablation_report(one, output, usd_per_hour, merged) for one in study.settings]
@@ -165,7 +165,7 @@ def ablation_report(
     plan: Ablation,
     output: Path,
     usd_per_hour: float | None = None,
-    merged: Mapping[Path, Outcome] | None = None,
+    merged: Mapping[Path, RunOutcome] | None = None,
 ) -> dict[str, Any]:
     """Return the report of a setting: plain objects, null for unknown values."""
     found = outcomes(plan.runs, output, merged)
@@ -217,7 +217,7 @@ def unfinished(report: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from (run for run in setting["runs"] if run["state"] != "finished")
 
 
-def _run(outcome: Outcome) -> dict[str, Any]:
+def _run(outcome: RunOutcome) -> dict[str, Any]:
     config = outcome.run.config
     return {
         "arm": outcome.run.arm,

@@ -27,7 +27,7 @@ from composer_mesh.plugins.dashboard import replay_views, rollout_views, run_vie
 from composer_mesh.plugins.dashboard.access import Guard, Sessions, UserOf, local_path
 from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
 from composer_mesh.plugins.dashboard.charts import charts_of_runs
-from composer_mesh.plugins.dashboard.live import LiveConnections, Parts, parts_of_run
+from composer_mesh.plugins.dashboard.live import LiveConnections, PageParts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import OpenRun, open_run
 from composer_mesh.plugins.dashboard.options import DashboardOptions
 from composer_mesh.plugins.dashboard.pages import render
@@ -108,7 +108,7 @@ class _Pages:
 
     def live_runs(self, request: Request) -> Response:
         catalog, table = self._on.catalog, RunTable.of(request.query_params)
-        parts = Parts(
+        parts = PageParts(
             lambda: {"runs": [(run.slug, run.state, run.updated) for run in catalog.runs()]},
             lambda _: render("_runs.html", self._runs(table, table.shown(catalog.runs()))),
         )

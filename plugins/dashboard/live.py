@@ -47,7 +47,7 @@ PACED = frozenset({"runs", "charts"})
 
 
 @dataclass(frozen=True)
-class Parts:
+class PageParts:
     """The parts of one page; both functions may read files.
 
     `tokens` returns for each part, by the id of its element, what it was made of: cheap to compare.
@@ -58,19 +58,19 @@ class Parts:
     html: Callable[[str], str]
 
 
-def parts_of_run(root: Path, names: Collection[str], html: Callable[[str], str]) -> Parts:
+def parts_of_run(root: Path, names: Collection[str], html: Callable[[str], str]) -> PageParts:
     """Return parts of a page of one run, each made anew when one of its files has changed."""
-    return Parts(
+    return PageParts(
         lambda: {name: [stamp(root / file) for file in FILES[name]] for name in names}, html
     )
 
 
-class Changes:
+class PageChanges:
     """The parts of one page that have changed since they were sent."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: PageParts,
         clock: Callable[[], float] = time.monotonic,
         cpu: Callable[[], float] = time.thread_time,
     ) -> None:
@@ -104,7 +104,7 @@ class LiveConnections:
         self._most, self._look_s, self._open = most, look_s, 0
         self.closing = False
 
-    def response(self, parts: Parts) -> Response:
+    def response(self, parts: PageParts) -> Response:
         """Return the answer that sends parts until the page is left: it is cancelled then."""
         if self._open >= self._most:
             return PlainTextResponse(f"{self._open} pages are open: close some\n", 503)
@@ -112,11 +112,11 @@ class LiveConnections:
         stream = self._stream(parts)
         return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
 
-    async def _stream(self, parts: Parts) -> AsyncIterator[str]:
+    async def _stream(self, parts: PageParts) -> AsyncIterator[str]:
         self._open += 1
         try:
             yield "retry: 2000\n\n"
-            changes, told = Changes(parts), time.monotonic()
+            changes, told = PageChanges(parts), time.monotonic()
             while not self.closing:
                 for name, html in (await asyncio.to_thread(changes.look)).items():
                     told = time.monotonic()

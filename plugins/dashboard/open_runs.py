@@ -19,7 +19,7 @@ from composer_mesh.configs.regular_files import UnusableFile
 from composer_mesh.plugins.dashboard.series import Columns
 from composer_mesh.services.directory.report import TIMELINE_FILE
 from composer_mesh.services.directory.status import EVENTS_FILE, RunUnavailable
-from composer_mesh.services.inspection.events_command import Lines, event_of
+from composer_mesh.services.inspection.events_command import FollowedLines, event_of
 from composer_mesh.services.inspection.tree import TOLD, Viewer
 
 RUNS_KEPT = 12
@@ -108,7 +108,7 @@ class _Tail:
     """The last objects of a file of JSON lines."""
 
     def __init__(self, path: Path, most: int) -> None:
-        self._lines, self._kept = Lines(path), deque[dict[str, Any]](maxlen=most)
+        self._lines, self._kept = FollowedLines(path), deque[dict[str, Any]](maxlen=most)
         self._lock = threading.Lock()
 
     def read(self) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, TraceRow
 from composer_mesh.services.traces.command import config_of, find
 from composer_mesh.services.traces.list_page import question, trained, versions
-from composer_mesh.services.traces.listing import Acted, Listed, Rollout, acted
+from composer_mesh.services.traces.listing import Acted, Listed, ListedRollout, acted
 from composer_mesh.services.traces.rollout_page import UNLIKELY, outcome_text
 from composer_mesh.services.traces.whole import own_tokenizer, whole_rollout
 
@@ -137,7 +137,7 @@ def group(root: Path, group_id: int) -> dict[str, Any]:
     }
 
 
-def _turn(rollout: Rollout, turn: Acted) -> dict[str, Any]:
+def _turn(rollout: ListedRollout, turn: Acted) -> dict[str, Any]:
     said = turn.turn
     mean = sum(said.logprobs) / len(said.logprobs) if said.logprobs else None
     pairs = [one for one in rollout.pairs if one.pair.turn == turn.number]
@@ -170,7 +170,7 @@ def _advantages(config: Config | None, group: Sequence[Trace]) -> tuple[Advantag
     return dict(found), ""
 
 
-def _divergences(root: Path, rollout: Rollout) -> tuple[Divergences, str]:
+def _divergences(root: Path, rollout: ListedRollout) -> tuple[Divergences, str]:
     """Return the divergences of a rollout's distilled turns, or why there are none."""
     step, trace_id = rollout.listed.step, rollout.trace.trace_id
     if step is None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from composer_mesh.plugins.dashboard.catalog import tokens_per_s, usd_of
 from composer_mesh.services.directory.report import METRICS_FILE
-from composer_mesh.services.inspection.events_command import Lines, event_of
+from composer_mesh.services.inspection.events_command import FollowedLines, event_of
 
 Axis = Literal["step", "tokens", "time", "usd"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "time", "usd")
@@ -37,7 +37,7 @@ class Columns:
     """The figures of one run; thread-safe."""
 
     def __init__(self, root: Path) -> None:
-        self._lines = Lines(root / METRICS_FILE)
+        self._lines = FollowedLines(root / METRICS_FILE)
         self._lock = threading.Lock()
         self.steps = array("q")
         self._columns: dict[str, array[float]] = {}

@@ -32,7 +32,7 @@ Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Channels:
+class ArealChannels:
     """Weights and options of the channels; `ppo` has those of `ppo_actor_loss`."""
 
     alpha: float = 0.0
@@ -44,7 +44,7 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogitsRow:
     """One row of a microbatch: its number, its logits [T, V] and its values by key, [T] each."""
 
     row: int
@@ -63,7 +63,7 @@ def three_channel_step(
     rows: Sequence[Mapping[str, Tensor]],
     views: Mapping[int, Sequence[HintedView]],
     pairs: Sequence[PairSample],
-    channels: Channels,
+    channels: ArealChannels,
 ) -> Figures:
     """Run one optimizer step; return `loss/…` of it, over all data-parallel ranks.
 
@@ -81,7 +81,7 @@ def three_channel_step(
     for place, (row, view) in enumerate(hinted):
         by_row.setdefault(row, []).append((view, teacher[place]))
 
-    def loss(piece: Piece) -> Tensor:
+    def loss(piece: LogitsRow) -> Tensor:
         if piece.row >= len(rows):
             side = piece.row - len(rows)
             return pulls[side] * _answer(piece, sides[side]).sum()
@@ -107,7 +107,7 @@ def three_channel_step(
 def _run(
     engine: Any,
     rows: Sequence[dict[str, Tensor]],
-    use: Callable[[Piece], Tensor | None],
+    use: Callable[[LogitsRow], Tensor | None],
     forward_only: bool = False,
 ) -> None:
     """Have the engine compute rows in its own microbatches, and use each."""
@@ -145,7 +145,7 @@ def _keeps_rows_apart(engine: Any) -> bool:
     return False
 
 
-def pieces(logits: Tensor, inputs: Mapping[str, Any]) -> Iterator[Piece]:
+def pieces(logits: Tensor, inputs: Mapping[str, Any]) -> Iterator[LogitsRow]:
     """Yield the rows of a packed microbatch, from its logits [N, V] and its values [N]."""
     numbers = inputs[ROW].reshape(-1)
     at = 0
@@ -157,7 +157,7 @@ def pieces(logits: Tensor, inputs: Mapping[str, Any]) -> Iterator[Piece]:
             for name, value in inputs.items()
             if isinstance(value, Tensor) and value.numel() == numbers.numel()
         }
-        yield Piece(row, logits[place], values)
+        yield LogitsRow(row, logits[place], values)
         at += length
 
 
@@ -178,7 +178,7 @@ def _row(ids: Sequence[int]) -> dict[str, Tensor]:
     return {"input_ids": found, "attention_mask": torch.ones_like(found, dtype=torch.bool)}
 
 
-def _policy(piece: Piece, channels: Channels) -> Tensor:
+def _policy(piece: LogitsRow, channels: ArealChannels) -> Tensor:
     """Return the decoupled PPO loss of a row, a sum over its tokens."""
     values = {name: value[1:] for name, value in piece.values.items()}
     mask = values["loss_mask"].bool()
@@ -193,12 +193,16 @@ def _policy(piece: Piece, channels: Channels) -> Tensor:
     return mean * max(1, int(mask.sum()))
 
 
-def _hinted(piece: Piece, views: Sequence[tuple[HintedView, Tensor]], channels: Channels) -> Tensor:
+def _hinted(
+    piece: LogitsRow, views: Sequence[tuple[HintedView, Tensor]], channels: ArealChannels
+) -> Tensor:
     """Return the divergence of a row's hinted turns, a sum over their tokens."""
     return torch.stack([_distilled(piece, *one, channels) for one in views]).sum()
 
 
-def _distilled(piece: Piece, view: HintedView, teacher: Tensor, channels: Channels) -> Tensor:
+def _distilled(
+    piece: LogitsRow, view: HintedView, teacher: Tensor, channels: ArealChannels
+) -> Tensor:
     student = piece.logits[view.student_rows]
     mask = torch.ones(len(student), dtype=torch.bool, device=student.device)
     return generalized_jsd(
@@ -215,7 +219,7 @@ def _teacher_logits(engine: Any, views: Sequence[HintedView]) -> dict[int, Tenso
     """Return the engine's own logits [n, V] at the teacher's rows of each view."""
     found: dict[int, Tensor] = {}
 
-    def keep(piece: Piece) -> None:
+    def keep(piece: LogitsRow) -> None:
         found[piece.row] = piece.logits[views[piece.row].teacher_rows].detach()
 
     with torch.no_grad():
@@ -235,12 +239,16 @@ def _sides(pair: PairSample) -> tuple[Side, Side]:
     )
 
 
-def _answer(piece: Piece, side: Side) -> Tensor:
+def _answer(piece: LogitsRow, side: Side) -> Tensor:
     return piece.logprobs()[side[1] - 1 :]
 
 
 def _pulls(
-    engine: Any, pairs: Sequence[PairSample], sides: Sequence[Side], channels: Channels, count: int
+    engine: Any,
+    pairs: Sequence[PairSample],
+    sides: Sequence[Side],
+    channels: ArealChannels,
+    count: int,
 ) -> tuple[list[float], Figures]:
     """Return beta * the gradient of the preference loss by each side's log-prob, and the loss."""
     losses = {"policy": 0.0, "sdpo": 0.0, "replay": 0.0}
@@ -249,7 +257,7 @@ def _pulls(
     check_references(pairs)
     sums: dict[int, float] = {}
 
-    def add(piece: Piece) -> None:
+    def add(piece: LogitsRow) -> None:
         sums[piece.row] = float(_answer(piece, sides[piece.row]).sum())
 
     with torch.no_grad():

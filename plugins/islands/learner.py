@@ -15,12 +15,12 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import broadcast_into, is_dtensor, local, rows_of
 from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.islands.rounds.island import Island, IslandPort, Weights, schedules
+from composer_mesh.plugins.islands.rounds.island import Island, IslandPort, IslandWeights, schedules
 from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
 from composer_mesh.plugins.islands.rounds.torchft_rules import check_torchft
 
 
-def open_island(config: IslandsConfig, steps: int, weights: Weights) -> IslandPort:
+def open_island(config: IslandsConfig, steps: int, weights: IslandWeights) -> IslandPort:
     """Return the island of a run with `steps` optimizer steps.
 
     Raises `StoreUnfit` for an address that cannot be used, or a package that is missing.

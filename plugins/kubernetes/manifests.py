@@ -34,7 +34,7 @@ from composer_mesh.plugins.kubernetes.names import (
     HOST,
     RUN,
     WORKER,
-    Group,
+    HostGroup,
     config_there,
     groups_of,
     labels,
@@ -69,7 +69,7 @@ socket.create_connection((host.strip("[]"), int(port)), 5).close()
 """Probe script: connects to the worker's announced port, which differs at each start."""
 
 
-def worker_template(order: Order, run: str, group: Group) -> Table:
+def worker_template(order: Order, run: str, group: HostGroup) -> Table:
     """Return the pod template of one host."""
     container = _container(order, WORKER, _worker_command(order))
     container["env"] += [
@@ -197,7 +197,7 @@ def _container(order: Order, name: str, command: list[str]) -> Table:
     }
 
 
-def _host_resources(order: Order, group: Group) -> Table:
+def _host_resources(order: Order, group: HostGroup) -> Table:
     """Return exactly the described resources, as requests and limits."""
     host, rdma = group.host, order.config.cluster.kubernetes.rdma_resource
     wanted = {
@@ -219,7 +219,7 @@ def _controller_resources(order: Order) -> Table:
     }
 
 
-def _memory(group: Group) -> str:
+def _memory(group: HostGroup) -> str:
     return f"{int(group.host.memory_gb * 1024)}Mi"
 
 
@@ -297,7 +297,7 @@ def _service(order: Order, run: str) -> Table:
     return _object("v1", "Service", _meta(order, run, run, WORKER), spec)
 
 
-def _set(order: Order, run: str, group: Group) -> Table:
+def _set(order: Order, run: str, group: HostGroup) -> Table:
     template = worker_template(order, run, group)
     spec = {
         "replicas": group.host.count,
@@ -309,7 +309,7 @@ def _set(order: Order, run: str, group: Group) -> Table:
     return _object("apps/v1", "StatefulSet", _meta(order, group.object, run, WORKER), spec)
 
 
-def _mesh(order: Order, run: str, group: Group) -> Table:
+def _mesh(order: Order, run: str, group: HostGroup) -> Table:
     """Return a MonarchMesh as Monarch's KubernetesJob creates it, with our worker in the pods."""
     spec = {"replicas": group.host.count, "podTemplate": worker_template(order, run, group)}
     return _object(MESH_API, "MonarchMesh", _meta(order, group.object, run, WORKER), spec)

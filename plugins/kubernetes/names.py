@@ -86,7 +86,7 @@ LONGEST = 52
 
 
 @dataclass(frozen=True)
-class Group:
+class HostGroup:
     """Identical hosts: one object with one pod per host."""
 
     host: HostConfig
@@ -109,11 +109,11 @@ def run_name(run: Path | PurePosixPath) -> str:
     return name
 
 
-def groups_of(order: Order) -> tuple[Group, ...]:
+def groups_of(order: Order) -> tuple[HostGroup, ...]:
     """Return the described hosts with names for their objects; raises `LaunchRefused`."""
     run, mesh = run_name(order.output), _is_mesh(order)
     described = order.config.placement.hosts
-    groups = tuple(Group(host, _object(run, host.name, mesh)) for host in described)
+    groups = tuple(HostGroup(host, _object(run, host.name, mesh)) for host in described)
     _check(run, groups)
     return groups
 
@@ -154,7 +154,7 @@ def _object(run: str, host: str, mesh: bool) -> str:
     return name.replace("-", "") if mesh else name
 
 
-def _check(run: str, groups: tuple[Group, ...]) -> None:
+def _check(run: str, groups: tuple[HostGroup, ...]) -> None:
     names = [f"{run}-{CONTROLLER}", *(group.object for group in groups)]
     for group in groups:
         if names.count(group.object) > 1:

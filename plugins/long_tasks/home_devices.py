@@ -28,7 +28,7 @@ from composer_mesh.tasks.mistakes import (
     quoted_number,
     unknown_tool,
 )
-from composer_mesh.tasks.planned import Reference, Step, question_of
+from composer_mesh.tasks.planned import PlannedCall, ResultReference, question_of
 from composer_mesh.tasks.reward import Transcript, reward
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply, Session
@@ -116,9 +116,9 @@ _SENTENCES = (
 )
 
 
-def plan(request: str) -> list[Step]:
+def plan(request: str) -> list[PlannedCall]:
     """Return the calls that a request asks for; raise ValueError for any other text."""
-    steps: list[Step] = []
+    steps: list[PlannedCall] = []
     for sentence in request.removesuffix(".").split(". "):
         found = next(filter(None, (one.fullmatch(sentence) for one in _SENTENCES)), None)
         if found is None or not request.endswith("."):
@@ -127,19 +127,19 @@ def plan(request: str) -> list[Step]:
     return steps
 
 
-def _steps(asked: Mapping[str, str], done: int) -> Iterator[Step]:
+def _steps(asked: Mapping[str, str], done: int) -> Iterator[PlannedCall]:
     device = asked["device"]
     if "source" in asked:
-        yield Step("read_level", {"device": asked["source"]})
-        yield Step("set_level", {"device": device, "level": Reference(done)})
+        yield PlannedCall("read_level", {"device": asked["source"]})
+        yield PlannedCall("set_level", {"device": device, "level": ResultReference(done)})
     elif "level" in asked:
-        yield Step("set_level", {"device": device, "level": int(asked["level"])})
+        yield PlannedCall("set_level", {"device": device, "level": int(asked["level"])})
     elif "mode" in asked:
-        yield Step("set_mode", {"device": device, "mode": asked["mode"]})
+        yield PlannedCall("set_mode", {"device": device, "mode": asked["mode"]})
     elif "minutes" in asked:
-        yield Step("set_timer", {"device": device, "minutes": int(asked["minutes"])})
+        yield PlannedCall("set_timer", {"device": device, "minutes": int(asked["minutes"])})
     else:
-        yield Step("switch", {"device": device, "on": asked["on"] == "on"})
+        yield PlannedCall("switch", {"device": device, "on": asked["on"] == "on"})
 
 
 class HomeSession(Session):
@@ -194,7 +194,7 @@ class HomeDevices(LongTask):
     session_class = HomeSession
     hint_templates: ClassVar[Mapping[str, str]] = {**HINTS, **UNREPORTED}
 
-    def plan(self, question: str) -> list[Step]:
+    def plan(self, question: str) -> list[PlannedCall]:
         return plan(question)
 
     def result_of(self, content: str) -> Any:
@@ -294,7 +294,7 @@ def _sentences(
     return None if calls else said
 
 
-def _played(steps: Sequence[Step], home: Home) -> list[ToolCall]:
+def _played(steps: Sequence[PlannedCall], home: Home) -> list[ToolCall]:
     """Return a plan's calls after they were done in a home."""
     calls, results = list[ToolCall](), list[Any]()
     for step in steps:

@@ -21,7 +21,13 @@ from composer_mesh.tasks.mistakes import (
     off_by_one,
     stale_value,
 )
-from composer_mesh.tasks.planned import PlannedTask, Step, next_call, plan_results, question_of
+from composer_mesh.tasks.planned import (
+    PlannedCall,
+    PlannedTask,
+    next_call,
+    plan_results,
+    question_of,
+)
 
 FEWEST_CALLS, MOST_CALLS = 2, 9
 UNREPORTED = {
@@ -42,7 +48,7 @@ def value_or_text(content: str) -> Any:
 
 
 def accepted_results(
-    steps: Sequence[Step], messages: Sequence[Message], read: Callable[[str], Any]
+    steps: Sequence[PlannedCall], messages: Sequence[Message], read: Callable[[str], Any]
 ) -> list[Any]:
     """Return the results of the plan as one sees them who takes accepted calls for right.
 
@@ -61,7 +67,7 @@ def accepted_results(
     return results
 
 
-def skipped_call(steps: Sequence[Step], results: Sequence[Any]) -> str | None:
+def skipped_call(steps: Sequence[PlannedCall], results: Sequence[Any]) -> str | None:
     """Return the action text of one who forgets the next step; None where none follows it."""
     if not results or len(results) + 1 >= len(steps):
         return None

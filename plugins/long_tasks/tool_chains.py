@@ -16,7 +16,7 @@ from composer_mesh.rollouts.tool_calls import ToolCall
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.mistakes import Mistake, of_toolbox, wrong_answer, wrong_operation
 from composer_mesh.tasks.numbers import UNITS, Number, format_number
-from composer_mesh.tasks.planned import Reference, Step
+from composer_mesh.tasks.planned import PlannedCall, ResultReference
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.session import Reply
 from composer_mesh.tasks.toolbox import ToolboxSession, gold_actions, new_table, solution, solved
@@ -31,14 +31,14 @@ _CLAUSE = re.compile(
 )
 
 
-def plan(question: str) -> list[Step]:
+def plan(question: str) -> list[PlannedCall]:
     """Return the calls of a chain; raise ValueError for any other question."""
     start, *clauses = question.removesuffix(".").split(", ")
     found = [_START.fullmatch(start), *map(_CLAUSE.fullmatch, clauses)]
     if None in found or not clauses or not question.endswith("."):
         raise ValueError(f"{question!r} is not a chain of tool calls: ask one from `episode`")
-    steps: list[Step] = []
-    value: Number | Reference = 0
+    steps: list[PlannedCall] = []
+    value: Number | ResultReference = 0
     for match in found:
         assert match is not None
         value = _append(match, value, steps)
@@ -46,27 +46,29 @@ def plan(question: str) -> list[Step]:
 
 
 def _append(
-    match: re.Match[str], value: Number | Reference, steps: list[Step]
-) -> Number | Reference:
+    match: re.Match[str], value: Number | ResultReference, steps: list[PlannedCall]
+) -> Number | ResultReference:
     """Append the calls of one clause to those before; return the value after it."""
     clause = match.groupdict()
     if clause.get("source"):
         steps.append(
-            Step(
+            PlannedCall(
                 "convert", {"value": value, "source": clause["source"], "target": clause["target"]}
             )
         )
-        return Reference(len(steps) - 1)
-    operand: Number | Reference
+        return ResultReference(len(steps) - 1)
+    operand: Number | ResultReference
     if clause["key"]:
-        steps.append(Step("lookup", {"key": clause["key"]}))
-        operand = Reference(len(steps) - 1)
+        steps.append(PlannedCall("lookup", {"key": clause["key"]}))
+        operand = ResultReference(len(steps) - 1)
     else:
         operand = int(clause["number"])
     if "word" not in clause:
         return operand
-    steps.append(Step("calculator", {"op": _WORDS[clause["word"]], "a": value, "b": operand}))
-    return Reference(len(steps) - 1)
+    steps.append(
+        PlannedCall("calculator", {"op": _WORDS[clause["word"]], "a": value, "b": operand})
+    )
+    return ResultReference(len(steps) - 1)
 
 
 class ChainSession(ToolboxSession):
@@ -87,7 +89,7 @@ class ToolChains(LongTask):
     session_class = ChainSession
     solved = solved
 
-    def plan(self, question: str) -> list[Step]:
+    def plan(self, question: str) -> list[PlannedCall]:
         return plan(question)
 
     def words_of_steps(self, question: str) -> list[str]:

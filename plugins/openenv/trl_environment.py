@@ -136,7 +136,7 @@ class ServerSession:
         self._stack.close()
 
 
-class Environment:
+class TrlEnvironment:
     """What all generated classes share; TRL calls what has no underscore."""
 
     _factory: EnvironmentFactory
@@ -204,7 +204,7 @@ class Environment:
 
 
 @lru_cache(maxsize=32)
-def _environment_class(factory: EnvironmentFactory) -> type[Environment]:
+def _environment_class(factory: EnvironmentFactory) -> type[TrlEnvironment]:
     """Return the class for a server's tools, which are asked for once a process."""
     session = ServerSession(factory)
     try:
@@ -214,9 +214,9 @@ def _environment_class(factory: EnvironmentFactory) -> type[Environment]:
     return make_class(factory, _TOOLS.validate_python(listed))
 
 
-def make_class(factory: EnvironmentFactory, tools: Sequence[Tool]) -> type[Environment]:
+def make_class(factory: EnvironmentFactory, tools: Sequence[Tool]) -> type[TrlEnvironment]:
     """Return a class with a method for each tool. Raises UnusableTools."""
     methods: dict[str, Any] = {
         tool.name: tool_method(tool.name, tool.description, tool.input_schema) for tool in tools
     }
-    return type(factory.name, (Environment,), {**methods, "_factory": factory})
+    return type(factory.name, (TrlEnvironment,), {**methods, "_factory": factory})

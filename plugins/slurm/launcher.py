@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.programs import FinishedProgram, ProgramFailed, run
-from composer_mesh.plugins.slurm.script import Places, job_script, reach_script
-from composer_mesh.services.inspection.events_command import Lines
+from composer_mesh.plugins.slurm.script import JobFiles, job_script, reach_script
+from composer_mesh.services.inspection.events_command import FollowedLines
 from composer_mesh.services.launch.ports import Handle, LaunchFailed, Order, Plan, State
 from composer_mesh.services.launch.workers import renamed_log
 
@@ -176,7 +176,7 @@ class SlurmLauncher:
 
     def plan(self, order: Order) -> Plan:
         """Return one script and one sbatch, without a query. Raises `LaunchRefused`."""
-        places = Places(order.output)
+        places = JobFiles(order.output)
         return Plan(
             files={places.script: job_script(order)},
             commands=(("sbatch", "--parsable", str(places.script)),),
@@ -184,7 +184,7 @@ class SlurmLauncher:
 
     def submit(self, order: Order, plan: Plan) -> Handle:
         """Submit the job, whose files have been written. Raises `LaunchFailed`."""
-        places = Places(order.output)
+        places = JobFiles(order.output)
         for left in (places.stopping, places.queued_at, places.job):
             left.unlink(missing_ok=True)
         renamed_log(places.log)
@@ -212,7 +212,7 @@ class SlurmLauncher:
 
     def follow(self, handle: Handle) -> Iterator[str]:
         """Yield the controller's output until the job has ended for good, across requeues."""
-        tail, said = Lines(Places(handle.run).log), ""
+        tail, said = FollowedLines(JobFiles(handle.run).log), ""
         while True:
             job = _job(handle)
             found = job_state(job)
@@ -227,7 +227,7 @@ class SlurmLauncher:
 
     def stopping(self, handle: Handle) -> None:
         """Mark the run as stopping, so that it is not requeued near its time limit either."""
-        places = Places(handle.run)
+        places = JobFiles(handle.run)
         places.folder.mkdir(parents=True, exist_ok=True)
         write_whole(places.stopping, b"")
 
@@ -250,7 +250,7 @@ class SlurmLauncher:
                 "its nodes, where a process may hang in the kernel"
             )
 
-    def _lines_until_asked_again(self, tail: Lines) -> Iterator[str]:
+    def _lines_until_asked_again(self, tail: FollowedLines) -> Iterator[str]:
         end = self.clock() + self.ask_s
         while True:
             yield from tail.new()
@@ -276,7 +276,7 @@ class SlurmLauncher:
 def _job(handle: Handle) -> str:
     """Return the run's current job id: a job that Slurm would not requeue is resubmitted."""
     try:
-        found = read_regular(Places(handle.run).job, LONGEST_JOB).strip()
+        found = read_regular(JobFiles(handle.run).job, LONGEST_JOB).strip()
     except OSError:
         return handle.job
     return found.decode() if found.isdigit() else handle.job

@@ -36,7 +36,7 @@ from composer_mesh.services.launch.workers import (
 
 
 @dataclass(frozen=True)
-class Places:
+class JobFiles:
     """Paths of the files that a run's job reads and writes; all hosts share them."""
 
     run: Path
@@ -122,7 +122,7 @@ def options_of(order: Order) -> list[str]:
         "--no-kill",
         "--open-mode=append",
         f"--chdir={order.folder}",
-        f"--output={_pattern(str(Places(order.output).folder))}/slurm-%j.log",
+        f"--output={_pattern(str(JobFiles(order.output).folder))}/slurm-%j.log",
         *(_further(option) for option in slurm.options),
     ]
 
@@ -236,7 +236,7 @@ MARGIN_S = 15
 
 def job_script(order: Order) -> str:
     """Return the batch job of a run; raises `LaunchRefused`."""
-    slurm, places = order.config.cluster.slurm, Places(order.output)
+    slurm, places = order.config.cluster.slurm, JobFiles(order.output)
     roster, authority = order.output / ROSTER, authority_of(order)
     worker = worker_command(order.python, order.config, roster, authority)
     directives = [f"#SBATCH {shlex.quote(option)}" for option in options_of(order)]
@@ -255,7 +255,7 @@ def job_script(order: Order) -> str:
 def reach_script(handle: Handle) -> str:
     """Return a script that runs its arguments as a command on the controller's node."""
     head = [
-        _set("JOB_FILE", Places(handle.run).job),
+        _set("JOB_FILE", JobFiles(handle.run).job),
         _set("FOLDER", handle.folder),
         _set("SETUP", "\n".join(handle.setup)),
     ]

@@ -97,7 +97,7 @@ class RolloutsFail(Worded, MeshError):
     )
 
 
-class Retries:
+class EpisodeRetries:
     """All retries of a run. `keep` persists a quarantined episode."""
 
     def __init__(
@@ -223,7 +223,7 @@ class FailedAttempt:
 class EpisodeTrial:
     """One episode's attempts, over all of its samples."""
 
-    def __init__(self, retries: Retries, episode: Episode) -> None:
+    def __init__(self, retries: EpisodeRetries, episode: Episode) -> None:
         self.episode = episode
         self._retries, self._trial = retries, Trial()
 
@@ -315,7 +315,7 @@ def actor_of(error: Exception) -> str:
 class Rollouts:
     """Plays samples of episodes with retries, on one event loop."""
 
-    def __init__(self, player: Player, retries: Retries) -> None:
+    def __init__(self, player: Player, retries: EpisodeRetries) -> None:
         self.retries = retries
         self._player = player
         self._tokens = (0, 0)

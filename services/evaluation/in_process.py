@@ -38,7 +38,7 @@ from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.checks.task import in_a_daemon_thread
 from composer_mesh.services.steps.ports import Store
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import JudgesSpent, TaskError
 from composer_mesh.tasks.running import RunningEpisode, score_group
 from composer_mesh.tasks.task import Task
@@ -59,7 +59,7 @@ class InProcessEvaluation(ABC):
         self._config, self._task, self._store = config, task, store
         self._samples = samples
         self._limit_s = config.environment.call_s
-        self._loop, self._calls = TaskLoop(), Calls(in_a_daemon_thread, self._limit_s)
+        self._loop, self._calls = TaskLoop(), TaskCalls(in_a_daemon_thread, self._limit_s)
         self._slots = asyncio.Semaphore(concurrency)
         self.failures: list[str] = []
         """What each sample without a result failed with."""

@@ -56,7 +56,7 @@ def failure_line(error: MeshError, host: str) -> str:
     return f"{first} ({where}){newline}{rest}"
 
 
-class Pool(Protocol):
+class CensusPool(Protocol):
     """Several replicas of one kind; each line of `status` is about one."""
 
     def status(self) -> list[dict[str, Any]]: ...
@@ -64,7 +64,7 @@ class Pool(Protocol):
 
 def census(
     actors: Sequence[ActorStatus],
-    pools: Mapping[str, Pool],
+    pools: Mapping[str, CensusPool],
     before: Sequence[ActorStatus] = (),
 ) -> tuple[ActorStatus, ...]:
     """Return the actors that answered and those that could not, grouped by kind.
@@ -81,7 +81,7 @@ def census(
 
 
 def _gone(
-    known: Sequence[ActorStatus], pools: Mapping[str, Pool], before: Sequence[ActorStatus]
+    known: Sequence[ActorStatus], pools: Mapping[str, CensusPool], before: Sequence[ActorStatus]
 ) -> list[ActorStatus]:
     places = {_place(actor)[:2] for actor in known}
     return [

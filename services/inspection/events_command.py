@@ -41,13 +41,13 @@ def events_command(run: Path | None, follow: bool = False, as_json: bool = False
     if not (run / EVENTS_FILE).exists() and not (follow and goes_on(run)):
         raise RunUnavailable(f"{run} holds no {EVENTS_FILE}: name the directory of a run")
     show = print_json if as_json else Printer(Console(highlight=False))
-    lines = Lines(run / EVENTS_FILE)
+    lines = FollowedLines(run / EVENTS_FILE)
     for line in lines.until_the_end(lambda: follow and goes_on(run), lambda: time.sleep(POLL_S)):
         show(line)
     return 0
 
 
-class Lines:
+class FollowedLines:
     """The complete lines of a file that another process appends to; too long ones are left out."""
 
     def __init__(self, path: Path) -> None:

@@ -45,7 +45,7 @@ class Thread:
 
 
 @dataclass(frozen=True)
-class Stacks:
+class ProcessStacks:
     """A process and its threads, or the error why they could not be read.
 
     `note` tells what the threads lack.
@@ -58,11 +58,11 @@ class Stacks:
     note: str = ""
 
 
-def read_pyspy(process: str, pid: int | None, dump: StackDump) -> Stacks:
+def read_pyspy(process: str, pid: int | None, dump: StackDump) -> ProcessStacks:
     """Parse what py-spy listed of a process; threads without a call are left out."""
     threads = tuple(_thread(one) for one in dump.get("threads", ()))
     called = tuple(one for one in threads if one.frames)
-    return Stacks(process, pid, called, dump.get("error", ""), dump.get("note", ""))
+    return ProcessStacks(process, pid, called, dump.get("error", ""), dump.get("note", ""))
 
 
 def _thread(about: dict[str, Any]) -> Thread:
@@ -78,7 +78,7 @@ def _thread(about: dict[str, Any]) -> Thread:
     )
 
 
-def stack_lines(stacks: Stacks) -> Iterator[Text]:
+def stack_lines(stacks: ProcessStacks) -> Iterator[Text]:
     """Format the stacks of a process as terminal lines."""
     pid = "" if stacks.pid is None else f"  pid {stacks.pid}"
     yield Text.assemble((plain_text(stacks.process), "bold"), pid)
@@ -118,7 +118,7 @@ def stacks_command(run: Path | None, native: bool = False, as_json: bool = False
     return int(any(stacks.error for stacks in found))
 
 
-async def all_stacks(run: Path, status: RunStatus, native: bool) -> list[Stacks]:
+async def all_stacks(run: Path, status: RunStatus, native: bool) -> list[ProcessStacks]:
     """Return the stacks of the controller and of each actor. Waits for all of them.
 
     Processes of this machine are read from here, others by the controller's agents on their hosts.

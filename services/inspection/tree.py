@@ -45,7 +45,7 @@ from composer_mesh.services.directory.status import (
     read_status,
     status_of,
 )
-from composer_mesh.services.inspection.events_command import Lines, event_of
+from composer_mesh.services.inspection.events_command import FollowedLines, event_of
 from composer_mesh.services.inspection.tree_page import MeshPage
 
 FORMAT = 1
@@ -58,7 +58,7 @@ OF_ITS_PROCESS = ("rss_bytes", "cpu_percent")
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """Resource usage of processes on the controller's machine, by pid."""
 
     cpu_percent: Mapping[int, float] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class Usage:
 
 
 def merge(
-    name: str, status: RunStatus, mesh: MeshTree | None, usage: Usage | None = None
+    name: str, status: RunStatus, mesh: MeshTree | None, usage: ProcessUsage | None = None
 ) -> dict[str, Any]:
     """Join the status of a run with the live mesh; without a mesh, return the status alone."""
     about = {key: value for key, value in asdict(status).items() if key not in NOT_SHOWN}
-    joined = _Joined(status, usage or Usage())
+    joined = _Joined(status, usage or ProcessUsage())
     hosts = [joined.on(host).host(host) for host in mesh.hosts] if mesh else []
     hosts.sort(key=lambda host: (host["name"] != NAME, host["name"]))
     listed = {one["name"] for host in hosts for one in host["processes"]}
@@ -114,11 +114,11 @@ class _Joined:
     """The run's own status, to which other reports are joined."""
 
     status: RunStatus
-    usage: Usage
+    usage: ProcessUsage
 
     def on(self, host: HostNode) -> _Joined:
         """Return the view for one host; usage is only known on the controller's host."""
-        return self if is_controllers(host, self.status) else _Joined(self.status, Usage())
+        return self if is_controllers(host, self.status) else _Joined(self.status, ProcessUsage())
 
     def _name(self, host: HostNode) -> str:
         known = self.status.hosts.get(host.name)
@@ -162,7 +162,7 @@ class _Joined:
         """Return usage measured on the controller's host, or as reported by another host."""
         if actor.with_controller:
             return self._used(actor.pid, proc)
-        used = _Joined(self.status, Usage())._used(actor.pid, proc)
+        used = _Joined(self.status, ProcessUsage())._used(actor.pid, proc)
         told = {key: getattr(actor, key) for key in OF_ITS_PROCESS}
         return used | {key: value for key, value in told.items() if value is not None}
 
@@ -263,7 +263,7 @@ class Viewer:
     def __init__(self, run: Path) -> None:
         self.run = run
         self._meter = CpuMeter[int]()
-        self._lines = Lines(run / EVENTS_FILE)
+        self._lines = FollowedLines(run / EVENTS_FILE)
         self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
 
     def look(self) -> dict[str, Any]:
@@ -279,13 +279,13 @@ class Viewer:
                 self._lately.append(event)
         return list(self._lately)
 
-    def _usage(self, status: RunStatus) -> Usage:
+    def _usage(self, status: RunStatus) -> ProcessUsage:
         if not status.here:
-            return Usage()
+            return ProcessUsage()
         pids = pids_of(status)
         memory = {pid: used for pid in pids if (used := resident_bytes(pid)) is not None}
         cpu = {pid: spent for pid in pids if (spent := cpu_seconds(pid)) is not None}
-        return Usage(self._meter.look(cpu), memory)
+        return ProcessUsage(self._meter.look(cpu), memory)
 
 
 def _mesh(status: RunStatus) -> MeshTree | None:

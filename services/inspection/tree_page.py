@@ -26,7 +26,7 @@ Cell = Callable[[Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
-class Column:
+class TreeColumn:
     """A column of figures; `wide` ones are left out of a narrow page."""
 
     title: str
@@ -48,14 +48,14 @@ def _memory(process: Mapping[str, Any]) -> str:
 
 
 COLUMNS = (
-    Column("policy", lambda one: _figure(_actor(one, "policy_version"), "v{}")),
-    Column("restarts", lambda one: str(one["restarts"])),
-    Column("memory", _memory),
-    Column("cpu", lambda one: _figure(one["cpu_percent"], "{:.0f} %")),
-    Column("queue", lambda one: _figure(one["queue_depth"])),
-    Column("calls", lambda one: _figure(_actor(one, "outstanding")), wide=True),
-    Column("messages", lambda one: _figure(_actor(one, "messages_processed")), wide=True),
-    Column("pid", lambda one: _figure(one["pid"]), wide=True),
+    TreeColumn("policy", lambda one: _figure(_actor(one, "policy_version"), "v{}")),
+    TreeColumn("restarts", lambda one: str(one["restarts"])),
+    TreeColumn("memory", _memory),
+    TreeColumn("cpu", lambda one: _figure(one["cpu_percent"], "{:.0f} %")),
+    TreeColumn("queue", lambda one: _figure(one["queue_depth"])),
+    TreeColumn("calls", lambda one: _figure(_actor(one, "outstanding")), wide=True),
+    TreeColumn("messages", lambda one: _figure(_actor(one, "messages_processed")), wide=True),
+    TreeColumn("pid", lambda one: _figure(one["pid"]), wide=True),
 )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from composer_mesh.mesh import programs
 from composer_mesh.mesh.hosts.roster import ROSTER
 from composer_mesh.mesh.processes import is_alive, kill_group, start_ticks
-from composer_mesh.services.inspection.events_command import Lines
+from composer_mesh.services.inspection.events_command import FollowedLines
 from composer_mesh.services.launch.handle import (
     inside,
     left_behind,
@@ -83,7 +83,7 @@ def lives(name: str) -> bool:
 
 def lines_of(log: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
     """Yield the lines of a log as they are written, until `goes_on` returns False."""
-    return Lines(log).until_the_end(goes_on, lambda: time.sleep(POLL_S))
+    return FollowedLines(log).until_the_end(goes_on, lambda: time.sleep(POLL_S))
 
 
 def end(name: str, grace_s: float) -> None:

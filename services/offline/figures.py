@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.actors.panel.panel import Tally, chosen_teachers
+from composer_mesh.actors.panel.panel import TeacherTally, chosen_teachers
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.money import bound
 from composer_mesh.configs.replay import ReplayConfig
-from composer_mesh.rollouts.consensus import MAJORITY, Outcome, decide
+from composer_mesh.rollouts.consensus import MAJORITY, VoteOutcome, decide
 from composer_mesh.rollouts.money import Prices, dollars, nano
 from composer_mesh.rollouts.pairs import (
     StudentState,
@@ -152,7 +152,7 @@ ABSTAINED = ("failed", "malformed", "undecided")
 
 
 @dataclass
-class TeacherFigures(Tally):
+class TeacherFigures(TeacherTally):
     """Figures of one teacher: what became of its queries, and how it voted.
 
     `malformed` answers cannot vote. `majority` and `student` say of each vote whether it agreed
@@ -205,7 +205,7 @@ class ReplayFigures:
     def __init__(self, threshold: int) -> None:
         self._threshold = threshold
         self.teachers: dict[str, TeacherFigures] = {}
-        self.outcomes: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
+        self.outcomes: Counter[str] = Counter({outcome.value: 0 for outcome in VoteOutcome})
         self.dropped: Counter[str] = Counter()
         self.short_of_budget: list[str] = []
         self.groups = self.states = self.answered = self.skipped = self.kept = 0

@@ -22,7 +22,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import MeshError
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
 from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
 from composer_mesh.services.steps.logprob_mismatch import Differences, Trained
@@ -119,7 +119,7 @@ class StoredSteps:
         groups = [self._group(step, row.group_id) for row in rows]
         own = {trace.trace_id for group in groups for trace in group.traces}
         usable = [pair for pair in pairs.values() if pair.trace_id in own]
-        taken = Taken(usable, ReplayOutcome()) if self._config.replay.on else None
+        taken = TakenPairs(usable, ReplayOutcome()) if self._config.replay.on else None
         return self._step_builder.compose(step, groups, taken, {})[0]
 
     def _trains(self, row: GroupRow) -> bool:

@@ -67,7 +67,7 @@ def default_name(actor_class: type[MeshActor]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z][a-z])", "-", stem).lower()
 
 
-class Session(Endpoints, Route):
+class PoolSession(Endpoints, Route):
     """The endpoints of the one replica that a session is bound to, from `open` to `close`.
 
     A session whose replica is lost raises `SessionLost` on every call from then on. A movable one,
@@ -114,7 +114,7 @@ class Session(Endpoints, Route):
             self._opened = False
             self._leave()
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> PoolSession:
         self.open()
         return self
 

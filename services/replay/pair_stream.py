@@ -100,7 +100,7 @@ class PairStore(Protocol):
 
 
 @dataclass
-class Taken:
+class TakenPairs:
     """Pairs for one step to train on, and the replay outcome since the previous step.
 
     `expired` pairs came too late to train, `waiting` ones are left for the next step. `saved_usd`
@@ -191,7 +191,7 @@ class PairStream:
         if not self._waits and self._worker is None:
             self._worker = asyncio.create_task(self._work())
 
-    async def take(self, step: int, groups: int) -> Taken:
+    async def take(self, step: int, groups: int) -> TakenPairs:
         """Return the step's pairs. Waits for those of its own groups, unless pairs may be late.
 
         The steps up to this one have taken the first `groups` groups of the run. The returned pairs
@@ -208,7 +208,7 @@ class PairStream:
         pairs, expired = await self._store.take_pairs(step, self._config.max_age, limit)
         waiting = self._waiting() - len(pairs) - expired
         saved = since.saved * (usd / states if states else 0.0)
-        return Taken(pairs, since, expired, waiting, usd, saved, asked)
+        return TakenPairs(pairs, since, expired, waiting, usd, saved, asked)
 
     async def drain(self) -> ReplayOutcome:
         """Wait for all queries in flight; return their outcome since the last step.

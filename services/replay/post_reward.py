@@ -26,7 +26,7 @@ from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.directory.status import goes_on
-from composer_mesh.services.inspection.events_command import Lines
+from composer_mesh.services.inspection.events_command import FollowedLines
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.store.rows import StoreMissing
 from composer_mesh.services.store.schema import KIND
@@ -216,7 +216,7 @@ def follow_rewards(
     file's name is the source. Raises LateRewardError where the run takes no late rewards.
     """
     check_takes_rewards(run)
-    queue, lines = RewardQueue(run, source or f"file {file.name}", report), Lines(file)
+    queue, lines = RewardQueue(run, source or f"file {file.name}", report), FollowedLines(file)
 
     def look() -> None:
         queue.take(lines.new())

@@ -29,7 +29,7 @@ from composer_mesh.rollouts.pairs import (
     pair_from_json,
     pair_to_json,
 )
-from composer_mesh.rollouts.state_choice import Novelty, Rounds, Selection, select_states
+from composer_mesh.rollouts.state_choice import Novelty, QueryRounds, Selection, select_states
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.ports import Teachers
 from composer_mesh.services.steps.step_manifest import ReplayOutcome, figures_of, replay_outcome_of
@@ -112,7 +112,7 @@ class Replay:
         Waits for the teachers, at most their timeout in each round.
         """
         replay_outcome = ReplayOutcome(skipped=selection.skipped, saved=selection.saved)
-        rounds = Rounds(selection)
+        rounds = QueryRounds(selection)
         while questions := rounds.next():
             for outcomes in await together(*(self._decide(states) for states in questions)):
                 for state, one in outcomes:

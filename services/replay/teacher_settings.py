@@ -17,7 +17,7 @@ from composer_mesh.actors.panel.configured import (
     ledger_name,
 )
 from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.rollouts.budget import BudgetRules
@@ -26,7 +26,7 @@ from composer_mesh.tasks.loading import make_task
 
 LEDGER_FILE = "teachers.sqlite"
 HINTS_FILE, HINT_LEDGER_FILE = "hints.sqlite", "hint_writer.sqlite"
-HINT_RETRIES = Retries(attempts=1)
+HINT_RETRIES = RetryDelays(attempts=1)
 """Hints are not retried: a template is the fallback."""
 HINT_BREAKER = BreakerRules(failures=4, rest_s=30.0)
 
@@ -46,7 +46,7 @@ def panel_settings(
         teachers=tuple(_endpoint(teacher, expert_url) for teacher in replay.teachers),
         tools=list(make_task(config).tools if tools is None else tools),
         timeouts=Timeouts(replay.timeout_s, replay.connect_timeout_s, replay.read_timeout_s),
-        retries=Retries(attempts=replay.attempts),
+        retries=RetryDelays(attempts=replay.attempts),
         breaker=BreakerRules(replay.breaker.failures, replay.breaker.rest_s),
         budget=budget_rules(replay.budget, replay.teachers),
         run=ledger_name(config.run.name, run) if pays else config.run.name,

@@ -51,7 +51,7 @@ from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
 from composer_mesh.services.inspection.census import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
-from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
@@ -209,7 +209,7 @@ class Run:
         """Metrics of teachers and judges gathered after the last step."""
         if self.controller is None:
             return {}
-        rest = replay_metrics(self.controller.step, Taken([], self.controller.rest))
+        rest = replay_metrics(self.controller.step, TakenPairs([], self.controller.rest))
         return {**rest, **self.controller.judge_rest}
 
     async def live(self) -> int:

@@ -23,12 +23,12 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import Busy
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, Source
+from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, TaskSource
 from composer_mesh.rollouts.number_words import load_rules
 from composer_mesh.services.checks.task import training_rows
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.episodes.rollout import Retries, Rollouts
+from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.replay.late_rewards import make_late_rewards
 from composer_mesh.services.replay.pair_stream import PairStream, make_pair_stream
@@ -60,7 +60,7 @@ def make_episode_order(config: Config, task: Task, past: ResumeContents) -> Epis
         return EpisodeOrder(*share)
     weights = [one.weight for one in config.data.tasks]
     sources = [
-        Source(part.name, weight, training_rows(part))
+        TaskSource(part.name, weight, training_rows(part))
         for part, weight in zip(task.parts, weights, strict=True)
     ]
     order = Curriculum(config.data.curriculum, config.run.seed, sources, task, *share)
@@ -226,7 +226,7 @@ class RunParts:
         mesh = self.mesh
         pools = RolloutPools(mesh.rollouts, mesh.generators, mesh.environments)
         closed = self.config.schedule.max_lag == 0
-        retries = Retries(self.config.supervision, self.store.add_poisoned, self.event)
+        retries = EpisodeRetries(self.config.supervision, self.store.add_poisoned, self.event)
         retries.restore(past.poisoned, past.sizes, self.config.schedule.group_size)
         activity = mesh.host.activity
         workers = RolloutWorkers(pools, self.event, lockstep=closed, activity=activity)

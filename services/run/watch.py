@@ -51,7 +51,7 @@ FIXED = {
 PER_CORE, FEW_CORES = 4, 16
 
 
-class Pool(Protocol):
+class ResizablePool(Protocol):
     """Resizable replicas of one kind."""
 
     def __len__(self) -> int: ...
@@ -64,7 +64,7 @@ class Scaling:
 
     def __init__(
         self,
-        pools: Mapping[str, Pool],
+        pools: Mapping[str, ResizablePool],
         record: Callable[[str, str, str], None],
         largest: int | None = None,
         cores: int | None = None,

@@ -8,7 +8,7 @@ from composer_mesh.rollouts.batches import StepBatch, by_group
 from composer_mesh.rollouts.pairs import teachers_margin
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.replay.late_rewards import Corrections
-from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 MOST_TURNS = 10
@@ -18,7 +18,7 @@ MOST_TURNS = 10
 def step_metrics(
     batch: StepBatch,
     traces: Sequence[Trace],
-    taken: Taken | None,
+    taken: TakenPairs | None,
     corrections: Corrections,
     trained: dict[str, Any],
 ) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def step_metrics(
     }
 
 
-def replay_metrics(step: int, taken: Taken | None) -> dict[str, Any]:
+def replay_metrics(step: int, taken: TakenPairs | None) -> dict[str, Any]:
     """Return the teachers' metrics since the previous step and the outcomes of their pairs.
 
     Dollars are what was charged; `saved_usd` is an estimate. Ages are in policy versions.
     """
-    taken = taken or Taken([], ReplayOutcome())
+    taken = taken or TakenPairs([], ReplayOutcome())
     replay_outcome = taken.replay_outcome
     margins = [teachers_margin(pair) for pair in taken.pairs]
     ages = [float(step - pair.rejected_version) for pair in taken.pairs]

@@ -26,7 +26,7 @@ from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.replay.late_rewards import Corrections, LateRewards, rewarded
-from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import WordedHints
@@ -55,7 +55,7 @@ class PlannedStep:
 
     batch: StepBatch
     traces: list[Trace]
-    taken: Taken | None
+    taken: TakenPairs | None
     corrections: Corrections
     figures: Mapping[str, float] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class StepBuilder:
         self,
         step: int,
         groups: Sequence[Group],
-        taken: Taken | None,
+        taken: TakenPairs | None,
         figures: Mapping[str, float],
         dropped: Sequence[int] = (),
         results: Sequence[GroupResult] = (),
@@ -170,7 +170,7 @@ def sum_worded(groups: Sequence[Group]) -> WordedHints:
     return total
 
 
-def _figures(taken: Taken | None) -> TakenFigures | None:
+def _figures(taken: TakenPairs | None) -> TakenFigures | None:
     if taken is None:
         return None
     return TakenFigures(
@@ -183,10 +183,10 @@ def _figures(taken: Taken | None) -> TakenFigures | None:
     )
 
 
-def _taken(figures: TakenFigures | None, pairs: Sequence[PreferencePair]) -> Taken | None:
+def _taken(figures: TakenFigures | None, pairs: Sequence[PreferencePair]) -> TakenPairs | None:
     if figures is None:
         return None
-    return Taken(
+    return TakenPairs(
         list(pairs),
         replay_outcome_of(figures.replay_outcome),
         figures.expired,
@@ -197,7 +197,7 @@ def _taken(figures: TakenFigures | None, pairs: Sequence[PreferencePair]) -> Tak
     )
 
 
-def _agreement(taken: Taken | None) -> float | None:
+def _agreement(taken: TakenPairs | None) -> float | None:
     return None if taken is None else taken.replay_outcome.agreement
 
 

@@ -33,7 +33,7 @@ Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Conversation:
+class CompactConversation:
     """An encoded conversation in few bytes: 4 and 1 for each id."""
 
     name: str
@@ -47,7 +47,7 @@ class Dataset:
 
     config: SftConfig
     seed: int
-    rows: list[Conversation] = field(default_factory=list)
+    rows: list[CompactConversation] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
     """Names of the conversations that are left out for it."""
     held_out: int = 0
@@ -63,7 +63,7 @@ class Dataset:
         if len(one.ids) > longest:
             self.too_long.append(name)
             return
-        self.rows.append(Conversation(name, array("i", one.ids), bytes(one.learn)))
+        self.rows.append(CompactConversation(name, array("i", one.ids), bytes(one.learn)))
         self.digest = zlib.crc32(self.rows[-1].ids.tobytes() + self.rows[-1].learn, self.digest)
 
     def batch(self, step: int) -> StepBatch:

@@ -15,7 +15,7 @@ from composer_mesh.channels.sdpo.samples import hint_sources
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_sources import HintCounts, Place, Written, ordered_sites
+from composer_mesh.rollouts.hint_sources import HintCounts, Place, WrittenHint, ordered_sites
 from composer_mesh.rollouts.hints import (
     TEMPLATES,
     HintReply,
@@ -35,7 +35,7 @@ MOST_REASONS = 8
 class WordedHints:
     """Texts of the hint writer for some groups, with the requests sent and their cost."""
 
-    written: dict[Place, Written] = field(default_factory=dict)
+    written: dict[Place, WrittenHint] = field(default_factory=dict)
     requests: int = 0
     usd: float = 0.0
 
@@ -56,7 +56,7 @@ def worded_to_json(worded: WordedHints) -> bytes:
 def worded_from_json(body: bytes) -> WordedHints:
     """Read what `worded_to_json` wrote; raise ValueError for anything else."""
     found = _STORED.validate_json(body)
-    written = {(trace, turn): Written(text, how) for trace, turn, text, how in found.written}
+    written = {(trace, turn): WrittenHint(text, how) for trace, turn, text, how in found.written}
     return WordedHints(written, found.requests, found.usd)
 
 
@@ -143,5 +143,5 @@ def templates_of(task: Task) -> HintTemplates:
 
 def _worded(place: Place, reply: HintReply) -> WordedHints:
     text = one_line_hint(reply.text)
-    written = {place: Written(text, reply.origin)} if text and reply.origin != "none" else {}
+    written = {place: WrittenHint(text, reply.origin)} if text and reply.origin != "none" else {}
     return WordedHints(written, int(reply.sent), reply.usd)

@@ -19,7 +19,7 @@ from composer_mesh.configs.validation import fail_fast
 from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.rollouts.batches import Advantage
-from composer_mesh.rollouts.consensus import MAJORITY, Outcome
+from composer_mesh.rollouts.consensus import MAJORITY, VoteOutcome
 from composer_mesh.rollouts.curriculum import GroupResult
 from composer_mesh.rollouts.pairs import PreferencePair
 
@@ -47,7 +47,7 @@ class ReplayOutcome:
     def agreement(self) -> float | None:
         """Share of the states with a majority of teachers in which it did what the student did."""
         decided = sum(self.outcomes[outcome] for outcome in MAJORITY)
-        return self.outcomes[Outcome.STUDENT_AGREES] / decided if decided else None
+        return self.outcomes[VoteOutcome.STUDENT_AGREES] / decided if decided else None
 
     def __iadd__(self, other: "ReplayOutcome") -> "ReplayOutcome":
         for name in ("pairs", *COUNTS, *COUNTERS):

@@ -21,7 +21,7 @@ from composer_mesh.actors.checkpoints.manifest import FOLDER
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.writer_thread import Lines
+from composer_mesh.services.store.writer_thread import AppendedLines
 
 COLUMNS = {
     "groups": "group_id, state, entered, finished_at, trained, traces, bytes, crc, worded",
@@ -150,7 +150,7 @@ def set_rows_aside(root: Path, file: SqliteFile) -> list[DamagedRow]:
 
 
 def _keep(root: Path, file: SqliteFile, damaged: list[DamagedRow]) -> None:
-    kept = Lines(root)
+    kept = AppendedLines(root)
     for row in damaged:
         select = f"SELECT * FROM {row.table} WHERE rowid = ?"
         with file.reading() as rows:

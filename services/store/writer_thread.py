@@ -25,7 +25,7 @@ from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.services.directory.file_checksums import FileChecksums
 
 
-class Lines:
+class AppendedLines:
     """Append-only files of a folder, through no links below it. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:

@@ -41,7 +41,7 @@ from composer_mesh.services.store.records import (
     repair_on_open,
 )
 from composer_mesh.services.store.schema import KIND
-from composer_mesh.services.store.writer_thread import Lines, WriterThread
+from composer_mesh.services.store.writer_thread import AppendedLines, WriterThread
 
 CONFIG_FILE = "config.toml"
 EVENTS_FILE = "events.jsonl"
@@ -59,7 +59,7 @@ class RunStore:
             root.mkdir(parents=True, exist_ok=True)
             with OpenFolder(root) as folder:
                 folder.make(CHECKPOINTS)
-            self._lines, self._records = Lines(root), RunRecords(root)
+            self._lines, self._records = AppendedLines(root), RunRecords(root)
             self.reading = RunReader(root)
             try:
                 self._open(config)

@@ -23,7 +23,7 @@ from rich.text import Text
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.store.rows import GroupState
-from composer_mesh.services.traces.listing import Acted, Listed, Listing, Tally, acted
+from composer_mesh.services.traces.listing import Acted, Listed, Listing, RolloutTotals, acted
 from composer_mesh.services.traces.text import content_of, message_line, one_line
 
 WIDE = 140
@@ -46,7 +46,7 @@ Cell = Callable[[Listed, Trace | None, int], Text]
 
 
 @dataclass(frozen=True)
-class Column:
+class ListColumn:
     """A column; `width` is set once it is known."""
 
     title: str
@@ -55,7 +55,7 @@ class Column:
     width: int = 0
 
 
-def columns_for(rows: Sequence[Listed], width: int, grouped: bool) -> list[Column]:
+def columns_for(rows: Sequence[Listed], width: int, grouped: bool) -> list[ListColumn]:
     """Return the columns of a page, as wide as the rows need; all parts of a page share them."""
     wide = width >= WIDE
     fixed = [ROLLOUT, REWARD]
@@ -70,7 +70,7 @@ def columns_for(rows: Sequence[Listed], width: int, grouped: bool) -> list[Colum
     return [*sized, replace(ERRORS, width=errors), replace(PATH, width=rest - errors - GAP)]
 
 
-def _natural(column: Column, rows: Sequence[Listed]) -> int:
+def _natural(column: ListColumn, rows: Sequence[Listed]) -> int:
     return max(len(column.title), *(column.cell(one, None, MOST_ERRORS).cell_len for one in rows))
 
 
@@ -161,20 +161,20 @@ def _plain(value: Callable[[Listed], object]) -> Cell:
     return lambda one, _, __: Text(str(value(one)))
 
 
-ROLLOUT = Column("rollout", lambda one, _, __: Text(plain_text(one.row.trace_id), style="cyan"))
-REWARD = Column("reward", _reward)
-LATE = Column("late", _late, right=True)
-TURNS = Column("turns", _plain(lambda one: one.row.turns), right=True)
-TOKENS = Column("tokens", _plain(lambda one: f"{one.row.tokens:,}"), right=True)
-LENGTH = Column("length", _plain(lambda one: f"{one.row.length:,}"), right=True)
-VERSION = Column(
+ROLLOUT = ListColumn("rollout", lambda one, _, __: Text(plain_text(one.row.trace_id), style="cyan"))
+REWARD = ListColumn("reward", _reward)
+LATE = ListColumn("late", _late, right=True)
+TURNS = ListColumn("turns", _plain(lambda one: one.row.turns), right=True)
+TOKENS = ListColumn("tokens", _plain(lambda one: f"{one.row.tokens:,}"), right=True)
+LENGTH = ListColumn("length", _plain(lambda one: f"{one.row.length:,}"), right=True)
+VERSION = ListColumn(
     "version",
     _plain(lambda one: versions(one.row.oldest_version, one.row.newest_version)),
     right=True,
 )
-STEP = Column("step", _plain(lambda one: one.step or "-"), right=True)
-ERRORS = Column("errors", _errors)
-PATH = Column(
+STEP = ListColumn("step", _plain(lambda one: one.step or "-"), right=True)
+ERRORS = ListColumn("errors", _errors)
+PATH = ListColumn(
     "what it did",
     lambda _, trace, width: Text() if trace is None else path_of(trace, width),
 )
@@ -233,7 +233,7 @@ class ListPage:
         line.add_row(left, Text(f"{episode} · {trained(first)}"))
         return line
 
-    def _table(self, rows: Sequence[Listed], columns: Sequence[Column], header: bool) -> Table:
+    def _table(self, rows: Sequence[Listed], columns: Sequence[ListColumn], header: bool) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=header)
         table.header_style = "dim"
         for column in columns:
@@ -264,7 +264,7 @@ def question(trace: Trace) -> str:
     return one_line(asked[-1], LONGEST_QUESTION) if asked else ""
 
 
-def tally_line(tally: Tally, shown: int) -> Text:
+def tally_line(tally: RolloutTotals, shown: int) -> Text:
     """Format the number of matching rollouts, their mean reward and their success rate."""
     count = f"{shown:,} of {tally.count:,}" if shown < tally.count else f"{tally.count:,}"
     return Text.assemble(
@@ -273,7 +273,7 @@ def tally_line(tally: Tally, shown: int) -> Text:
     )
 
 
-def errors_line(tally: Tally) -> Text:
+def errors_line(tally: RolloutTotals) -> Text:
     """Format the most frequent kinds of error sites; empty if there are none."""
     kinds = list(tally.errors.items())
     named = [f"{plain_text(kind)} {count:,}" for kind, count in kinds[:ERROR_KINDS_SHOWN]]

@@ -59,7 +59,7 @@ Both = tuple[Listed, Trace]
 
 
 @dataclass(frozen=True)
-class Tally:
+class RolloutTotals:
     """Totals of the matching rollouts; `errors` counts sites by kind, most frequent first."""
 
     count: int = 0
@@ -68,7 +68,7 @@ class Tally:
     errors: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[Listed]) -> "Tally":
+    def of(cls, rows: Sequence[Listed]) -> "RolloutTotals":
         if not rows:
             return cls()
         errors = Counter(kind for one in rows for kind in one.row.error_kinds)
@@ -85,7 +85,7 @@ class Listing:
     """The rollouts to show, and the totals of all matching ones."""
 
     shown: list[Listed]
-    tally: Tally
+    tally: RolloutTotals
 
     @property
     def hidden(self) -> int:
@@ -127,7 +127,7 @@ def listing(rows: Sequence[Listed], sort: SortKey, reverse: bool, limit: int) ->
     """
     ordered = sorted(rows, key=lambda one: (one.row.group_id, one.row.sample))
     ordered.sort(key=KEYS[sort], reverse=reverse)
-    return Listing(ordered[: limit or None], Tally.of(rows))
+    return Listing(ordered[: limit or None], RolloutTotals.of(rows))
 
 
 KEYS: dict[SortKey, Callable[[Listed], float]] = {
@@ -154,14 +154,14 @@ class Acted:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ListedConversation:
     """The messages before the first action, and the actions in order."""
 
     opening: list[Message]
     turns: list[Acted]
 
 
-def acted(trace: Trace) -> Conversation:
+def acted(trace: Trace) -> ListedConversation:
     """Divide a rollout's messages; a prompt may hold assistant messages that were not sampled."""
     messages = trace.messages
     places = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -174,7 +174,7 @@ def acted(trace: Trace) -> Conversation:
     for number, turn in enumerate(trace.turns):
         message, answers = next(spoken, (None, []))
         found.append(Acted(number, turn, message, answers))
-    return Conversation(messages[: own[0]] if own else list(messages), found)
+    return ListedConversation(messages[: own[0]] if own else list(messages), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Paired:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ListedRollout:
     """One rollout. `group` holds all rollouts of its prompt, including itself.
 
     `answer` is the verified answer, None if the task is not available. `hints` are those that the

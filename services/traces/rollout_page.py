@@ -15,7 +15,7 @@ from composer_mesh.rollouts.pairs import TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.traces.list_page import MARKS, trained, versions
-from composer_mesh.services.traces.listing import Acted, Paired, Rollout, acted
+from composer_mesh.services.traces.listing import Acted, ListedRollout, Paired, acted
 from composer_mesh.services.traces.text import (
     GUTTER,
     QuotedText,
@@ -38,7 +38,7 @@ ROLES = {"user": "green", "system": "blue", "tool": "yellow", "policy": "cyan"}
 class RolloutPage:
     """The rollout page; `full` shows long texts completely."""
 
-    rollout: Rollout
+    rollout: ListedRollout
     full: bool = False
 
     def draw(self) -> RenderableType:
@@ -135,7 +135,7 @@ def outcome_text(paired: Paired) -> str:
     return paired.state if paired.step is None else f"{paired.state} in step {paired.step}"
 
 
-def asked_line(rollout: Rollout) -> Text:
+def asked_line(rollout: ListedRollout) -> Text:
     """Format the outcomes of the teacher queries about the group; empty if there were none."""
     outcomes = rollout.asked.get("outcomes")
     if not isinstance(outcomes, dict) or not outcomes:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.mesh.untrusted_json import short_reason
-from composer_mesh.rollouts.hint_sources import Hint, HintCounts, HintSources, Place, Written
+from composer_mesh.rollouts.hint_sources import Hint, HintCounts, HintSources, Place, WrittenHint
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.pairs import pair_from_json
 from composer_mesh.rollouts.traces import Trace
@@ -28,7 +28,7 @@ from composer_mesh.services.directory.claim import own_content
 from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import damaged, object_row, stored_pair
-from composer_mesh.services.traces.listing import Listed, Paired, Rollout
+from composer_mesh.services.traces.listing import Listed, ListedRollout, Paired
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -64,7 +64,7 @@ def hints_of(
     group: Sequence[Trace],
     config: HintsConfig,
     answer: str | None,
-    written: Mapping[Place, Written],
+    written: Mapping[Place, WrittenHint],
     tokens: Callable[[str], int],
 ) -> tuple[list[Hint], list[str]]:
     """Return the first hint of each turn that gets one, and notes about turns without one.
@@ -100,7 +100,9 @@ CONFIG_FILE = "config.toml"
 DROPPED = "dropped by a filter"
 
 
-def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | None) -> Rollout:
+def whole_rollout(
+    reader: RunReader, run: Path, one: Listed, config: Config | None
+) -> ListedRollout:
     """Return the rollout of a row; raise DamagedRecord if its group cannot be read."""
     group = reader.traces(one.row.group_id)
     trace = next((trace for trace in group if trace.trace_id == one.row.trace_id), None)
@@ -124,7 +126,7 @@ def whole_rollout(reader: RunReader, run: Path, one: Listed, config: Config | No
                 "than it was used"
             )
     asked = _asked(reader, one.row.group_id)
-    return Rollout(
+    return ListedRollout(
         one,
         trace,
         group,
@@ -142,7 +144,7 @@ def own_tokenizer(run: Path, policy: Path | None) -> Path | None:
     return tokenizer_folder(run, policy) if own_content(run / CONFIG_FILE) else None
 
 
-def _written(reader: RunReader, group_id: int) -> dict[Place, Written]:
+def _written(reader: RunReader, group_id: int) -> dict[Place, WrittenHint]:
     """Return the hint writer's texts for a group."""
     body = reader.hint_writer_output(group_id)
     try:

@@ -25,13 +25,13 @@ from typing import Any, Protocol, TypeVar
 
 from composer_mesh.actors.checkpoints.folder import (
     Checkpoint,
+    CheckpointDraft,
     CheckpointFailed,
-    Draft,
     folder_of,
     newest_whole,
     prune,
 )
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait, in_thread, together
@@ -52,15 +52,15 @@ class CheckpointWrites:
     def __init__(
         self,
         config: Config,
-        ranks: "Ranks",
-        teachers: "Teachers | None",
+        ranks: "CheckpointedRanks",
+        teachers: "CheckpointedTeachers | None",
         root: Path,
         record: Recorder,
         resumed_from: Checkpoint | None,
     ) -> None:
         self._config, self._ranks, self._teachers = config, ranks, teachers
         self._root, self._record = root, record
-        self._draft: Draft | None = None
+        self._draft: CheckpointDraft | None = None
         self._failures = 0
         self.newest = resumed_from
 
@@ -81,7 +81,7 @@ class CheckpointWrites:
         """Start the checkpoint of a step. Waits until its state is copied."""
         self._draft = None
         try:
-            draft = Draft(self._root.absolute(), step)
+            draft = CheckpointDraft(self._root.absolute(), step)
         except OSError as error:
             self._failed(step, error)
             return
@@ -108,7 +108,7 @@ class CheckpointWrites:
             with self._told(step):
                 await self._teachers.keep(step)
 
-    async def _write_average(self, draft: Draft) -> list[Written]:
+    async def _write_average(self, draft: CheckpointDraft) -> list[WrittenFile]:
         if self._teachers is not None:
             with self._told(draft.step):
                 return await self._teachers.write(draft.folder)
@@ -123,7 +123,7 @@ class CheckpointWrites:
             detail = f"step {step}'s checkpoint is without the SDPO teachers' average: {lost}"
             self._record("average_not_kept", "", detail)
 
-    async def _commit(self, draft: Draft, files: list[Written]) -> None:
+    async def _commit(self, draft: CheckpointDraft, files: list[WrittenFile]) -> None:
         """Commit in a thread, which cannot be stopped, so cancellation waits for it too."""
         work = asyncio.ensure_future(asyncio.to_thread(self._committed, draft, files))
         try:
@@ -134,7 +134,7 @@ class CheckpointWrites:
                 self._draft, self._failures, self.newest = None, 0, work.result()
                 self._record("checkpoint", "trainer", str(folder_of(self._root, draft.step)))
 
-    def _committed(self, draft: Draft, files: list[Written]) -> Checkpoint:
+    def _committed(self, draft: CheckpointDraft, files: list[WrittenFile]) -> Checkpoint:
         checkpoint, trainer = draft.commit(files), self._config.trainer
         last = draft.step == self._config.run.steps
         prune(self._root, trainer.checkpoints_kept + last, trainer.checkpoint_keep_every)
@@ -172,12 +172,12 @@ Called in a thread. Raises, which ends the run, if a step cannot be rebuilt.
 """
 
 
-class Ranks(Protocol):
+class CheckpointedRanks(Protocol):
     """The trainer's processes, implemented by `TrainerRanks`."""
 
     async def save(self, draft: Path, export: bool) -> None: ...
 
-    async def saved(self) -> list[Written]: ...
+    async def saved(self) -> list[WrittenFile]: ...
 
     async def restart_from(self, checkpoint: Path | None) -> int: ...
 
@@ -192,7 +192,7 @@ class Ranks(Protocol):
     def names(self) -> list[str]: ...
 
 
-class Step(Protocol):
+class StepAttempt(Protocol):
     """One attempt at an optimizer step, implemented by `MeshTraining`.
 
     Trains version v+1 on the batch of version v, and refuses the batch of any other version.
@@ -204,7 +204,7 @@ class Step(Protocol):
     async def train(self, batch: StepBatch, teacher_outputs: bool | None = None) -> Metrics: ...
 
 
-class Teachers(Protocol):
+class CheckpointedTeachers(Protocol):
     """SDPO teachers in separate processes, as checkpoints and a trainer restart need them.
 
     One of them copies and writes their moving average: `keep` and `write` raise `AverageLost`.
@@ -221,7 +221,7 @@ class Teachers(Protocol):
 
     async def keep(self, version: int) -> None: ...
 
-    async def write(self, draft: Path) -> list[Written]: ...
+    async def write(self, draft: Path) -> list[WrittenFile]: ...
 
 
 Mend = Callable[[], Coroutine[Any, Any, None]]

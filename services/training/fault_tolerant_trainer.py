@@ -34,11 +34,11 @@ from composer_mesh.services.steps.logprob_mismatch import Differences, Metrics, 
 from composer_mesh.services.steps.ports import MayTrain, WeightSync
 from composer_mesh.services.training.checkpoint_writes import (
     Attempts,
+    CheckpointedRanks,
+    CheckpointedTeachers,
     CheckpointWrites,
     Earlier,
-    Ranks,
-    Step,
-    Teachers,
+    StepAttempt,
 )
 
 T = TypeVar("T")
@@ -53,10 +53,10 @@ class FaultTolerantTrainer:
     def __init__(
         self,
         config: Config,
-        ranks: Ranks,
-        step: Step,
+        ranks: CheckpointedRanks,
+        step: StepAttempt,
         weights: WeightSync,
-        teachers: Teachers | None,
+        teachers: CheckpointedTeachers | None,
         root: Path,
         record: Recorder,
         earlier: Earlier,

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Division, Meeting
 from composer_mesh.actors.trainer import TrainerActor
@@ -240,7 +240,7 @@ class TrainerRanks(RankProcesses):
         """Start writing a checkpoint to an absolute path. Waits until all states are copied."""
         await self.on_all("save", draft, export)
 
-    async def saved(self) -> list[Written]:
+    async def saved(self) -> list[WrittenFile]:
         """Return the files of the started checkpoint. Waits until all ranks have written theirs."""
         written = await self.on_all("saved", deadline_s=WRITE_DEADLINE_S)
         return [one for files in written for one in files]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.trainer import TrainReply
 from composer_mesh.configs.schema import Config
@@ -223,12 +223,12 @@ class RestoredTeachers:
             why = f"{teacher.name} is at version {found} but the trainer at {version}"
         raise AverageLost(why)
 
-    async def write(self, draft: Path) -> list[Written]:
+    async def write(self, draft: Path) -> list[WrittenFile]:
         """Have the teacher write its copy. Waits until it is on disk; raises `AverageLost`."""
         if self._keeper is None:
             return []
         try:
-            files: list[Written] = await self._keeper.call(
+            files: list[WrittenFile] = await self._keeper.call(
                 "write", draft, deadline_s=WRITE_DEADLINE_S
             )
         except MeshError as error:

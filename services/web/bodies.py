@@ -23,7 +23,7 @@ from composer_mesh.services.web.errors import (
     TOO_MANY,
     UNAVAILABLE,
     UNSUPPORTED,
-    Refused,
+    RequestRefused,
 )
 
 INLINE_BYTES = 256 * 1024
@@ -52,7 +52,7 @@ class Bodies:
         `most` is its largest size, where that is not the largest of all.
         """
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refused(UNSUPPORTED, "the body is compressed: send it as it is")
+            raise RequestRefused(UNSUPPORTED, "the body is compressed: send it as it is")
         with self.budget.held_by(client) as hold:
             yield await self._whole(request, hold, most or self.most)
 
@@ -79,20 +79,20 @@ class Bodies:
         try:
             async for piece in request.stream():
                 if len(found) + len(piece) > most:
-                    raise Refused(TOO_LARGE, f"the body is above {most:,} bytes: send less")
+                    raise RequestRefused(TOO_LARGE, f"the body is above {most:,} bytes: send less")
                 hold(len(piece))
                 found += piece
         except BudgetSpent as spent:
-            raise Refused(TOO_MANY if spent.own else UNAVAILABLE, str(spent)) from None
+            raise RequestRefused(TOO_MANY if spent.own else UNAVAILABLE, str(spent)) from None
         if (values := found.count(b",")) > self._values:
-            raise Refused(
+            raise RequestRefused(
                 TOO_LARGE, f"the body has {values:,} values, above {self._values:,}: send less"
             )
         return bytes(found)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, RequestRefused)
     return JSONResponse({"detail": error.text}, error.status)
 
 
@@ -107,7 +107,7 @@ async def _gone(_: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[Any, Any] = {
-    Refused: _refused,
+    RequestRefused: _refused,
     HTTPException: _http_error,
     ClientDisconnect: _gone,
 }

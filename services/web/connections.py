@@ -40,7 +40,7 @@ FREE_CHUNKS, MEAN_CHUNK = 1000, 64
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Bounds of one server process. `head_s` and `body_s` bound the arrival of one request.
 
     `sending_s` is how long a peer may take nothing of what is sent to it.
@@ -87,7 +87,7 @@ UserAt = Callable[[Any, Any, int], int | None]
 class Connections:
     """The open connections of one server process, within its limits."""
 
-    def __init__(self, limits: Limits, user: UserAt = user_at) -> None:
+    def __init__(self, limits: ServerLimits, user: UserAt = user_at) -> None:
         self.limits, self._user = limits, user
         self._open: set[asyncio.BaseTransport] = set()
         self._idle: dict[HttpConnection, None] = {}

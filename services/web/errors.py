@@ -9,7 +9,7 @@ BAD_REQUEST, UNAUTHORIZED, NOT_FOUND, GONE = 400, 401, 404, 410
 TOO_LARGE, UNSUPPORTED, TOO_MANY, UNAVAILABLE = 413, 415, 429, 503
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not accepted: an HTTP status, and a text with value, bound and repair."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -20,11 +20,13 @@ class Refused(Exception):
         return self.text
 
 
-def bad(text: str) -> Refused:
+def bad(text: str) -> RequestRefused:
     """Return the error for a request that its sender has to change."""
-    return Refused(BAD_REQUEST, text)
+    return RequestRefused(BAD_REQUEST, text)
 
 
-def unknown(kind: str, name: str) -> Refused:
+def unknown(kind: str, name: str) -> RequestRefused:
     """Return the error for what this client does not have; others' is as unknown as no one's."""
-    return Refused(NOT_FOUND, f"there is no {kind} {name[:120]!r} of yours here: create it first")
+    return RequestRefused(
+        NOT_FOUND, f"there is no {kind} {name[:120]!r} of yours here: create it first"
+    )

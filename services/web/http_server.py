@@ -16,8 +16,8 @@ from composer_mesh.mesh.json_server import ByteBudget
 from composer_mesh.services.web.connections import (
     Connections,
     HttpConnection,
-    Limits,
     ServerConfig,
+    ServerLimits,
 )
 from composer_mesh.services.web.options import ServeRefused
 
@@ -59,7 +59,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def http_config(
     app: Any,
     closing_s: int,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     bodies: ByteBudget | None = None,
     **settings: Any,
 ) -> ServerConfig:
@@ -80,7 +80,7 @@ def http_config(
         "backlog": ACCEPTED_AT_ONCE,
     }
     config = ServerConfig(app, timeout_graceful_shutdown=closing_s, **(shared | settings))
-    config.connections = Connections(limits or Limits())
+    config.connections = Connections(limits or ServerLimits())
     config.messages = bodies or ByteBudget(0, 0)
     return config
 

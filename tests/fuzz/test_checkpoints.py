@@ -12,7 +12,7 @@ import torch
 from broken_files import Breaker, watched
 
 from composer_mesh.actors.checkpoints.folder import (
-    Draft,
+    CheckpointDraft,
     UnreadableCheckpoint,
     newest_whole,
 )
@@ -47,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     figures = {"taid": {"t": 0.4}, "trained": ["a", "b"]}
     writer = CheckpointWriter(Ranks(), None)
     writer.copy(TrainingState(3, tensors, figures, [random_states(CPU)]))
-    draft = Draft(root, 3)
+    draft = CheckpointDraft(root, 3)
     files = [*writer.write(draft.folder, export=False), *write_average(draft.folder, WEIGHT)]
     draft.commit(files)
     return root

@@ -21,7 +21,7 @@ from hostile_models import HostileModels, forked
 from model_families import family_folder
 
 from composer_mesh.actors.models.policy import build_tokenizer, frame
-from composer_mesh.actors.models.template_process import Limits
+from composer_mesh.actors.models.template_process import TemplateLimits
 from composer_mesh.actors.models.template_program import main
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits
@@ -70,7 +70,7 @@ def checked(folder: Path) -> str:
 def _program(folder: Path, request: bytes, pipe: int) -> None:
     _as_a_program()
     with os.fdopen(pipe, "wb") as answers:
-        main(folder, asdict(Limits()), io.BytesIO(request), answers)
+        main(folder, asdict(TemplateLimits()), io.BytesIO(request), answers)
     os._exit(0)
 
 

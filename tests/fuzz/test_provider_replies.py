@@ -24,7 +24,7 @@ from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,
-    Retries,
+    RetryDelays,
     TeacherEndpoint,
     Timeouts,
 )
@@ -32,7 +32,7 @@ from composer_mesh.actors.provider.errors import ProviderError, ProviderMalforme
 from composer_mesh.actors.provider.http_transport import RefusedReply, bounded_body
 from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import routing_of
-from composer_mesh.actors.provider.reply import NoResponse, Reply, read_reply
+from composer_mesh.actors.provider.reply import NoResponse, ProviderReply, read_reply
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.hints import one_line_hint
@@ -104,14 +104,14 @@ class Asking:
     async def read(self, seed: int) -> None:
         """Read a reply as the client does, without its connections, limits and retries."""
         sent = HostileReplies(seed, "read").completion()
-        reply: Reply | NoResponse
+        reply: ProviderReply | NoResponse
         try:
             raw = await bounded_body(sent)
         except (RefusedReply, httpx.ReadError) as error:
             reply = NoResponse(ProviderMalformed("t", str(error)), sent=True)
         else:
             headers = {name.lower(): text for name, text in sent.headers.items()}
-            reply = Reply(sent.status_code, headers, raw, "asked-0", Secret(KEY))
+            reply = ProviderReply(sent.status_code, headers, raw, "asked-0", Secret(KEY))
         reading = read_reply(replace(TEACHER, prices=PRICED), reply, "call_0")
         assert reading.charge is None or 0 <= reading.charge <= LARGEST_CHARGE
         if isinstance(reading.outcome, ProviderError):
@@ -130,7 +130,7 @@ class Asking:
     def _new_client(self) -> ProviderClient:
         return ProviderClient(
             Timeouts(total_s=60.0),
-            Retries(attempts=2),
+            RetryDelays(attempts=2),
             BreakerRules(failures=10**9),
             environ={"KEY": KEY},
             transport=httpx.MockTransport(self._reply),

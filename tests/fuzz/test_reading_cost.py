@@ -21,7 +21,7 @@ import pytest
 from composer_mesh.actors.mcp_servers.stdio import clean
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.keys import Secret
-from composer_mesh.actors.provider.reply import Reply, read_reply
+from composer_mesh.actors.provider.reply import ProviderReply, read_reply
 from composer_mesh.actors.rollout_workers.openai_chat import ChatRequest, CompletionRequest
 from composer_mesh.actors.rollout_workers.openai_wire import read_as
 from composer_mesh.configs.load import TomlRefused, parse_toml
@@ -30,10 +30,10 @@ from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask
 from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, read_patch
-from composer_mesh.plugins.openenv.server.validation import Refused as FrameRefused
+from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused as FrameRefused
 from composer_mesh.plugins.openenv.server.validation import client_frame
 from composer_mesh.plugins.task_packages.reasoning_gym import last_answer
-from composer_mesh.plugins.tinker.server.requests import Sample, parsed
+from composer_mesh.plugins.tinker.server.requests import SampleRequest, parsed
 from composer_mesh.rollouts.agent_messages import message_keys, stopped_key
 from composer_mesh.rollouts.call_formats.choosing import KNOWN
 from composer_mesh.rollouts.call_formats.port import CallFormat
@@ -44,7 +44,7 @@ from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.near_duplicates import shingles
 from composer_mesh.rollouts.pair_filters import action_content, special_ratio, word_count
 from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
-from composer_mesh.services.web.errors import Refused
+from composer_mesh.services.web.errors import RequestRefused
 from composer_mesh.tasks.judges import json_in
 
 LONGEST = 1 << 17
@@ -145,7 +145,7 @@ def calls_in(one: CallFormat, text: str) -> None:
 def provider(text: str) -> None:
     message = {"choices": [{"message": {"content": text, "role": "assistant"}}]}
     for raw in (text.encode(), json.dumps(message).encode()):
-        read_reply(TEACHER, Reply(200, {}, raw, "id", Secret("sk-secret-0123456789")), "c")
+        read_reply(TEACHER, ProviderReply(200, {}, raw, "id", Secret("sk-secret-0123456789")), "c")
 
 
 def agent_message(text: str) -> None:
@@ -159,7 +159,7 @@ def requests(text: str) -> None:
             read_as(kind, text.encode())
     with contextlib.suppress(FrameRefused):
         client_frame(text)
-    parsed(Sample, text.encode())
+    parsed(SampleRequest, text.encode())
 
 
 def patched(text: str) -> None:
@@ -203,7 +203,7 @@ READERS = [
     Reader("mcp", lambda text: clean(text, 1000)),
     Reader("json", parsed_json, ('{"a":', "[1,"), refuses=(ValueError,)),
     Reader("provider", provider, ('{"a":',)),
-    Reader("requests", requests, (), ('{"prompt":[', '{"messages":[', '{"'), (Refused,)),
+    Reader("requests", requests, (), ('{"prompt":[', '{"messages":[', '{"'), (RequestRefused,)),
     Reader("patch", patched, HUNKS, ("--- a/f\n+++ b/f\n",), (PatchFailed,)),
     Reader("deleted-lines", deleted, ("a\n",)),
     Reader("patched-lines", repeated_lines, ("a\n",), (), (PatchFailed,)),

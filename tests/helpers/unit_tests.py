@@ -156,13 +156,13 @@ def build_model(build_config: BuildConfig, tokenizer: Any) -> BuildModel:
 @pytest.fixture
 def make(build_config: BuildConfig, build_model: BuildModel) -> Callable[..., Any]:
     """A model by seed and its step, configured by sections, at a rate that can be seen."""
-    from composer_mesh.actors.learning.step import ThreeChannelStep
+    from composer_mesh.actors.learning.step import OptimizerStep
 
     def build(seed: int = 1, *, reference: int | None = 1, **sections: Any) -> Any:
         sections["trainer"] = {"lr": 1e-2, **sections.get("trainer", {})}
         model, config = build_model(seed), build_config(**sections)
         frozen = None if reference is None else build_model(reference).requires_grad_(False)
-        return model, ThreeChannelStep(model, frozen, config)
+        return model, OptimizerStep(model, frozen, config)
 
     return build
 

@@ -10,7 +10,7 @@ from placed_actors import PlacedActor
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.mesh.process_resources import share_env
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.planning.memory import MODEL_PROCESS, Training, in_gb, total, training_parts
+from composer_mesh.planning.memory import MODEL_PROCESS, RankTraining, in_gb, total, training_parts
 from composer_mesh.planning.model_sizes import parameter_count
 
 SIZES: dict[str, Any] = {
@@ -42,7 +42,7 @@ async def test_a_training_step_takes_no_more_memory_than_is_estimated_and_not_mu
     actor = await host.spawn("placed", PlacedActor, env=share_env(1))
     tokens, sizes = 2048, ModelSizes.model_validate(SIZES)
     taken = await actor.call("trained", SIZES, tokens, 512)
-    how = Training(ranks=1, tokens=tokens, trainable=parameter_count(sizes))
+    how = RankTraining(ranks=1, tokens=tokens, trainable=parameter_count(sizes))
     parts = training_parts(sizes, how)
     estimate = MODEL_PROCESS + total(parts)
     assert taken <= estimate <= 1.5 * taken, f"{in_gb(estimate)} GB, took {in_gb(taken)}"

@@ -25,7 +25,7 @@ from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services import service
-from composer_mesh.services.episodes.rollout import Retries, Rollouts
+from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.service import Service
 from composer_mesh.tasks.loading import make_task
@@ -138,7 +138,9 @@ async def played(
     pool.on_change(follow)
     follow()
     expert = Expert(task, PeerEnvironments(peers, 60.0), pool, kills)
-    retries = Retries(SupervisionConfig(), lambda _: None, lambda kind, *_, **__: told.append(kind))
+    retries = EpisodeRetries(
+        SupervisionConfig(), lambda _: None, lambda kind, *_, **__: told.append(kind)
+    )
     chat: Any = Letters()
     rollouts = Rollouts(Player(EpisodePlayer(expert, expert, chat)), retries)
     traces = [

@@ -22,7 +22,7 @@ from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.mesh.sandboxes.launchers import find_launcher
 from composer_mesh.mesh.sandboxes.probes import (
     ATTACKS,
-    Finding,
+    ProbeFinding,
     open_sandbox,
     probed,
     refuse_leaks,
@@ -134,11 +134,11 @@ def test_the_probes_find_the_holes_of_a_box_that_has_them(leaks: dict[str, str])
         *("terminal_input", "control_groups"),
     }
     with pytest.raises(UnusableTask, match="do not hold") as refused:
-        refuse_leaks([Finding(name, got) for name, got in leaks.items()])
+        refuse_leaks([ProbeFinding(name, got) for name, got in leaks.items()])
     assert "tcp_to_host" in str(refused.value)
 
 
 def test_what_bounds_nothing_without_a_control_group_is_said_and_not_refused() -> None:
-    finding = Finding("memory_of_all_processes", "400 MiB", needed=False)
+    finding = ProbeFinding("memory_of_all_processes", "400 MiB", needed=False)
     refuse_leaks([finding])
     assert "not bounded" in str(finding)

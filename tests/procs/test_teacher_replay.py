@@ -25,7 +25,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.consensus import Outcome, decide
+from composer_mesh.rollouts.consensus import VoteOutcome, decide
 from composer_mesh.rollouts.money import Prices, dollars, nano
 from composer_mesh.rollouts.pairs import (
     FailureKind,
@@ -86,7 +86,7 @@ async def test_three_teachers_answer_and_a_wrong_student_makes_a_pair(run: Any) 
         assert {answer.action_text for answer in answers} == {TASK.expert(asked.messages)}
         student = StudentState(asked, "t", 0, "Answer: -1", [1], [2], 0)
         decision = decide(student, answers, threshold=2)
-        assert decision.outcome is Outcome.PAIR
+        assert decision.outcome is VoteOutcome.PAIR
         assert decision.pair is not None
         assert decision.pair.chosen_text == TASK.expert(asked.messages)
     counts = [about["replies"] for about in await pool.fanout("describe")]

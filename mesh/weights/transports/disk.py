@@ -25,7 +25,7 @@ from composer_mesh.mesh.weights.transports.port import (
     MARK_BYTES,
     NO_VERSION,
     SLOTS,
-    Shape,
+    PartShape,
     TransportReceiver,
 )
 
@@ -44,7 +44,7 @@ class DiskOffer:
 class DiskSender:
     """Two buffers, and a private folder with their newest files."""
 
-    def __init__(self, shape: Shape, folder: Path | None) -> None:
+    def __init__(self, shape: PartShape, folder: Path | None) -> None:
         self._shape = shape
         self._memories = [torch.zeros(shape.layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         if folder is not None:
@@ -78,11 +78,11 @@ class DiskSender:
 class DiskReceiver(TransportReceiver):
     """Reads files; caches nothing."""
 
-    async def fetch(self, offer: DiskOffer, shape: Shape, memory: Tensor) -> None:
+    async def fetch(self, offer: DiskOffer, shape: PartShape, memory: Tensor) -> None:
         await asyncio.to_thread(_load, offer.file, shape, memory)
 
 
-def _load(file: Path, shape: Shape, memory: Tensor) -> None:
+def _load(file: Path, shape: PartShape, memory: Tensor) -> None:
     if not file.parent.exists():
         raise PublisherGone("disk", str(file.parent))
     try:

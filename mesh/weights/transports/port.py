@@ -17,18 +17,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from composer_mesh.mesh.weights.manifest import Layout, Piece, TornWeights, WeightManifest
+from composer_mesh.mesh.weights.manifest import Piece, PieceLayout, TornWeights, WeightManifest
 
 SLOTS = 2
 """Buffers of a publisher: one is read while the other is written."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class PartShape:
     """Contents of one part: its tensors, their layout, and its rank."""
 
     manifest: WeightManifest
-    layout: Layout
+    layout: PieceLayout
     rank: int
 
     def views(self, memory: Tensor) -> Iterator[tuple[str, Piece, Tensor]]:
@@ -53,7 +53,7 @@ class TransportSender(Protocol):
 class TransportReceiver(Protocol):
     """The receiver's side of one transport."""
 
-    async def fetch(self, offer: Any, shape: Shape, memory: Tensor) -> None:
+    async def fetch(self, offer: Any, shape: PartShape, memory: Tensor) -> None:
         """Fetch a part into memory, uint8 [nbytes]. Its front stamp is read after all the rest."""
 
     def keep(self, offers: list[Any]) -> None:

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
-from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape, TransportReceiver
+from composer_mesh.mesh.weights.transports.port import (
+    MARK_BYTES,
+    SLOTS,
+    PartShape,
+    TransportReceiver,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class RdmaSender:
 class RdmaReceiver(TransportReceiver):
     """Reads registered memory; caches nothing."""
 
-    async def fetch(self, offer: RdmaOffer, _shape: Shape, memory: Tensor) -> None:
+    async def fetch(self, offer: RdmaOffer, _shape: PartShape, memory: Tensor) -> None:
         await read(offer.whole, memory)
         front = await read(offer.front)
         memory[:MARK_BYTES].copy_(front[:MARK_BYTES])

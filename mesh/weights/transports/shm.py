@@ -21,7 +21,7 @@ from torch import Tensor
 
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.weights.manifest import PublisherGone, TransportUnavailable
-from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape
+from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, PartShape
 
 NAME = "composer-mesh-weights"
 ELSEWHERE = "set weights.transport to rdma"
@@ -106,7 +106,7 @@ class ShmReceiver:
     def __init__(self) -> None:
         self._mapped: dict[SharedFile, Tensor] = {}
 
-    async def fetch(self, offer: ShmOffer, _shape: Shape, memory: Tensor) -> None:
+    async def fetch(self, offer: ShmOffer, _shape: PartShape, memory: Tensor) -> None:
         if offer.file not in self._mapped:
             self._mapped[offer.file] = _map(offer.file)
         source = self._mapped[offer.file][offer.offset : offer.offset + memory.numel()]

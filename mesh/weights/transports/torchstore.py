@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.weights.manifest import TransportUnavailable
-from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, Shape
+from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, PartShape
 
 CHUNK_BYTES = 16 << 20
 """Bytes per key: torchstore sends a key as one message, of which several copies are made."""
@@ -106,7 +106,7 @@ class TorchstoreReceiver:
         require()
         self._clients: dict[bytes, Any] = {}
 
-    async def fetch(self, offer: TorchstoreOffer, _shape: Shape, memory: Tensor) -> None:
+    async def fetch(self, offer: TorchstoreOffer, _shape: PartShape, memory: Tensor) -> None:
         client = self._client(offer.store)
         for key, chunk in _chunks(offer.slot, memory):
             await client.get(key, chunk)

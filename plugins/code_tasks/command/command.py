@@ -26,7 +26,7 @@ from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.rollouts.tasks import Episode, Outcome
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Split
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.sandbox import Sandbox, SandboxError
@@ -125,7 +125,7 @@ async def played(task: CodeTask, split: Split, row: Row, actions: Sequence[str])
 
 
 async def _played_once(task: CodeTask, split: Split, row: Row, actions: Sequence[str]) -> Outcome:
-    episode = RunningEpisode(task, Episode(task.name, split, 0, row), Calls())
+    episode = RunningEpisode(task, Episode(task.name, split, 0, row), TaskCalls())
     try:
         await episode.begin()
         for action in actions:

@@ -20,7 +20,7 @@ LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2048 * MIB)
 
 
 @dataclass(frozen=True)
-class Copies:
+class ModuleCopies:
     """Where modules are that a box imports without a tree, and where copies of bodies are.
 
     Those in the standard library, which each box has, are `library`.
@@ -44,7 +44,7 @@ async def copies_in_boxes(
     modules: Iterable[str],
     bodies: Iterable[str],
     fewest: int = FEWEST_LINES,
-) -> Copies:
+) -> ModuleCopies:
     """Return what a box has of modules and bodies; shorter bodies are not looked for.
 
     Waits for a box; raises SandboxError where that fails.
@@ -60,7 +60,7 @@ async def copies_in_boxes(
         said = decoded(box.result.stderr)[-300:].strip()
         raise SandboxError(f"a box could not be looked through ({box.result.ended}): {said}")
     copies = box.report.of("copy")
-    return Copies(
+    return ModuleCopies(
         {str(line["module"]): str(line["place"]) for line in box.report.of("module")},
         {str(line["body"]): str(line["place"]) for line in copies if not line["library"]},
         {str(line["body"]): str(line["place"]) for line in copies if line["library"]},

@@ -24,7 +24,7 @@ MOST_LINES = 200_000
 
 
 @dataclass(frozen=True)
-class Report:
+class TestReport:
     """The lines of a program in order. `faults` names what an honest program never does."""
 
     lines: tuple[Mapping[str, Any], ...] = ()
@@ -36,7 +36,7 @@ class Report:
         return [line for line in self.lines if line["kind"] == kind]
 
 
-def read_report(stdout: bytes, mark: str, cut: bool = False) -> Report:
+def read_report(stdout: bytes, mark: str, cut: bool = False) -> TestReport:
     """Return the lines with the mark, up to the first that is out of order."""
     lines: list[Mapping[str, Any]] = []
     faults = {"output_cut"} if cut else set[str]()
@@ -56,7 +56,7 @@ def read_report(stdout: bytes, mark: str, cut: bool = False) -> Report:
         faults.add("early_exit")
     elif end.get("lines") != len(lines) - 1:
         faults.add("out_of_order")
-    return Report(tuple(lines), end, frozenset(faults))
+    return TestReport(tuple(lines), end, frozenset(faults))
 
 
 def _parsed(raw: bytes) -> Mapping[str, Any] | None:
@@ -88,7 +88,7 @@ UNSEEDED = Start(ARGV)
 class BoxReport:
     """What a program reported from a box, and how the box ended."""
 
-    report: Report
+    report: TestReport
     result: CommandResult
     flags: Mapping[str, int] = field(default_factory=dict)
 
@@ -161,7 +161,7 @@ async def run_tests(
     return TestResults(outcomes, failures, collection, box)
 
 
-def _flags(report: Report, result: CommandResult) -> dict[str, int]:
+def _flags(report: TestReport, result: CommandResult) -> dict[str, int]:
     """Return what a run says of itself, and what its end does, by kind."""
     flags: Counter[str] = Counter()
     if (limit := LIMIT_FLAGS.get(result.ended)) is not None:

@@ -134,7 +134,7 @@ def fingerprint(body: Sequence[ast.stmt]) -> str:
     return NAMES.sub(numbered, ast.dump(ast.Module(list(body), type_ignores=[])))
 
 
-class Copies:
+class BodyCounts:
     """Counts how often a body stands in a tree: as code of any names, and as text."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:

@@ -36,7 +36,7 @@ from composer_mesh.plugins.code_tasks.judge.copies import copies_in_boxes
 from composer_mesh.plugins.code_tasks.making.features import Features, chosen
 from composer_mesh.plugins.code_tasks.making.functions import (
     FEWEST_LINES,
-    Copies,
+    BodyCounts,
     Function,
     functions_in,
 )
@@ -231,7 +231,7 @@ async def made_of(
         package = await _renamed(sandbox, package, limits)
     functions, makers = _functions(package)
     survey = await survey_of(sandbox, package, functions, makers, limits)
-    copies = Copies(package.files)
+    copies = BodyCounts(package.files)
     single = {n: one for n, one in enumerate(functions) if not copies.has_copy(one)}
     copied = await copies_in_boxes(sandbox, (), [one.body for one in single.values()], FEWEST_LINES)
     usable = {

@@ -29,7 +29,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import MeshError
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.traces import Trace, equal_rewards
-from composer_mesh.services.episodes.rollout import Retries
+from composer_mesh.services.episodes.rollout import EpisodeRetries
 from composer_mesh.services.schedule.groups import Groups
 from composer_mesh.services.schedule.step_builder import Group
 from composer_mesh.services.steps.advantages import compared_with_each_other
@@ -235,7 +235,7 @@ class SampleStream:
         self,
         config: Config,
         groups: Groups,
-        retries: Retries,
+        retries: EpisodeRetries,
         queues: SampleQueues,
         next_group: int = 0,
         restarts: Callable[[], int] = lambda: 0,

@@ -23,7 +23,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.replay_channel import ReplayChannel, answer_logprobs
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
 from composer_mesh.actors.learning.update_pass import answer_sequences
-from composer_mesh.actors.models.hidden_states import Rows
+from composer_mesh.actors.models.hidden_states import SelectedRows
 from composer_mesh.actors.models.language_model import (
     STATES,
     LanguageModel,
@@ -33,7 +33,7 @@ from composer_mesh.actors.models.language_model import (
 )
 from composer_mesh.actors.models.sharding import is_dtensor
 from composer_mesh.actors.teacher_outputs.messages import (
-    Head,
+    TeacherHead,
     TeacherOutput,
     make_teacher_output,
 )
@@ -42,7 +42,7 @@ from composer_mesh.channels.replay.configured_loss import figures_of
 from composer_mesh.channels.step import Term, own_weights, step_loss
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig
-from composer_mesh.plugins.frameworks.trl.parts import Part
+from composer_mesh.plugins.frameworks.trl.parts import ChannelPart
 from composer_mesh.rollouts.batches import PairSample
 
 Figures = dict[str, float]
@@ -131,7 +131,7 @@ class FurtherChannels:
         model: Any,
         hidden: Tensor,
         inputs: Inputs,
-        part: Part,
+        part: ChannelPart,
         channel: SdpoChannel,
         figures: Figures,
     ) -> Tensor:
@@ -159,7 +159,7 @@ class FurtherChannels:
         model: Any,
         hidden: Tensor,
         inputs: Inputs,
-        part: Part,
+        part: ChannelPart,
         channel: SdpoChannel,
         figures: Figures,
     ) -> Tensor:
@@ -179,7 +179,9 @@ class FurtherChannels:
         ]
         targets = torch.tensor([target for view in views for target in view.targets])
         own = torch.cat(states).to(student.weight.dtype)
-        rows = StudentRows(student, Rows.all(own), targets.to(hidden.device), self.sdpo.temperature)
+        rows = StudentRows(
+            student, SelectedRows.all(own), targets.to(hidden.device), self.sdpo.temperature
+        )
         output = self._teacher_output(model, rows, part)
         own_figures: Figures = defaultdict(float)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -189,13 +191,13 @@ class FurtherChannels:
         return loss
 
     @torch.no_grad()
-    def _teacher_output(self, model: Any, rows: StudentRows, part: Part) -> TeacherOutput:
+    def _teacher_output(self, model: Any, rows: StudentRows, part: ChannelPart) -> TeacherOutput:
         """Return what the configured teacher says to the views of a microbatch."""
         views = [view for views in part.rows for view in views]
         with self._teacher(model) as teacher:
             with evaluating(teacher), self._autocast():
                 states = hinted_states(teacher, views, UNBOUNDED, 1 if self._sharded else 0)
-            head = Head.of(LanguageModel(teacher))
+            head = TeacherHead.of(LanguageModel(teacher))
             states = states.to(head.weight.dtype)
             asked = self.sdpo.teacher_output == "topk" and self.sdpo.top_k_choice == "student"
             choice = rows.top_k(self.sdpo.top_k) if asked else None
@@ -205,7 +207,7 @@ class FurtherChannels:
     def _teacher(self, model: Any) -> AbstractContextManager[Any]:
         return self._reference() if self.sdpo.teacher == "frozen" else nullcontext(model)
 
-    def _prefer(self, model: Any, part: Part, figures: Figures) -> Tensor:
+    def _prefer(self, model: Any, part: ChannelPart, figures: Figures) -> Tensor:
         student = LanguageModel(model)
         if not part.pairs:  # another rank has some
             with self._autocast():

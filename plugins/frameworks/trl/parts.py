@@ -25,7 +25,7 @@ Rows = Sequence[Sequence[HintedView]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ChannelPart:
     """What the two further channels train in one microbatch on one rank.
 
     `sdpo_tokens` and `pair_count` are the divisors of the optimizer step; with a sharded model,
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How TRL cuts a generation batch: microbatches in it, microbatches of an optimizer step."""
 
     microbatches: int
@@ -72,7 +72,7 @@ def view_tokens(rows: Rows) -> int:
     return sum(len(view.targets) for views in rows for view in views)
 
 
-def dealt(pairs: Sequence[PairSample], layout: Layout) -> list[list[list[PairSample]]]:
+def dealt(pairs: Sequence[PairSample], layout: BatchLayout) -> list[list[list[PairSample]]]:
     """Deal pairs to microbatches and ranks: `dealt[microbatch][rank]`.
 
     Steps get equally many, within one; then ranks, then the microbatches of a step.
@@ -95,21 +95,21 @@ def parts_of(
     rows: Sequence[Rows],
     tokens: Sequence[Sequence[int]],
     pairs: Sequence[PairSample],
-    layout: Layout,
+    layout: BatchLayout,
     rank: int = 0,
-) -> list[Part]:
+) -> list[ChannelPart]:
     """Return the parts of this rank's microbatches.
 
     `rows` are its own views by microbatch, `tokens[microbatch][rank]` the hinted tokens of all
     ranks, and `pairs` those of the whole generation batch.
     """
-    by_place, parts = dealt(pairs, layout), list[Part]()
+    by_place, parts = dealt(pairs, layout), list[ChannelPart]()
     for at, own in enumerate(rows):
         step = layout.step_of(at)
         of_step = [one for one in range(layout.microbatches) if layout.step_of(one) == step]
         scale = layout.scale(step)
         parts.append(
-            Part(
+            ChannelPart(
                 rows=own,
                 pairs=by_place[at][rank],
                 sdpo_tokens=float(scale * sum(sum(tokens[one]) for one in of_step)),

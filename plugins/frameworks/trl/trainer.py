@@ -49,7 +49,13 @@ from composer_mesh.plugins.frameworks.trl.checks import (
 )
 from composer_mesh.plugins.frameworks.trl.environments import TaskEnvironment
 from composer_mesh.plugins.frameworks.trl.pairs import PairSettings, PairSource
-from composer_mesh.plugins.frameworks.trl.parts import Gathered, Layout, Part, parts_of, view_tokens
+from composer_mesh.plugins.frameworks.trl.parts import (
+    BatchLayout,
+    ChannelPart,
+    Gathered,
+    parts_of,
+    view_tokens,
+)
 from composer_mesh.plugins.frameworks.trl.traces import (
     Traces,
     batch_sites,
@@ -183,7 +189,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         tools = [tool.__name__ for tool in self.tools]
         return batch_traces(inputs, found, self._completions, self.environments, tools, name)
 
-    def _pairs_for(self, traces: Sequence[Trace], layout: Layout) -> list[PairSample]:
+    def _pairs_for(self, traces: Sequence[Trace], layout: BatchLayout) -> list[PairSample]:
         """Return the pairs of a generation batch, the same on all ranks."""
         source = self._pair_source
         if source is None or not self._replay.on:
@@ -195,9 +201,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
 
     # Steps: the part of each microbatch, its losses and figures.
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> BatchLayout:
         args = self.args
-        return Layout(
+        return BatchLayout(
             args.steps_per_generation,
             args.gradient_accumulation_steps,
             self.accelerator.num_processes,
@@ -269,7 +275,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
             yield base_model(root)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        part: Part | None = inputs.get(PART) if isinstance(inputs, dict) else None
+        part: ChannelPart | None = inputs.get(PART) if isinstance(inputs, dict) else None
         if part is None or self._channels is None or self._sdpo_channel is None:
             policy: Tensor = super()._compute_loss(model, inputs)
             return policy

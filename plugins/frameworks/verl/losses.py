@@ -30,7 +30,7 @@ NUMBER, PULL = "composer_row", "composer_pull"
 
 
 @dataclass(frozen=True)
-class Channels:
+class VerlChannels:
     """Weights and options of the two channels beside verl's policy loss.
 
     With `top_k` the teacher's signal is its K likeliest entries and the mass of the rest, in place
@@ -52,7 +52,7 @@ class PolicyAndSdpoLoss:
     """
 
     actor: Any
-    channels: Channels
+    channels: VerlChannels
 
     def __call__(
         self,

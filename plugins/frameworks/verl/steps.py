@@ -28,9 +28,9 @@ from composer_mesh.plugins.frameworks.verl.losses import (
     HINT_TOKENS,
     NUMBER,
     PULL,
-    Channels,
     PolicyAndSdpoLoss,
     TeacherSignals,
+    VerlChannels,
     answer_logprobs,
     jagged,
     pull_loss,
@@ -82,7 +82,7 @@ def three_channel_step(
     engine: Any,
     rows: Sequence[Row],
     pairs: Sequence[PairSample],
-    channels: Channels,
+    channels: VerlChannels,
     actor: Any,
     temperature: float = 1.0,
 ) -> Figures:
@@ -102,7 +102,7 @@ def three_channel_step(
     return {**figures, "loss/total": total, "grad_norm": float(engine.optimizer_step())}
 
 
-def pair_step(engine: Any, pairs: Sequence[PairSample], channels: Channels) -> Figures:
+def pair_step(engine: Any, pairs: Sequence[PairSample], channels: VerlChannels) -> Figures:
     """Run one optimizer step of pairs, a mini-batch of their own; return its `loss/replay`."""
     if not channels.beta > 0:
         raise ValueError(
@@ -114,7 +114,7 @@ def pair_step(engine: Any, pairs: Sequence[PairSample], channels: Channels) -> F
 
 
 def _rollouts(
-    engine: Any, rows: Sequence[Row], channels: Channels, actor: Any, temperature: float
+    engine: Any, rows: Sequence[Row], channels: VerlChannels, actor: Any, temperature: float
 ) -> Figures:
     """Add the gradients of the policy and the SDPO loss; return both losses."""
     columns = _columns([(row.prompt_ids, row.response_ids) for row in rows])
@@ -139,7 +139,7 @@ def _rollouts(
 
 
 def _signals(
-    engine: Any, rows: Sequence[Row], channels: Channels, temperature: float
+    engine: Any, rows: Sequence[Row], channels: VerlChannels, temperature: float
 ) -> dict[str, Tensor]:
     """Return the teacher's columns of a batch: where it is read, and its log-probs there."""
     views = [view for row in rows for view in row.views]
@@ -173,7 +173,7 @@ def _student_columns(
     return columns if ids is None else {**columns, HINT_IDS: jagged(kept)}
 
 
-def _pairs(engine: Any, pairs: Sequence[PairSample], channels: Channels) -> float:
+def _pairs(engine: Any, pairs: Sequence[PairSample], channels: VerlChannels) -> float:
     """Add the gradient of beta * the preference loss; return the loss, over all ranks."""
     count = int(_sum(engine, len(pairs)))
     if not count:

@@ -18,8 +18,8 @@ from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.plugins.islands.jobs.ports import (
     Executor,
-    Replica,
-    ReplicaState,
+    IslandReplica,
+    IslandState,
     State,
     failure_of,
 )
@@ -41,20 +41,20 @@ class LaunchExecutor(Executor):
 
     def __init__(
         self,
-        launcher: Callable[[Replica], Launcher] | None = None,
+        launcher: Callable[[IslandReplica], Launcher] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(sleep)
         self._launcher = launcher or (lambda one: launcher_of(one.config.cluster.kind))
-        self._launched: list[tuple[Replica, Launcher, Handle]] = []
+        self._launched: list[tuple[IslandReplica, Launcher, Handle]] = []
 
-    def plans(self, replicas: Sequence[Replica]) -> Iterator[tuple[Order, Plan]]:
+    def plans(self, replicas: Sequence[IslandReplica]) -> Iterator[tuple[Order, Plan]]:
         """Yield exactly what `launch_replicas` would do for each island; changes nothing."""
         for one in replicas:
             order = order_of(one)
             yield order, with_config(order, self._launcher(one).plan(order))
 
-    def dry_run(self, replicas: Sequence[Replica]) -> None:
+    def dry_run(self, replicas: Sequence[IslandReplica]) -> None:
         """Print every file and command; change nothing."""
         for one, (order, plan) in zip(replicas, self.plans(replicas), strict=True):
             sys.stdout.write(f"# island {one.rank}\n")
@@ -63,7 +63,7 @@ class LaunchExecutor(Executor):
     def connect(self, store: ObjectStore | None) -> None:
         """A launcher checks what it needs when it plans."""
 
-    def launch_replicas(self, replicas: Sequence[Replica]) -> None:
+    def launch_replicas(self, replicas: Sequence[IslandReplica]) -> None:
         plans = list(self.plans(replicas))
         try:
             for one, (order, plan) in zip(replicas, plans, strict=True):
@@ -73,7 +73,7 @@ class LaunchExecutor(Executor):
             self.cancel(0.0)
             raise
 
-    def poll(self) -> list[ReplicaState]:
+    def poll(self) -> list[IslandState]:
         return [_state(*launched) for launched in self._launched]
 
     def cancel(self, grace_s: float) -> None:
@@ -83,7 +83,7 @@ class LaunchExecutor(Executor):
                 list(pool.map(lambda one: one[1].stop(one[2], grace_s), living))
 
 
-def order_of(one: Replica) -> Order:
+def order_of(one: IslandReplica) -> Order:
     """Return the launch order of an island."""
     config = one.config
     return Order(
@@ -96,16 +96,16 @@ def order_of(one: Replica) -> Order:
     )
 
 
-def _state(one: Replica, launcher: Launcher, handle: Handle) -> ReplicaState:
+def _state(one: IslandReplica, launcher: Launcher, handle: Handle) -> IslandState:
     word, described = launcher.state(handle)
     step = len(read_metrics(one.output / METRICS_FILE))
     if word in ("waiting", "running"):
-        return ReplicaState(one.rank, "waiting" if word == "waiting" else "running", step)
+        return IslandState(one.rank, "waiting" if word == "waiting" else "running", step)
     if word == "unknown":
-        return ReplicaState(one.rank, "running", step, described)
+        return IslandState(one.rank, "running", step, described)
     ended = _ended(one.output)
     cause = _cause(one, handle) or described if ended == "failed" else ""
-    return ReplicaState(one.rank, ended, step, cause)
+    return IslandState(one.rank, ended, step, cause)
 
 
 def _ended(output: Path) -> State:
@@ -118,7 +118,7 @@ def _ended(output: Path) -> State:
     return "stopped" if status.state == "stopped" else "failed"
 
 
-def _cause(one: Replica, handle: Handle) -> str:
+def _cause(one: IslandReplica, handle: Handle) -> str:
     """Return why an island failed: its own event, or else the end of its log."""
     if failure := failure_of(one.output):
         return failure

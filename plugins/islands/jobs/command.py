@@ -30,7 +30,7 @@ from composer_mesh.plugins.islands.jobs.directory import (
 from composer_mesh.plugins.islands.jobs.hf_jobs import HfJobs
 from composer_mesh.plugins.islands.jobs.jobs import JobCloud, JobExecutor, JobOptions
 from composer_mesh.plugins.islands.jobs.modal_sandboxes import ModalSandboxes
-from composer_mesh.plugins.islands.jobs.ports import Executor, Replica, ReplicaState
+from composer_mesh.plugins.islands.jobs.ports import Executor, IslandReplica, IslandState
 from composer_mesh.plugins.islands.rounds.torchft_rules import check_lighthouse
 from composer_mesh.plugins.islands.store.opening import StoreUnfit, open_store
 from composer_mesh.services.checks.accepting import (
@@ -173,7 +173,7 @@ def configs_of(arguments: argparse.Namespace) -> list[Config]:
 
 def replicas_of(
     configs: Sequence[Config], place: IslandsDirectory, arguments: argparse.Namespace
-) -> list[Replica]:
+) -> list[IslandReplica]:
     """Return the islands to start: all, or with --resume those that have not finished.
 
     Raises for a directory that holds other runs.
@@ -193,7 +193,7 @@ def replicas_of(
         except RunFinished as finished:
             _say(f"island {rank}: nothing to do: {finished}")
             continue
-        replicas.append(Replica(rank, config, run, resume))
+        replicas.append(IslandReplica(rank, config, run, resume))
     return replicas
 
 
@@ -240,12 +240,12 @@ def _connect(executor: Executor, place: IslandsDirectory, executor_name: str) ->
 
 def _follow(
     executor: Executor,
-    replicas: Sequence[Replica],
+    replicas: Sequence[IslandReplica],
     place: IslandsDirectory,
     signals: CommandSignals,
 ) -> int:
     """Print what changes until all islands have ended; then print and write the summary."""
-    began, shown = time.monotonic(), dict[int, ReplicaState]()
+    began, shown = time.monotonic(), dict[int, IslandState]()
     while not signals.status:
         states = executor.poll()
         shown = _show(states, shown)
@@ -270,9 +270,7 @@ def _follow(
     return signals.status
 
 
-def _show(
-    states: Sequence[ReplicaState], shown: dict[int, ReplicaState]
-) -> dict[int, ReplicaState]:
+def _show(states: Sequence[IslandState], shown: dict[int, IslandState]) -> dict[int, IslandState]:
     for one in states:
         if shown.get(one.rank) != one:
             sys.stdout.write(f"island {one.rank}: {one.state}, step {one.step}\n")

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.mesh.open_folder import write_whole
-from composer_mesh.plugins.islands.jobs.ports import ReplicaState
+from composer_mesh.plugins.islands.jobs.ports import IslandState
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
 from composer_mesh.services.directory.status import RunUnavailable, read_status
@@ -86,7 +86,7 @@ COUNTS = ("merged", "lost", "late", "dropped", "refused", "retries", "bytes_sent
 
 
 def summarize(
-    place: IslandsDirectory, states: Sequence[ReplicaState], wall_s: float
+    place: IslandsDirectory, states: Sequence[IslandState], wall_s: float
 ) -> dict[str, Any]:
     """Return the summary: totals, mean success over the islands, and an entry for each of them.
 
@@ -128,17 +128,17 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _earlier(rank: int, run: Path) -> ReplicaState:
+def _earlier(rank: int, run: Path) -> IslandState:
     """Return the state of an island that was started by another command."""
     status = read_status(run)
     if status is None:
-        return ReplicaState(rank, "waiting")
+        return IslandState(rank, "waiting")
     known = {"finished": "finished", "stopped": "stopped"}
     state: Any = "running" if status.live else known.get(status.state, "failed")
-    return ReplicaState(rank, state, status.step)
+    return IslandState(rank, state, status.step)
 
 
-def _island(run: Path, state: ReplicaState) -> dict[str, Any]:
+def _island(run: Path, state: IslandState) -> dict[str, Any]:
     metrics = read_metrics(run / METRICS_FILE)
     return {
         "rank": state.rank,

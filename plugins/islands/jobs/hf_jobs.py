@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from composer_mesh.plugins.islands.jobs.jobs import MOUNTED_RUNS, Job, JobOptions
+from composer_mesh.plugins.islands.jobs.jobs import MOUNTED_RUNS, IslandJob, JobOptions
 from composer_mesh.plugins.islands.jobs.ports import State
 from composer_mesh.services.launch.ports import LaunchFailed
 
@@ -46,7 +46,7 @@ class HfJobs:
             name = self._api.whoami()["name"]
         self._namespace = self._namespace or name
 
-    def describe(self, job: Job) -> Mapping[str, object]:
+    def describe(self, job: IslandJob) -> Mapping[str, object]:
         call = self._call(job)
         volumes = [one.to_uri() for one in call.pop("volumes", [])]
         return {
@@ -56,7 +56,7 @@ class HfJobs:
             **({"volumes": volumes} if volumes else {}),
         }
 
-    def submit(self, job: Job) -> str:
+    def submit(self, job: IslandJob) -> str:
         with _refusals(f"start {job.name}"):
             secrets = {"secrets": dict(job.secrets)} if job.secrets else {}
             started = self._api.run_job(
@@ -82,7 +82,7 @@ class HfJobs:
         with _refusals(f"cancel job {job}"):
             self._api.cancel_job(job_id=job, namespace=self._namespace)
 
-    def _call(self, job: Job) -> dict[str, Any]:
+    def _call(self, job: IslandJob) -> dict[str, Any]:
         from huggingface_hub import Volume
 
         options = job.options

@@ -28,8 +28,8 @@ from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.plugins.islands.jobs.ports import (
     ENDED,
     Executor,
-    Replica,
-    ReplicaState,
+    IslandReplica,
+    IslandState,
     State,
     failure_of,
 )
@@ -59,7 +59,7 @@ RECORDS = (
 """The files that are copied; how a run ended is in the last two, so they come last."""
 
 
-class RunRecords:
+class IslandRecords:
     """The records of one island, in its run directory and in the store."""
 
     def __init__(self, store: ObjectStore, rank: int, run: Path) -> None:
@@ -117,7 +117,7 @@ class JobOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class IslandJob:
     """One job. The values of `secrets` are in this process's environment, and in no output."""
 
     name: str
@@ -140,11 +140,11 @@ class JobCloud(Protocol):
         """Check the account."""
         ...
 
-    def describe(self, job: Job) -> Mapping[str, object]:
+    def describe(self, job: IslandJob) -> Mapping[str, object]:
         """Return the call that `submit` would make; without values of secrets."""
         ...
 
-    def submit(self, job: Job) -> str:
+    def submit(self, job: IslandJob) -> str:
         """Start a job. Waits until it is accepted; returns its identity."""
         ...
 
@@ -161,12 +161,14 @@ class JobCloud(Protocol):
         ...
 
 
-def job_of(replica: Replica, root: Path, options: JobOptions, secrets: Mapping[str, str]) -> Job:
+def job_of(
+    replica: IslandReplica, root: Path, options: JobOptions, secrets: Mapping[str, str]
+) -> IslandJob:
     """Return the job of an island; paths of its config are those of the image."""
     runs = MOUNTED_RUNS if options.volume else RUNS
     output = f"{runs}/{root.name}/island-{replica.rank}"
     python = replica.config.cluster.python or "python"
-    return Job(
+    return IslandJob(
         f"{root.name}-{replica.rank}",
         tuple(python_module("composer_mesh", "island-job", "--output", output, python=python)),
         {CONFIG: dump_toml(replica.config)},
@@ -192,10 +194,10 @@ class JobExecutor(Executor):
         self._cloud, self._root = cloud, root
         self._options, self._secrets = options, secrets
         self._store: ObjectStore | None = None
-        self._jobs: dict[int, tuple[Replica, str]] = {}
+        self._jobs: dict[int, tuple[IslandReplica, str]] = {}
         self._known: dict[int, State] = {}
 
-    def dry_run(self, replicas: Sequence[Replica]) -> None:
+    def dry_run(self, replicas: Sequence[IslandReplica]) -> None:
         """Print the call for each island; ask and change nothing."""
         for one in replicas:
             job = job_of(one, self._root, self._options, self._secrets)
@@ -208,7 +210,7 @@ class JobExecutor(Executor):
         self._store = store
         self._cloud.connect()
 
-    def launch_replicas(self, replicas: Sequence[Replica]) -> None:
+    def launch_replicas(self, replicas: Sequence[IslandReplica]) -> None:
         self._refuse_the_living(replicas)
         for one in replicas:
             if not one.resume:
@@ -225,7 +227,7 @@ class JobExecutor(Executor):
                 raise LaunchFailed(f"{error}; {failed}") from error
             raise
 
-    def poll(self) -> list[ReplicaState]:
+    def poll(self) -> list[IslandState]:
         return [self._state(*self._jobs[rank]) for rank in sorted(self._jobs)]
 
     def cancel(self, grace_s: float) -> None:
@@ -241,11 +243,11 @@ class JobExecutor(Executor):
         if left:
             raise LaunchFailed("; ".join(left))
 
-    def _state(self, one: Replica, job: str) -> ReplicaState:
+    def _state(self, one: IslandReplica, job: str) -> IslandState:
         try:
             state, described = self._cloud.state(job)
         except LaunchFailed as failed:  # its job goes on, and the next poll asks again
-            return ReplicaState(one.rank, self._known.get(one.rank, "waiting"), cause=str(failed))
+            return IslandState(one.rank, self._known.get(one.rank, "waiting"), cause=str(failed))
         self._known[one.rank] = state
         unread = ""
         try:
@@ -260,12 +262,12 @@ class JobExecutor(Executor):
             cause = failure_of(one.output) or ": ".join(filter(None, said))
         else:
             cause = unread or ("" if state in ENDED else described)
-        return ReplicaState(one.rank, state, step, cause)
+        return IslandState(one.rank, state, step, cause)
 
-    def _records(self, one: Replica) -> RunRecords:
+    def _records(self, one: IslandReplica) -> IslandRecords:
         if self._store is None:
             raise RuntimeError("connect comes first")
-        return RunRecords(self._store, one.rank, one.output)
+        return IslandRecords(self._store, one.rank, one.output)
 
     def _said_last(self, job: str) -> str:
         try:
@@ -273,7 +275,7 @@ class JobExecutor(Executor):
         except LaunchFailed as failed:
             return str(failed)
 
-    def _refuse_the_living(self, replicas: Sequence[Replica]) -> None:
+    def _refuse_the_living(self, replicas: Sequence[IslandReplica]) -> None:
         """Raise `LaunchFailed` where an earlier job of one of the islands has not ended."""
         known = self._read()
         for one in replicas:
@@ -312,7 +314,7 @@ class JobExecutor(Executor):
         write_whole(self._root / JOBS_FILE, (text + "\n").encode())
 
 
-def _has_finished(one: Replica) -> bool:
+def _has_finished(one: IslandReplica) -> bool:
     """Whether an island's records say so; a cloud may report a start that failed as an end."""
     status = read_status(one.output)
     return status is not None and status.state == "finished"
@@ -337,7 +339,7 @@ def train_in_job(output: Path, train: Callable[[Path], int]) -> int:
     if islands.store is None:
         raise UsageError(f"the config in {CONFIG} has no islands.store: set it")
     store = open_store(islands.store, islands.request_s)
-    copies = _Copies(RunRecords(store, islands.rank, output))
+    copies = _Copies(IslandRecords(store, islands.rank, output))
     try:
         return train(file)
     finally:
@@ -347,7 +349,7 @@ def train_in_job(output: Path, train: Callable[[Path], int]) -> int:
 class _Copies:
     """Copies the records every SEND_S seconds; what could not be copied is copied next time."""
 
-    def __init__(self, records: RunRecords) -> None:
+    def __init__(self, records: IslandRecords) -> None:
         self._records, self._closed = records, threading.Event()
         self._thread = threading.Thread(target=self._copy, name="records", daemon=True)
         self._thread.start()

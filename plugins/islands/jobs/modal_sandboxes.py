@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from math import ceil
 from typing import Any
 
-from composer_mesh.plugins.islands.jobs.jobs import MOUNTED_RUNS, Job, JobOptions
+from composer_mesh.plugins.islands.jobs.jobs import MOUNTED_RUNS, IslandJob, JobOptions
 from composer_mesh.plugins.islands.jobs.ports import State
 from composer_mesh.services.launch.ports import LaunchFailed
 
@@ -50,7 +50,7 @@ class ModalSandboxes:
             self._client = self._client or Client.from_env()
             self._client.hello()
 
-    def describe(self, job: Job) -> Mapping[str, object]:
+    def describe(self, job: IslandJob) -> Mapping[str, object]:
         options = job.options
         volume = {"volumes": {MOUNTED_RUNS: options.volume}} if options.volume else {}
         return {
@@ -63,7 +63,7 @@ class ModalSandboxes:
             "secrets": sorted(job.secrets),
         }
 
-    def submit(self, job: Job) -> str:
+    def submit(self, job: IslandJob) -> str:
         from modal import App, Image, Sandbox, Secret, Volume
 
         options = job.options
@@ -116,7 +116,7 @@ class ModalSandboxes:
 
         return Sandbox.from_id(job, client=self._client)
 
-    def _plain(self, job: Job) -> dict[str, Any]:
+    def _plain(self, job: IslandJob) -> dict[str, Any]:
         """Return the arguments of a sandbox that are plain values."""
         options = job.options
         return {

@@ -19,7 +19,7 @@ ENDED: frozenset[State] = frozenset({"finished", "stopped", "failed"})
 
 
 @dataclass(frozen=True)
-class Replica:
+class IslandReplica:
     """One island to start: its resolved config and its run directory, an absolute path."""
 
     rank: int
@@ -29,7 +29,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class ReplicaState:
+class IslandState:
     """An island's state now; `step` is its trained steps.
 
     `cause` is why it failed, or why its records are not read.
@@ -56,7 +56,7 @@ class Executor(ABC):
         self._sleep = sleep
 
     @abstractmethod
-    def dry_run(self, replicas: Sequence[Replica]) -> None:
+    def dry_run(self, replicas: Sequence[IslandReplica]) -> None:
         """Print every file, command and call; ask and change nothing."""
 
     @abstractmethod
@@ -67,18 +67,18 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def launch_replicas(self, replicas: Sequence[Replica]) -> None:
+    def launch_replicas(self, replicas: Sequence[IslandReplica]) -> None:
         """Start the islands. Waits until each is accepted; ends the others if one is not."""
 
     @abstractmethod
-    def poll(self) -> list[ReplicaState]:
+    def poll(self) -> list[IslandState]:
         """Return the state of each island, by rank."""
 
     @abstractmethod
     def cancel(self, grace_s: float) -> None:
         """End the islands, after `grace_s` for a checkpoint. Waits for their end."""
 
-    def collect(self, timeout_s: float | None = None) -> list[ReplicaState]:
+    def collect(self, timeout_s: float | None = None) -> list[IslandState]:
         """Return the last state of each island. Waits until all have ended.
 
         Raises TimeoutError after `timeout_s`.

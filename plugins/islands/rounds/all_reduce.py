@@ -29,7 +29,7 @@ from composer_mesh.plugins.islands.rounds.rounds import (
     BadRank,
     Contribution,
     Manifest,
-    Refused,
+    RefusedContribution,
     RoundRules,
 )
 from composer_mesh.plugins.islands.store.blobs import (
@@ -231,7 +231,7 @@ class ObjectStoreAllReduce:
         """Write a manifest; return the one that has won."""
         digest = digest_of(self._mean_of(tuple(found), size))
         refused = tuple(
-            Refused(one, why)
+            RefusedContribution(one, why)
             for one, why in sorted(self._refused.items())
             if one.base in self.rules.bases(round_number)
         )

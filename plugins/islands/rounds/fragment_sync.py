@@ -68,7 +68,7 @@ class Counts:
 
 
 @dataclass
-class Pending:
+class PendingContribution:
     """A contribution that no round has answered yet, and the weights that it stands for.
 
     `payload` is None for weights that may not be sent. `residual` is the rounding error of earlier
@@ -95,7 +95,7 @@ class FragmentSync:
     counts: Counts = field(default_factory=Counts)
     _state: OuterState | None = None
     _residual: Vector | None = None
-    _pending: Pending | None = None
+    _pending: PendingContribution | None = None
     _storing: Future[None] | None = None
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class FragmentSync:
             self.counts.refused += 1
             self.tell("contribution_refused", f"own outer gradient has {bad} values like NaN")
         closing = in_background(self._sending(base, snapshot.size, payload))
-        self._pending = Pending(base, snapshot, payload, before, closing)
+        self._pending = PendingContribution(base, snapshot, payload, before, closing)
 
     def _sending(self, base: int, size: int, payload: bytes | None) -> Callable[[], Manifest]:
         """Return the work of a round: the contribution, sent now or before, and the wait."""
@@ -221,7 +221,7 @@ class FragmentSync:
         assert self._state is not None, "join or restore comes first"
         return self._state
 
-    def _merged(self, step: str, weights: Vector, pending: Pending) -> Vector:
+    def _merged(self, step: str, weights: Vector, pending: PendingContribution) -> Vector:
         agreed = self._merged_after(step)
         if agreed is None:
             agreed = self._note(step, self._closed(step, pending))
@@ -232,7 +232,7 @@ class FragmentSync:
         self._count(pending.base)
         return mixed(self._common.weights, weights, pending.snapshot, self.mixing)
 
-    def _closed(self, step: str, pending: Pending) -> int:
+    def _closed(self, step: str, pending: PendingContribution) -> int:
         """Return the newest closed round, after the wait for the one that was opened."""
         try:
             pending.closing.result()

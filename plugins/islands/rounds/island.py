@@ -100,7 +100,7 @@ LAYOUT = "layout"
 FIGURES = ("merged", "lost", "late", "dropped", "refused")
 
 
-class Weights(Protocol):
+class IslandWeights(Protocol):
     """The trained weights of an island."""
 
     @property
@@ -217,7 +217,7 @@ class Island(IslandPort):
         self,
         config: IslandsConfig,
         steps: int,
-        weights: Weights,
+        weights: IslandWeights,
         store: ObjectStore | None = None,
         clock: Clock | None = None,
     ) -> None:

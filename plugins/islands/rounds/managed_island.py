@@ -24,7 +24,7 @@ from composer_mesh.plugins.islands.rounds.all_reduce import Clock, RoundLost
 from composer_mesh.plugins.islands.rounds.fragment_sync import Counts
 from composer_mesh.plugins.islands.rounds.island import (
     IslandPort,
-    Weights,
+    IslandWeights,
     cut,
     layout_of,
     schedules,
@@ -41,7 +41,11 @@ from composer_mesh.plugins.islands.rounds.outer_optimizer import (
     state_bytes,
     state_of,
 )
-from composer_mesh.plugins.islands.rounds.torchft_all_reduce import Offer, Outcome, TorchftAllReduce
+from composer_mesh.plugins.islands.rounds.torchft_all_reduce import (
+    Offer,
+    RoundOutcome,
+    TorchftAllReduce,
+)
 from composer_mesh.plugins.islands.store.opening import Traffic
 
 
@@ -107,13 +111,13 @@ Residuals = dict[int, Vector]
 
 
 @dataclass
-class Pending:
+class PendingRound:
     """A round under way: the snapshot it averages, and what was kept when it began."""
 
     snapshot: Vector
     states: tuple[OuterState, ...]
     residuals: Residuals
-    done: Future[Outcome]
+    done: Future[RoundOutcome]
 
 
 class ManagedIsland(IslandPort):
@@ -123,7 +127,7 @@ class ManagedIsland(IslandPort):
     """
 
     def __init__(
-        self, config: IslandsConfig, steps: int, weights: Weights, clock: Clock | None = None
+        self, config: IslandsConfig, steps: int, weights: IslandWeights, clock: Clock | None = None
     ) -> None:
         assert config.lighthouse is not None, "a run without islands.lighthouse has no Manager"
         super().__init__()
@@ -136,7 +140,7 @@ class ManagedIsland(IslandPort):
         nothing = [np.zeros(one.size, np.float32) for one in self._fragments]
         self._states = FragmentStates(self._outer, nothing)  # `join` and `restore` fill it
         self._residuals: Residuals = {}
-        self._pending: Pending | None = None
+        self._pending: PendingRound | None = None
         self._counts = Counts()
         self._islands: tuple[int, ...] | None = None
         (self._schedule,) = schedules(config, steps)
@@ -229,9 +233,9 @@ class ManagedIsland(IslandPort):
         states, residuals = self._states.now, dict(self._residuals)
         self._states.healed = False
         done = in_background(self._round(self._parts(snapshot)))
-        self._pending = Pending(snapshot, states, residuals, done)
+        self._pending = PendingRound(snapshot, states, residuals, done)
 
-    def _round(self, snapshot: Sequence[Vector]) -> Callable[[], Outcome]:
+    def _round(self, snapshot: Sequence[Vector]) -> Callable[[], RoundOutcome]:
         """Return the work of a round, after which the common state is that of its end."""
         offered: dict[int, OuterGradient | None] = {}
 
@@ -247,7 +251,7 @@ class ManagedIsland(IslandPort):
             payload = None if found is None or self._states.healed else found.payload
             return Offer(payload, state.weights.size, self._states.digest(index))
 
-        def work() -> Outcome:
+        def work() -> RoundOutcome:
             outcome = self._reduce.average(offer)
             index = (outcome.round - 1) % len(self._fragments)
             gradient = offered[index]
@@ -280,7 +284,7 @@ class ManagedIsland(IslandPort):
                 merged = mixed(common, own[index], snapshot[index], self._config.mixing)
                 self._weights.write(list(fragment.sizes), merged)
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: RoundOutcome) -> None:
         self._counts.merged += 1
         self._counts.contributors = len(outcome.islands)
         if not outcome.gave and not self._states.healed:

@@ -34,7 +34,7 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedContribution:
     """A contribution that is in no average, and why."""
 
     contribution: Contribution
@@ -50,7 +50,7 @@ class Manifest:
 
     round: int
     contributions: tuple[Contribution, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedContribution, ...]
     closed_by: int
     digest: str
 
@@ -79,7 +79,7 @@ class Manifest:
                 int(table["round"]),
                 tuple(Contribution(int(b), int(i)) for b, i in table["contributions"]),
                 tuple(
-                    Refused(Contribution(int(b), int(i)), str(why))
+                    RefusedContribution(Contribution(int(b), int(i)), str(why))
                     for b, i, why in table["refused"]
                 ),
                 int(table["closed_by"]),

@@ -79,7 +79,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """A committed round: its mean, whose contributions it averages, and whether mine is among them.
 
     `present` are the islands of the quorum: with those that healed, and got the common state of
@@ -144,7 +144,7 @@ class TorchftAllReduce:
         payload = None if count_unusable(vector) else encode(vector, self.quantization).payload
         return self.average(lambda _: Offer(payload, vector.size)).mean
 
-    def average(self, offer: Callable[[int], Offer]) -> Outcome:
+    def average(self, offer: Callable[[int], Offer]) -> RoundOutcome:
         """Take part in the next round; `offer` gets its number, counted from 0.
 
         Waits for the others, at most the deadline and one request. Raises `RoundLost`, and
@@ -184,7 +184,7 @@ class TorchftAllReduce:
         found.manager.load_state_dict({"step": self.round, "batches_committed": 0})
         return found
 
-    def _attempt(self, offer: Callable[[int], Offer], left_s: float) -> Outcome:
+    def _attempt(self, offer: Callable[[int], Offer], left_s: float) -> RoundOutcome:
         """Try a round once; raises `NoAverage` where it was not committed."""
         try:
             if self._joined is None:
@@ -242,7 +242,7 @@ class TorchftAllReduce:
             self._joined.close()
             self._joined = None
 
-    def _averaged(self, number: int, offer: Offer) -> Outcome:
+    def _averaged(self, number: int, offer: Offer) -> RoundOutcome:
         """Return the mean, which all islands of the quorum have computed."""
         assert self._joined is not None
         manager = self._joined.manager
@@ -260,7 +260,7 @@ class TorchftAllReduce:
         check_same_mean(self._gathered(hashlib.sha256(mean.tobytes()).digest()))
         islands = tuple(sorted(headers[place].rank for place in places))
         present = tuple(sorted(one.rank for one in headers))
-        return Outcome(number + 1, mean, islands, present, gives)
+        return RoundOutcome(number + 1, mean, islands, present, gives)
 
     def _summed(self, offer: Offer, gives: bool, there: int) -> Vector:
         assert self._joined is not None
@@ -309,10 +309,10 @@ class TorchftAllReduce:
         known = isinstance(error, NoAverage | OtherLayout)
         raise error if known else NoAverage(str(error) or repr(error)) from error
 
-    def _by_itself(self, offer: Callable[[int], Offer]) -> Outcome:
+    def _by_itself(self, offer: Callable[[int], Offer]) -> RoundOutcome:
         given = offer(self.round)
         if given.payload is None:
             raise RoundLost(self.round + 1, "its own values are not finite")
         mean = decode(given.payload, given.size, self.quantization)
         self.round += 1
-        return Outcome(self.round, mean, (self.rank,), (self.rank,), True)
+        return RoundOutcome(self.round, mean, (self.rank,), (self.rank,), True)

@@ -122,7 +122,7 @@ Sleep = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Head:
+class BlobHead:
     """A blob's head: the table about it, and name, bytes and SHA-256 of each part."""
 
     about: dict[str, Any]
@@ -142,7 +142,7 @@ def put_blob(
     *,
     part_bytes: int = PART_BYTES,
     sleep: Sleep = time.sleep,
-) -> Head:
+) -> BlobHead:
     """Write a blob unless there is one; return the head of the one that is there.
 
     Parts that an interrupted call has written are not sent again.
@@ -156,13 +156,13 @@ def put_blob(
     return _head(decide(store, key, {"about": about, "parts": told}, sleep, _is_head))
 
 
-def head_of(store: ObjectStore, key: str, sleep: Sleep = time.sleep) -> Head | None:
+def head_of(store: ObjectStore, key: str, sleep: Sleep = time.sleep) -> BlobHead | None:
     """Return a blob's head; None if there is none."""
     found = decided(store, key, sleep, _is_head)
     return None if found is None else _head(found)
 
 
-def payload_of(store: ObjectStore, head: Head, size: int) -> bytes:
+def payload_of(store: ObjectStore, head: BlobHead, size: int) -> bytes:
     """Return a blob's payload of `size` bytes.
 
     Raises `CorruptObject` for another size, of which nothing is read, and for parts that are
@@ -173,7 +173,7 @@ def payload_of(store: ObjectStore, head: Head, size: int) -> bytes:
     return b"".join(_checked(store, *part) for part in head.parts)
 
 
-def is_payload(head: Head, payload: bytes) -> bool:
+def is_payload(head: BlobHead, payload: bytes) -> bool:
     """Whether a blob has this payload, by its checksums."""
     place = 0
     for _, size, digest in head.parts:
@@ -224,6 +224,6 @@ def _is_head(found: dict[str, Any]) -> bool:
     return all(isinstance(one, list) and [*map(type, one)] == [str, int, str] for one in parts)
 
 
-def _head(found: dict[str, Any]) -> Head:
+def _head(found: dict[str, Any]) -> BlobHead:
     parts = tuple((name, size, digest) for name, size, digest in found["parts"])
-    return Head(found["about"], parts)
+    return BlobHead(found["about"], parts)

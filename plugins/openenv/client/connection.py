@@ -57,7 +57,7 @@ class _NoRedirect(connect):
         return exc
 
 
-class Connection:
+class OpenEnvConnection:
     """A connection with one question at a time; `open` it before the first."""
 
     def __init__(self, options: OpenEnvOptions, headers: dict[str, str]) -> None:
@@ -198,12 +198,12 @@ def reason_of(frame: ErrorFrame) -> str:
 T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
-Ask = Callable[[Connection], Awaitable[T]]
+Ask = Callable[[OpenEnvConnection], Awaitable[T]]
 
 
 async def open_and_ask(
     options: OpenEnvOptions, headers: dict[str, str], limit_s: float, ask: Ask[T]
-) -> tuple[Connection, T]:
+) -> tuple[OpenEnvConnection, T]:
     """Return a new connection and the result of its first questions.
 
     A server that is full, or cannot be connected to, is tried again for `limit_s` seconds, at
@@ -213,7 +213,7 @@ async def open_and_ask(
     until, wait_s = loop.time() + limit_s, FIRST_WAIT_S
     turned_away: ServerFailure | None = None
     while True:
-        connection = Connection(options, headers)
+        connection = OpenEnvConnection(options, headers)
         opened = False
         try:
             await connection.open(max(until - loop.time(), 0.001))

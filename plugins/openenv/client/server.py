@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from composer_mesh.configs.validation import fail_fast, first_error, validated
 from composer_mesh.plugins.openenv.client.connection import (
-    Connection,
+    OpenEnvConnection,
     full,
     open_and_ask,
     reason_of,
@@ -164,7 +164,7 @@ class Server:
     def _in_a_session(self, *questions: Any) -> Any:
         """Return the answer to the last of some questions, in a session of their own."""
 
-        async def asked(connection: Connection) -> Any:
+        async def asked(connection: OpenEnvConnection) -> Any:
             until = asyncio.get_running_loop().time() + self._limit_s
             for question in questions:
                 frame = await connection.ask(question, until, question.type)

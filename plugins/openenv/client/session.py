@@ -53,7 +53,7 @@ from composer_mesh.tasks.errors import ERROR_PREFIX, ToolError
 from composer_mesh.tasks.session import Reply, Session
 
 if TYPE_CHECKING:
-    from composer_mesh.plugins.openenv.client.connection import Connection
+    from composer_mesh.plugins.openenv.client.connection import OpenEnvConnection
     from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class OpenEnvSession(Session):
     """An episode of an environment behind a URL; its socket is its own."""
 
     task: OpenEnvTask
-    _connection: Connection | None = None
+    _connection: OpenEnvConnection | None = None
     _steps, _total, _last = 0, 0.0, 0.0
     _finished, _asked_id = False, ""
     _accepted: frozenset[str] = frozenset()
@@ -141,7 +141,7 @@ class OpenEnvSession(Session):
         if self._connection is not None:
             await self._connection.close()
 
-    async def _reset(self, connection: Connection) -> ObservationData:
+    async def _reset(self, connection: OpenEnvConnection) -> ObservationData:
         until = self._until(self.task.limits.reset_s)
         self._connection, self._asked_id = connection, uuid4().hex
         sent = {**self.task.options.reset, **self.row, "episode_id": self._asked_id}
@@ -269,7 +269,7 @@ class OpenEnvSession(Session):
         return asyncio.get_running_loop().time() + seconds
 
     @property
-    def _connected(self) -> Connection:
+    def _connected(self) -> OpenEnvConnection:
         assert self._connection is not None, "a session is started before it is used"
         return self._connection
 

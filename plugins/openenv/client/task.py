@@ -136,7 +136,7 @@ def _chosen(named: str | None, key: str, listed: Sequence[TaskSplit], fits: Any)
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """Seconds that the parts of a session's calls may take.
 
     `connect_s` is for connecting, and for waiting while the server is full or away.
@@ -300,7 +300,7 @@ class OpenEnvTask(Task):
         )
 
 
-def limits_of(options: OpenEnvOptions, call_s: float) -> Limits:
+def limits_of(options: OpenEnvOptions, call_s: float) -> CallLimits:
     """Return the limits within environment.call_s; raises UnusableTask where they do not fit."""
     whole = MOST_SHARE * call_s
     reset_s = options.reset_s or RESET_SHARE * call_s
@@ -311,7 +311,7 @@ def limits_of(options: OpenEnvOptions, call_s: float) -> Limits:
                 f"data.options.{key} is {value:g} but environment.call_s is {call_s:g}, of which "
                 f"{MOST_SHARE:.0%} is for it: raise environment.call_s or lower {key}"
             )
-    return Limits(max(whole - reset_s, 0.05 * call_s), reset_s, step_s)
+    return CallLimits(max(whole - reset_s, 0.05 * call_s), reset_s, step_s)
 
 
 def takes_tools(schema: Mapping[str, Any]) -> bool:

@@ -258,7 +258,7 @@ class Tool(_ServerFrame):
     input_schema: dict[str, Any] = Field(default_factory=dict)
 
 
-class ToolError(_ServerFrame):
+class ToolCallFailed(_ServerFrame):
     """Why a call did not reach its tool, or failed outside of it."""
 
     error_type: str
@@ -270,4 +270,4 @@ class CallToolObservation(_ServerFrame):
 
     tool_name: str = ""
     result: Any = None
-    error: ToolError | None = None
+    error: ToolCallFailed | None = None

@@ -39,13 +39,13 @@ from composer_mesh.plugins.openenv.server.describe import (
     schemas,
     task_range,
 )
-from composer_mesh.plugins.openenv.server.late_rewards import LateReward, LateRewards
+from composer_mesh.plugins.openenv.server.late_rewards import EpisodeReward, RewardFile
 from composer_mesh.plugins.openenv.server.mcp import SESSION_HEADER, Forwarding, McpSessions
 from composer_mesh.plugins.openenv.server.session import EnvSession, SessionPool
 from composer_mesh.plugins.openenv.server.socket_protocol import json_text, serve_socket
 from composer_mesh.plugins.openenv.server.validation import (
     MOST_REQUEST_BYTES,
-    Refused,
+    SessionRequestRefused,
     checked,
     invalid,
     json_object,
@@ -69,12 +69,12 @@ MOST_OF_ONE, MOST_OF_ALL = 128 * 2**20, 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedEnvironments:
     """What the routes of one server process answer from."""
 
     pool: SessionPool
     mcp: McpSessions
-    rewards: LateRewards
+    rewards: RewardFile
     forwarding: Forwarding
     bodies: Bodies = field(
         default_factory=lambda: Bodies(MOST_REQUEST_BYTES, MOST_OF_ONE, MOST_OF_ALL)
@@ -95,7 +95,7 @@ class AcceptedSocket:
             self._is_open = False
             return None
         if message.get("text") is None:
-            raise Refused(ErrorCode.INVALID_JSON, "this is a binary frame: send text")
+            raise SessionRequestRefused(ErrorCode.INVALID_JSON, "this is a binary frame: send text")
         return str(message["text"])
 
     async def send(self, text: str) -> None:
@@ -112,7 +112,7 @@ class AcceptedSocket:
 
 
 class _Routes:
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedEnvironments) -> None:
         self._served, self._pool = served, served.pool
 
     async def reset(self, request: Request) -> Response:
@@ -189,7 +189,7 @@ class _Routes:
         return _json(answer.body, answer.status, headers)
 
     async def post_reward(self, request: Request) -> Response:
-        late = checked(LateReward, await self._read(request, json_object))
+        late = checked(EpisodeReward, await self._read(request, json_object))
         await self._served.rewards.post(late)
         return _json({"episode_id": late.episode_id, "reward": late.reward})
 
@@ -218,7 +218,7 @@ class _Routes:
             raise HTTPException(404, f"unknown environment {name[:40]!r}")
 
 
-def make_app(served: Served) -> ASGIApp:
+def make_app(served: ServedEnvironments) -> ASGIApp:
     """Return the application of one server process.
 
     Sockets pass none of Starlette's layers, whose frames are a third of what a session takes.
@@ -246,7 +246,7 @@ async def _socket(scope: Scope, receive: Receive, send: Send, pool: SessionPool)
     await serve_socket(AcceptedSocket(receive, send), pool)
 
 
-def _http_app(served: Served) -> Starlette:
+def _http_app(served: ServedEnvironments) -> Starlette:
     do = _Routes(served)
     routes = [
         Route("/reset", do.reset, methods=["POST"]),
@@ -266,11 +266,13 @@ def _http_app(served: Served) -> Starlette:
         Route("/{env}/task", do.task, methods=["POST"]),
         Route("/{env}/task_range", do.task_range, methods=["POST"]),
     ]
-    return Starlette(routes=routes, exception_handlers={**HANDLERS, Refused: _refused})
+    return Starlette(
+        routes=routes, exception_handlers={**HANDLERS, SessionRequestRefused: _refused}
+    )
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, SessionRequestRefused)
     return _json({"detail": error.data}, STATUS.get(error.code, 400))
 
 
@@ -282,7 +284,7 @@ async def _counted(work: Awaitable[Any]) -> Any:
     except NoSuchTask as error:
         raise HTTPException(400, str(error)) from None
     except (TaskError, LoopLost) as error:
-        raise Refused(
+        raise SessionRequestRefused(
             ErrorCode.EXECUTION_ERROR, f"the rows failed: {type(error).__name__}"
         ) from None
 

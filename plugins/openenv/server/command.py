@@ -68,7 +68,7 @@ MOST_FAST_FAILURES = 5
 COMMAND = python_module("composer_mesh.plugins.openenv.server.worker")
 
 
-class Program(Protocol):
+class ServerProgram(Protocol):
     """A process that answers lines."""
 
     def ask(self, line: bytes, deadline_s: float) -> bytes: ...
@@ -76,7 +76,7 @@ class Program(Protocol):
     def close(self) -> None: ...
 
 
-def start_program(listener: int) -> Program:
+def start_program(listener: int) -> ServerProgram:
     """Start a server process on the descriptor of a listening socket; it waits for its line."""
     return AnsweringProgram(
         (*COMMAND, str(listener)), os.environ, shows_errors=True, pass_fds=(listener,)
@@ -90,12 +90,12 @@ class ServerProcesses:
         self,
         starts: list[WorkerStart],
         report: Callable[[str], None],
-        make: Callable[[], Program],
+        make: Callable[[], ServerProgram],
         every_s: float = EVERY_S,
     ) -> None:
         self._starts, self._report, self._make = starts, report, make
         self._every_s = every_s
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, ServerProgram] = {}
         self._threads: list[threading.Thread] = []
         self._ending = threading.Event()
         self.gave_up = threading.Event()

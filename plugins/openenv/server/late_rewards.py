@@ -30,7 +30,7 @@ SCHEMA = (
 )
 
 
-class LateReward(BaseModel):
+class EpisodeReward(BaseModel):
     """A reward for an episode; `source` says who gives it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -40,7 +40,7 @@ class LateReward(BaseModel):
     source: str = Field(default="", max_length=200)
 
 
-class LateRewards:
+class RewardFile:
     """The rewards in one file; each call opens it anew, on a thread."""
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class LateRewards:
             file.execute(NAME)
             file.execute("INSERT OR IGNORE INTO store VALUES (1, ?)", (uuid4().hex,))
 
-    async def post(self, late: LateReward) -> None:
+    async def post(self, late: EpisodeReward) -> None:
         """Keep a reward; durable when it returns."""
         await asyncio.to_thread(self._post, late)
 
@@ -82,7 +82,7 @@ class LateRewards:
         names = ("number", "episode_id", "reward", "source", "posted")
         return {"store": name, "rewards": [dict(zip(names, row, strict=True)) for row in rows]}
 
-    def _post(self, late: LateReward) -> None:
+    def _post(self, late: EpisodeReward) -> None:
         values = (late.episode_id, late.reward, late.source, time.time())
         with closing(self._opened()) as file, file:
             file.execute(

@@ -30,7 +30,7 @@ from composer_mesh.configs.validation import validated
 from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.plugins.openenv.server.observations import listed_tools
 from composer_mesh.plugins.openenv.server.session import EnvSession, SessionPool
-from composer_mesh.plugins.openenv.server.validation import Refused, json_object
+from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused, json_object
 
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 """Versions of the protocol with a handshake, the newest first."""
@@ -128,7 +128,7 @@ async def _called(request: RpcRequest, session: EnvSession) -> dict[str, Any]:
     action = {"type": "call_tool", "tool_name": params.name, "arguments": params.arguments or {}}
     try:
         return rpc_result(request.id, _result(await session.step(action)))
-    except Refused as refused:
+    except SessionRequestRefused as refused:
         return rpc_error(request.id, SESSION_FAILED, refused.text, refused.data)
 
 
@@ -182,7 +182,7 @@ class McpSessions:
         """Answer a message. Waits for the task."""
         try:
             request = read_request(json_object(body))
-        except Refused as refused:
+        except SessionRequestRefused as refused:
             return McpAnswer(200, rpc_error(None, INVALID_REQUEST, refused.text))
         if request is None:
             text = "this is no request of JSON-RPC 2.0"
@@ -242,13 +242,13 @@ class McpSessions:
     async def _initialize(self, request: RpcRequest, query: Mapping[str, str]) -> McpAnswer:
         try:
             session = self._pool.open()
-        except Refused as full:
+        except SessionRequestRefused as full:
             return McpAnswer(503, rpc_error(request.id, SESSION_FAILED, full.text, full.data))
         try:
             seen = await session.reset(_arguments(query))
         except BaseException as error:
             await asyncio.shield(self._pool.close(session))
-            if isinstance(error, Refused):
+            if isinstance(error, SessionRequestRefused):
                 failed = rpc_error(request.id, SESSION_FAILED, error.text, error.data)
                 return McpAnswer(200, failed)
             raise

@@ -47,7 +47,7 @@ from composer_mesh.plugins.openenv.server.observations import (
     observation,
 )
 from composer_mesh.plugins.openenv.server.validation import (
-    Refused,
+    SessionRequestRefused,
     capacity_reached,
     checked,
     invalid,
@@ -200,7 +200,7 @@ class EnvSession:
 
     def _open_episode(self) -> RunningEpisode:
         if self._fault:
-            raise Refused(
+            raise SessionRequestRefused(
                 ErrorCode.EXECUTION_ERROR, f"the episode has failed: reset ({self._fault})"
             )
         if self._running is None:
@@ -215,17 +215,19 @@ class EnvSession:
             return await self._runner.run(work)
         except LoopLost as lost:
             self._running = None
-            raise Refused(ErrorCode.SESSION_ERROR, f"the session is lost: {lost}", True) from None
+            raise SessionRequestRefused(
+                ErrorCode.SESSION_ERROR, f"the session is lost: {lost}", True
+            ) from None
         except LoopBlocked as blocked:
             self._running = None  # what it holds belongs to a loop that will never run again
             raise self._failed(blocked) from None
         except TaskError as error:
             raise self._failed(error) from None
 
-    def _failed(self, error: TaskError) -> Refused:
+    def _failed(self, error: TaskError) -> SessionRequestRefused:
         _log.error("episode %r: %s", self._episode_id, error)  # the id is a client's
         self._fault = public_text(error)
-        return Refused(ErrorCode.EXECUTION_ERROR, self._fault)
+        return SessionRequestRefused(ErrorCode.EXECUTION_ERROR, self._fault)
 
     @property
     def _task(self) -> Task:
@@ -337,7 +339,7 @@ class SessionPool:
         """Close a session. Waits for the task's own code, whose errors are logged and no more."""
         try:
             await session.close()
-        except Refused:
+        except SessionRequestRefused:
             pass  # its fault is in the log, and nobody waits for the session
         finally:
             self._counts.give_back()

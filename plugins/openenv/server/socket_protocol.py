@@ -23,7 +23,7 @@ from composer_mesh.plugins.openenv.client.wire import (
 )
 from composer_mesh.plugins.openenv.server.mcp import mcp_reply
 from composer_mesh.plugins.openenv.server.session import EnvSession, SessionPool
-from composer_mesh.plugins.openenv.server.validation import Refused, client_frame
+from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused, client_frame
 
 
 class Socket(Protocol):
@@ -45,7 +45,7 @@ async def serve_socket(socket: Socket, pool: SessionPool) -> None:
         async with pool.session() as session:
             while await _served(socket, session, pool.timeout_s):
                 pass
-    except Refused as refused:  # there is no place for a session
+    except SessionRequestRefused as refused:  # there is no place for a session
         await _send(socket, _error(refused), pool.timeout_s)
     await socket.close()
 
@@ -60,8 +60,11 @@ async def _served(socket: Socket, session: EnvSession, timeout_s: float) -> bool
         answer, goes_on = await _answered(text, session)
     except TimeoutError:
         reason = f"the session was idle for {timeout_s:g} s and is closed"
-        answer, goes_on = _error(Refused(ErrorCode.SESSION_ERROR, reason, True)), False
-    except Refused as refused:
+        answer, goes_on = (
+            _error(SessionRequestRefused(ErrorCode.SESSION_ERROR, reason, True)),
+            False,
+        )
+    except SessionRequestRefused as refused:
         answer, goes_on = _error(refused), not refused.ends
     return answer is not None and await _send(socket, answer, timeout_s) and goes_on
 
@@ -97,11 +100,11 @@ def json_text(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        refused = Refused(
+        refused = SessionRequestRefused(
             ErrorCode.EXECUTION_ERROR, f"the task's messages cannot be sent as JSON: {error}"
         )
         return json.dumps(_error(refused))
 
 
-def _error(refused: Refused) -> dict[str, Any]:
+def _error(refused: SessionRequestRefused) -> dict[str, Any]:
     return {"type": "error", "data": refused.data}

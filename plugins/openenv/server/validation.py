@@ -1,6 +1,6 @@
 """Reads frames of clients: JSON, bounded, with errors by code.
 
-`Refused` is why a request was not served, as its error frame says it.
+`SessionRequestRefused` is why a request was not served, as its error frame says it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from composer_mesh.mesh.untrusted_json import LONGEST_REASON, parsed_json
 from composer_mesh.plugins.openenv.client.wire import CLIENT_FRAME, ClientFrame, ErrorCode
 
 
-class Refused(Exception):
+class SessionRequestRefused(Exception):
     """A request that is not served; with `ends` its session is over."""
 
     def __init__(self, code: ErrorCode, text: str, ends: bool = False, **more: Any) -> None:
@@ -27,16 +27,16 @@ class Refused(Exception):
         return {"message": self.text, "code": self.code.value, **self.more}
 
 
-def capacity_reached(active: int, most: int) -> Refused:
+def capacity_reached(active: int, most: int) -> SessionRequestRefused:
     """Return the error for a client that comes when all sessions are taken."""
     text = f"{active} of {most} sessions are open: come back later"
     more = {"active_sessions": active, "max_sessions": most}
-    return Refused(ErrorCode.CAPACITY_REACHED, text, True, **more)
+    return SessionRequestRefused(ErrorCode.CAPACITY_REACHED, text, True, **more)
 
 
-def invalid(text: str) -> Refused:
+def invalid(text: str) -> SessionRequestRefused:
     """Return the error for a request that its sender has to change."""
-    return Refused(ErrorCode.VALIDATION_ERROR, text)
+    return SessionRequestRefused(ErrorCode.VALIDATION_ERROR, text)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -53,7 +53,7 @@ def client_frame(text: str) -> ClientFrame:
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in FRAME_TYPES:
         known = ", ".join(sorted(FRAME_TYPES))
-        raise Refused(
+        raise SessionRequestRefused(
             ErrorCode.UNKNOWN_TYPE, f"the type is {str(kind)[:40]!r}: send one of {known}"
         )
     try:
@@ -67,10 +67,10 @@ def json_object(text: str | bytes) -> dict[str, Any]:
     try:
         value = parsed_json(text)
     except ValueError as error:
-        raise Refused(ErrorCode.INVALID_JSON, f"this is no JSON: {error}") from None
+        raise SessionRequestRefused(ErrorCode.INVALID_JSON, f"this is no JSON: {error}") from None
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise Refused(ErrorCode.INVALID_JSON, f"this is a {kind}: send a JSON object")
+        raise SessionRequestRefused(ErrorCode.INVALID_JSON, f"this is a {kind}: send a JSON object")
     return value
 
 
@@ -82,11 +82,11 @@ def checked(kind: type[Model], value: Any) -> Model:
         raise _refusal(error) from None
 
 
-def _refusal(error: ValidationError) -> Refused:
+def _refusal(error: ValidationError) -> SessionRequestRefused:
     """Return a validation error with its first places."""
     places = [
         {"type": one["type"], "loc": [str(part)[:40] for part in one["loc"]], "msg": one["msg"]}
         for one in errors_of(error)[:MOST_ERRORS]
     ]
     text = f"invalid message: {place_and_text(error)[:LONGEST_REASON]}"
-    return Refused(ErrorCode.VALIDATION_ERROR, text, errors=places)
+    return SessionRequestRefused(ErrorCode.VALIDATION_ERROR, text, errors=places)

@@ -24,9 +24,9 @@ from typing import Any, TextIO, TypeVar
 from composer_mesh.configs.validation import validated_json
 from composer_mesh.mesh.environment import use_import_paths
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
-from composer_mesh.plugins.openenv.server.app import Served, make_app
+from composer_mesh.plugins.openenv.server.app import ServedEnvironments, make_app
 from composer_mesh.plugins.openenv.server.command import WorkerStart
-from composer_mesh.plugins.openenv.server.late_rewards import LateRewards
+from composer_mesh.plugins.openenv.server.late_rewards import RewardFile
 from composer_mesh.plugins.openenv.server.mcp import Forwarding, McpSessions
 from composer_mesh.plugins.openenv.server.session import SessionCounts, SessionPool
 from composer_mesh.plugins.openenv.server.validation import MOST_REQUEST_BYTES
@@ -70,8 +70,8 @@ class Worker:
         pool = SessionPool(runner, self._counts, self._options.session_timeout_s)
         self._forwarding = Forwarding(folder, self._options.processes, start.number)
         self._mcp = McpSessions(pool, start.number)
-        rewards = LateRewards(folder / "rewards.sqlite")
-        served = Served(pool, self._mcp, rewards, self._forwarding)
+        rewards = RewardFile(folder / "rewards.sqlite")
+        served = ServedEnvironments(pool, self._mcp, rewards, self._forwarding)
         self._bodies = served.bodies.budget
         self._app = Access(make_app(served), self._options.names, start.token)
 

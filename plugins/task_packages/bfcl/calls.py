@@ -54,7 +54,7 @@ CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 LONGEST = 1 << 26
 
 
-class Source(Protocol):
+class FunctionSource(Protocol):
     """Rows by category, the documents of a class's functions, and the class itself."""
 
     def rows(self, category: str) -> list[dict[str, Any]]: ...
@@ -193,7 +193,7 @@ class TooManyFiles(Exception):
 class Instances:
     """The instances of one session, and the calls made on them."""
 
-    def __init__(self, source: Source, row: Mapping[str, Any]) -> None:
+    def __init__(self, source: FunctionSource, row: Mapping[str, Any]) -> None:
         long_context = "long_context" in row["id"]
         self._instances: dict[str, Any] = {}
         self._methods: dict[str, Callable[..., Any]] = {}

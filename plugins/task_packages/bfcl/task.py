@@ -15,9 +15,9 @@ from typing import Any, ClassVar, cast
 
 from composer_mesh.plugins.task_packages.bfcl.calls import (
     CATEGORIES,
+    FunctionSource,
     Instances,
     PackageSource,
-    Source,
     TooManyFiles,
     contains,
     function_tool,
@@ -174,7 +174,7 @@ class BfclMultiTurn(Task):
         self._documented: dict[str, dict[str, ToolSpec]] = {}
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> FunctionSource:
         """Where rows and classes come from."""
         return PackageSource()
 

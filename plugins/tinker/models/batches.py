@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from composer_mesh.plugins.tinker.client_losses import CLIENT_LOSSES, side_of
-from composer_mesh.plugins.tinker.models.messages import Datum, Shape, TrainCall
+from composer_mesh.plugins.tinker.models.messages import BatchShape, Datum, TrainCall
 
 MODELS, ROWS = 0, 1
 
@@ -32,23 +32,23 @@ MODELS, ROWS = 0, 1
 class Shares:
     """The equal parts of a batch, one a rank; zeros pad the last ones."""
 
-    shape: Shape
+    shape: BatchShape
     ranks: int
     axis: int
     """`MODELS` or `ROWS`: what is divided."""
 
     @classmethod
-    def of(cls, shape: Shape, ranks: int) -> Shares:
+    def of(cls, shape: BatchShape, ranks: int) -> Shares:
         """Return the parts with the fewest rows on a rank; by rows where both are equal."""
         by_rows, by_models = cls(shape, ranks, ROWS), cls(shape, ranks, MODELS)
         return by_models if by_models.tokens < by_rows.tokens else by_rows
 
     @property
-    def part(self) -> Shape:
+    def part(self) -> BatchShape:
         """The models and rows of each rank."""
         each = [self.shape.models, self.shape.rows]
         each[self.axis] = -(-each[self.axis] // self.ranks)
-        return Shape(each[MODELS], 0, each[ROWS], self.shape.length)
+        return BatchShape(each[MODELS], 0, each[ROWS], self.shape.length)
 
     @property
     def tokens(self) -> int:
@@ -90,7 +90,7 @@ class Batch:
     """Calls that are computed in one forward, each in its shape."""
 
     calls: tuple[TrainCall, ...]
-    shapes: tuple[Shape, ...]
+    shapes: tuple[BatchShape, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class TokenLimit:
 
     def allows(self, models: int, rows: int, length: int) -> bool:
         """Whether a batch of this shape is within the limit on every rank."""
-        return Shares.of(Shape(models, 0, rows, length), self.ranks).tokens <= self.tokens
+        return Shares.of(BatchShape(models, 0, rows, length), self.ranks).tokens <= self.tokens
 
 
 def batches(
@@ -145,14 +145,14 @@ def _size(calls: Sequence[TrainCall]) -> tuple[int, int]:
     return rows, -(-longest // MULTIPLE) * MULTIPLE
 
 
-def _shapes(calls: Sequence[TrainCall]) -> tuple[Shape, ...]:
+def _shapes(calls: Sequence[TrainCall]) -> tuple[BatchShape, ...]:
     if calls[0].shape is not None:
         return (calls[0].shape,)
     rows, length = _size(calls)
-    return tuple(Shape(len(calls), place, rows, length) for place in range(len(calls)))
+    return tuple(BatchShape(len(calls), place, rows, length) for place in range(len(calls)))
 
 
-def microbatches(call: TrainCall, shape: Shape, most: TokenLimit) -> list[tuple[Datum, ...]]:
+def microbatches(call: TrainCall, shape: BatchShape, most: TokenLimit) -> list[tuple[Datum, ...]]:
     """Return the parts of a call that is alone, each within the limit.
 
     One that was computed with others is in one part. The sides of a pair stay together.
@@ -189,7 +189,7 @@ class Padded:
     targets: Tensor
 
 
-def padded(parts: Sequence[Sequence[Datum]], shape: Shape) -> Padded:
+def padded(parts: Sequence[Sequence[Datum]], shape: BatchShape) -> Padded:
     """Return the padded rows of calls at their places; places without a call are of id 0."""
     total = shape.models * shape.rows
     k = max((target_count(one) for part in parts for one in part), default=1)

@@ -31,13 +31,13 @@ from composer_mesh.plugins.tinker.models.batches import (
     microbatches,
     target_count,
 )
-from composer_mesh.plugins.tinker.models.forwards import TOTAL, Computed, Forwards, Rows, joined
+from composer_mesh.plugins.tinker.models.forwards import TOTAL, CallRows, Computed, Forwards, joined
 from composer_mesh.plugins.tinker.models.messages import (
     CHANGES,
+    BatchShape,
     Datum,
     ModelNotOpen,
     ModelSpec,
-    Shape,
     TrainCall,
     TrainResult,
 )
@@ -52,7 +52,7 @@ from composer_mesh.plugins.tinker.models.trained_weights import (
     ActiveAdapters,
     AdapterWeights,
     FullWeights,
-    Weights,
+    ModelWeights,
     adapt,
 )
 
@@ -67,7 +67,7 @@ class ClientTrainer:
     def __init__(
         self,
         base: Any,
-        weights: Weights,
+        weights: ModelWeights,
         most_tokens: int,
         most_models: int,
         ranks: Ranks | None = None,
@@ -202,32 +202,32 @@ class ClientTrainer:
             found = [self._alone(batch.calls[0], batch.shapes[0])]
         else:
             owners = zip(batch.calls, batch.shapes, strict=True)
-            found = self._part([Rows(call, call.data, shape) for call, shape in owners])
+            found = self._part([CallRows(call, call.data, shape) for call, shape in owners])
         for call, result in zip(batch.calls, found, strict=True):
             self._held(call.model).position += call.kind in CHANGES and not result.error
         return found
 
-    def _alone(self, call: TrainCall, shape: Shape) -> TrainResult:
+    def _alone(self, call: TrainCall, shape: BatchShape) -> TrainResult:
         """Run a call's microbatches; a failed one takes back those before it."""
         state, found = self._held(call.model), list[TrainResult]()
         before = state.gradient
         parts = microbatches(call, shape, self._most)
         for part in parts:
             own = shape if len(parts) == 1 else _shape_of(part)
-            found += self._part([Rows(call, part, own)])
+            found += self._part([CallRows(call, part, own)])
             if found[-1].error:
                 state.gradient = before
                 return found[-1]
         return joined(found, shape)
 
-    def _part(self, owners: Sequence[Rows]) -> list[TrainResult]:
+    def _part(self, owners: Sequence[CallRows]) -> list[TrainResult]:
         """Run one forward of some models' rows; add their gradients where these are finite."""
         states = [self._held(one.call.model) for one in owners]
         flats = {one.call.model: state.weights for one, state in zip(owners, states, strict=True)}
         found = self._forwards.run(owners, states[0].spec, flats)
         return [self._settled(*one) for one in zip(owners, states, found, strict=True)]
 
-    def _settled(self, owner: Rows, state: ModelState, found: Computed) -> TrainResult:
+    def _settled(self, owner: CallRows, state: ModelState, found: Computed) -> TrainResult:
         """Add a call's gradient where it is finite; return its result."""
         loss = found.metrics[TOTAL]
         if not math.isfinite(loss) or not (
@@ -255,8 +255,8 @@ def _turns(calls: Sequence[TrainCall]) -> list[list[int]]:
     return turns
 
 
-def _shape_of(part: Sequence[Datum]) -> Shape:
-    return Shape(1, 0, len(part), max(len(one.tokens) for one in part))
+def _shape_of(part: Sequence[Datum]) -> BatchShape:
+    return BatchShape(1, 0, len(part), max(len(one.tokens) for one in part))
 
 
 def make_trainer(config: Config, folder: Path, ranks: Ranks) -> ClientTrainer:
@@ -266,7 +266,7 @@ def make_trainer(config: Config, folder: Path, ranks: Ranks) -> ClientTrainer:
     return ClientTrainer(base, weights, tokens, models, ranks)
 
 
-def place_policy(config: Config, folder: Path, ranks: Ranks) -> tuple[Any, Weights]:
+def place_policy(config: Config, folder: Path, ranks: Ranks) -> tuple[Any, ModelWeights]:
     """Return the policy on this rank, and how models' numbers enter it."""
     alpha = config.serve.lora_alpha
     if ranks.size == 1:

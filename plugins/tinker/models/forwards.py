@@ -40,13 +40,13 @@ from composer_mesh.plugins.tinker.models.batches import (
     target_count,
 )
 from composer_mesh.plugins.tinker.models.messages import (
+    BatchShape,
     Datum,
     ModelSpec,
-    Shape,
     TrainCall,
     TrainResult,
 )
-from composer_mesh.plugins.tinker.models.trained_weights import Weights
+from composer_mesh.plugins.tinker.models.trained_weights import ModelWeights
 
 Head = Callable[[Tensor], Tensor]
 
@@ -85,7 +85,7 @@ def metrics_of(total: Tensor, channels: Mapping[str, Tensor]) -> dict[str, float
     return {TOTAL: float(total.detach()), **own}
 
 
-def joined(parts: Sequence[TrainResult], shape: Shape) -> TrainResult:
+def joined(parts: Sequence[TrainResult], shape: BatchShape) -> TrainResult:
     """Return the results of a call's microbatches as one."""
     logprobs = tuple(one for part in parts for one in part.logprobs)
     names = dict.fromkeys(name for part in parts for name in part.metrics)
@@ -94,12 +94,12 @@ def joined(parts: Sequence[TrainResult], shape: Shape) -> TrainResult:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CallRows:
     """Some rows of a call, and where they are in a batch."""
 
     call: TrainCall
     data: tuple[Datum, ...]
-    shape: Shape
+    shape: BatchShape
 
     @property
     def first(self) -> int:
@@ -143,14 +143,14 @@ class Computed:
 class Forwards:
     """Computes rows of models on one base; every rank makes the same calls."""
 
-    def __init__(self, base: Any, weights: Weights, ranks: Ranks) -> None:
+    def __init__(self, base: Any, weights: ModelWeights, ranks: Ranks) -> None:
         self.device = next(base.parameters()).device
         self.vocabulary = int(base.config.get_text_config().vocab_size)
         self._base, self._weights, self._ranks = base, weights, ranks
         self._softcap = logit_softcap(base.config)
 
     def run(
-        self, owners: Sequence[Rows], spec: ModelSpec, flats: Mapping[str, Tensor]
+        self, owners: Sequence[CallRows], spec: ModelSpec, flats: Mapping[str, Tensor]
     ) -> list[Computed]:
         """Compute one batch of some models' rows; `flats` are their numbers [P], by name.
 
@@ -163,7 +163,7 @@ class Forwards:
                 release(self._base)
 
     def _computed(
-        self, owners: Sequence[Rows], spec: ModelSpec, flats: Mapping[str, Tensor]
+        self, owners: Sequence[CallRows], spec: ModelSpec, flats: Mapping[str, Tensor]
     ) -> list[Computed]:
         shape, backward = owners[0].shape, owners[0].call.kind == "forward_backward"
         rows, losses = self._ranks.agreed(lambda: self._read(owners, shape))
@@ -194,7 +194,7 @@ class Forwards:
         ]
 
     def _read(
-        self, owners: Sequence[Rows], shape: Shape
+        self, owners: Sequence[CallRows], shape: BatchShape
     ) -> tuple[Padded, list[tuple[dict[str, Tensor], Tensor]]]:
         """Return the padded rows, and of each owner the inputs and the mask of its loss.
 

@@ -53,7 +53,7 @@ class AdamParams:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """In which batch a call was computed: its place among several models', and the padded sizes.
 
     A call that is repeated in the same shape gives the same bits, whatever the other models do.
@@ -81,7 +81,7 @@ class TrainCall:
     adam: AdamParams | None = None
     path: str = ""
     optimizer: bool = False
-    shape: Shape | None = None
+    shape: BatchShape | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class TrainResult:
 
     logprobs: tuple[NDArray[np.float32], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    shape: Shape | None = None
+    shape: BatchShape | None = None
     error: str = ""
 
 

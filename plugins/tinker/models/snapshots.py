@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.loop import EngineLoop, EngineThread
 from composer_mesh.actors.engines.vllm_weights import AdapterSlots
 from composer_mesh.actors.models.language_model import decoder_states, logit_softcap
@@ -147,7 +147,7 @@ class EmbeddedEngines:
         models = await asyncio.to_thread(self._reader.read, snapshot)
         thread, config = EngineThread(), self._config
         engine = await thread.run(
-            Engine,
+            EmbeddedEngine,
             models.sampling,
             config.generator.max_concurrent,
             config.policy.max_context,

@@ -180,7 +180,7 @@ def peft_files(
     return adapter_files(pairs, base, layout.rank, alpha)
 
 
-class Weights(Protocol):
+class ModelWeights(Protocol):
     """How the numbers of models enter the forward of a shared base."""
 
     @property

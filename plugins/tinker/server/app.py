@@ -32,7 +32,7 @@ from composer_mesh.plugins.tinker.server.results import Result, try_again
 from composer_mesh.plugins.tinker.server.server import TrainingServer
 from composer_mesh.plugins.tinker.server.training_data import read_training_request
 from composer_mesh.services.web.bodies import HANDLERS, INLINE_BYTES
-from composer_mesh.services.web.errors import UNAVAILABLE, UNSUPPORTED, Refused
+from composer_mesh.services.web.errors import UNAVAILABLE, UNSUPPORTED, RequestRefused
 
 WAIT_S = 20.0
 """Seconds that `retrieve_future` waits for an answer; SDKs wait 45 for it."""
@@ -51,7 +51,7 @@ class Routes:
 
     async def healthz(self, _: Request) -> Response:
         if self._server.ended.is_set():
-            raise Refused(UNAVAILABLE, "the server is ending")
+            raise RequestRefused(UNAVAILABLE, "the server is ending")
         return JSONResponse({"status": "ok"})
 
     async def client_config(self, _: Request) -> Response:
@@ -109,7 +109,9 @@ class Routes:
 
     async def forward_backward(self, request: Request) -> Response:
         if PROTOBUF not in request.headers.get("content-type", ""):
-            raise Refused(UNSUPPORTED, f"send the data as {PROTOBUF}, as SDKs from 0.25.0 on do")
+            raise RequestRefused(
+                UNSUPPORTED, f"send the data as {PROTOBUF}, as SDKs from 0.25.0 on do"
+            )
         own, limits = client(request), self._server.served.data
         asked = await self._bodies.read(
             request, own, lambda body: read_training_request(body, limits)
@@ -142,8 +144,8 @@ class Routes:
     async def asample(self, request: Request) -> Response:
         own, served = client(request), self._server.served
 
-        def made(body: bytes) -> requests.Sample:
-            found = parsed(requests.Sample, body)
+        def made(body: bytes) -> requests.SampleRequest:
+            found = parsed(requests.SampleRequest, body)
             check_sample(found, served.data, served.limits)  # counts all tokens, however many
             return found
 

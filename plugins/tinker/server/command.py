@@ -36,7 +36,7 @@ from composer_mesh.plugins.tinker.server.options import (
 )
 from composer_mesh.plugins.tinker.server.rest_routes import Archives
 from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
-from composer_mesh.plugins.tinker.server.server import Served
+from composer_mesh.plugins.tinker.server.server import ServedModel
 from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 from composer_mesh.rollouts.captured_episode import CaptureFormat
@@ -90,7 +90,7 @@ async def _serve(
         mesh = starting.result()
         try:
             async with open_chat(config, mesh.folder, []) as chat:
-                parts = Parts(config, output, options, mesh, chat)
+                parts = ServerParts(config, output, options, mesh, chat)
                 return await supervisor.guard(_serve_on(parts, keys, listener, say, stopping))
         except MeshError as error:
             sys.stderr.write(f"composer-mesh: {error}\n")
@@ -100,7 +100,7 @@ async def _serve(
 
 
 @dataclass(frozen=True)
-class Parts:
+class ServerParts:
     """What a server is made of, once its processes have loaded."""
 
     config: Config
@@ -110,14 +110,14 @@ class Parts:
     chat: ChatFormat
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """Return what clients learn of the server, and their limits."""
         serve, context = self.config.serve, self.config.policy.max_context
         vocabulary = self.mesh.vocabulary
         data = DataLimits(vocabulary, context, serve.max_data, serve.max_top_k)
         tokenizer = tokenizer_of(self.config, self.options, self.mesh.folder)
         embedded = self.config.generator.engine == "embedded"
-        return Served(base_model_of(self.config), tokenizer, data, serve, embedded)
+        return ServedModel(base_model_of(self.config), tokenizer, data, serve, embedded)
 
     @property
     def facts(self) -> SamplingFacts:
@@ -127,7 +127,7 @@ class Parts:
 
 
 async def _serve_on(
-    parts: Parts,
+    parts: ServerParts,
     keys: Sequence[str],
     listener: socket.socket,
     say: Say,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from composer_mesh.plugins.tinker.server.records import Operation
-from composer_mesh.services.web.errors import TOO_LARGE, TOO_MANY, Refused, bad
+from composer_mesh.services.web.errors import TOO_LARGE, TOO_MANY, RequestRefused, bad
 
 MOST_TAKEN = 64 * 2**20
 """Bytes of the operations that are executed together, but for the last one."""
@@ -62,18 +62,18 @@ class OpenCounts:
         return self._counts.get(client, 0)
 
     def add(self, client: str, size: int, checked: bool = True) -> None:
-        """Count one more; raises `Refused` at a limit: 413 where it can never be accepted."""
+        """Count one more. Raises `RequestRefused` at a limit: 413 where it can never fit."""
         own = self.of(client)
         if checked:
             self._check_bytes(client, size)
         if checked and own >= self._most_per_client:
-            raise Refused(
+            raise RequestRefused(
                 TOO_MANY,
                 f"{own} operations of yours are open, of at most {self._most_per_client}: wait for "
                 "some, and send this again",
             )
         if checked and self.total >= self._most:
-            raise Refused(
+            raise RequestRefused(
                 TOO_MANY,
                 f"{self.total} operations are open, of at most {self._most}: send this again later",
             )
@@ -93,19 +93,19 @@ class OpenCounts:
     def _check_bytes(self, client: str, size: int) -> None:
         own, most = self._bytes.get(client, 0), self._most_bytes_per_client
         if size > min(most, self._most_bytes):
-            raise Refused(
+            raise RequestRefused(
                 TOO_LARGE,
                 f"the operation has {size:,} bytes, and those that wait at most "
                 f"{min(most, self._most_bytes):,}: send it in parts",
             )
         if own + size > most:
-            raise Refused(
+            raise RequestRefused(
                 TOO_MANY,
                 f"your open operations have {own:,} bytes and this one {size:,}, of at most "
                 f"{most:,}: wait for some, and send this again",
             )
         if self.bytes + size > self._most_bytes:
-            raise Refused(
+            raise RequestRefused(
                 TOO_MANY,
                 f"all open operations have {self.bytes:,} bytes and this one {size:,}, of at most "
                 f"{self._most_bytes:,}: send this again later",
@@ -142,7 +142,7 @@ class TrainingQueue:
         return [] if found is None else [one for _, _, one in found.waiting]
 
     def check_seq(self, model: str, seq: int | None) -> None:
-        """Raise `Refused` for an operation that would come after later ones."""
+        """Raise `RequestRefused` for an operation that would come after later ones."""
         queue = self._models.get(model)
         if queue is not None and seq is not None and seq < queue.next_seq:
             raise bad(

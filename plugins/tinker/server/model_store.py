@@ -26,7 +26,7 @@ from composer_mesh.plugins.tinker.server.payloads import call_of, payload_of
 from composer_mesh.plugins.tinker.server.records import (
     Model,
     Operation,
-    Sampler,
+    SamplerSource,
     Saved,
     SavedKind,
     saved_path,
@@ -154,37 +154,39 @@ class ModelStore:
 
 
 @dataclass(frozen=True)
-class Target:
+class OperationTarget:
     """The file of an operation, relative to the server's folder, and what it makes."""
 
     file: str = ""
     optimizer: bool = False
     saved: Saved | None = None
-    sampler: Sampler | None = None
+    sampler: SamplerSource | None = None
 
 
-def target_of(operation: Operation, registry: Registry) -> Target:
+def target_of(operation: Operation, registry: Registry) -> OperationTarget:
     """Return what an operation reads or writes; raises `Refused`."""
     kind, payload = operation.request.kind, operation.payload
     if kind == "load_weights":
         found = registry.saved(operation.request.client, payload.path)
         if payload.optimizer and found.kind == "sampler":
             raise bad(f"{found.path} has no optimizer state: load it without, or one of save_state")
-        return Target(found.file, payload.optimizer)
+        return OperationTarget(found.file, payload.optimizer)
     if kind not in ("save_weights", "save_weights_for_sampler"):
-        return Target()
+        return OperationTarget()
     model = registry.held(operation.model)
     file = f"saved/{operation.number:09d}.safetensors"
     if kind == "save_weights":
         name = payload.path or f"state-{operation.number:09d}"
-        return Target(file, True, saved=_saved(model, "training", name, file, operation, registry))
+        return OperationTarget(
+            file, True, saved=_saved(model, "training", name, file, operation, registry)
+        )
     if payload.path is None and payload.sampling_session_seq_id is not None:
         name = f"{model.session}:sample:{payload.sampling_session_seq_id}"
         inflight = payload.kind == "inflight"
-        sampler = Sampler(name, model.session, model.client, "", file, model.id, inflight)
-        return Target(file, sampler=sampler)
+        sampler = SamplerSource(name, model.session, model.client, "", file, model.id, inflight)
+        return OperationTarget(file, sampler=sampler)
     name = payload.path or f"sampler-{operation.number:09d}"
-    return Target(file, saved=_saved(model, "sampler", name, file, operation, registry))
+    return OperationTarget(file, saved=_saved(model, "sampler", name, file, operation, registry))
 
 
 def _saved(

@@ -24,8 +24,8 @@ from starlette.routing import Route
 
 from composer_mesh.actors.rollout_workers.agent_episode import (
     AgentEpisode,
-    ContextFull,
     Exchange,
+    NoRoomForAnswer,
     TooManyTurns,
 )
 from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer, CompletionAnswer
@@ -47,7 +47,7 @@ from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, Truncation
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import StopReason
-from composer_mesh.services.web.errors import Refused
+from composer_mesh.services.web.errors import RequestRefused
 
 PREFIXES = ("/v1", "/oai/api/v1")
 WAIT_S = 3600.0
@@ -95,7 +95,7 @@ class SampledByOperations:
         self._server, self._cancel, self._client, self._where = server, cancel, client, where
 
     async def generate(self, request: GenerationRequest, group: str, /) -> GenerationResult:
-        """Sample one answer; raises `Refused` and `SampleFailed`."""
+        """Sample one answer; raises `RequestRefused` and `SampleFailed`."""
         del group
         settings = requests.SamplingSettings(
             max_tokens=request.max_new_tokens,
@@ -105,7 +105,7 @@ class SampledByOperations:
             top_k=request.truncation.top_k or -1,
         )
         prompt = requests.Prompt(chunks=[requests.TextChunk(tokens=request.prompt_ids)])
-        asked = requests.Sample(prompt=prompt, sampling_params=settings, **self._where)
+        asked = requests.SampleRequest(prompt=prompt, sampling_params=settings, **self._where)
         accepted = await self._server.sample(self._client, asked)
         try:
             found = await self._server.result(self._client, accepted.request_id, WAIT_S)
@@ -175,7 +175,7 @@ class OpenAiRoutes:
         return answer
 
     def _where(self, client: str, model: str) -> dict[str, str]:
-        """Return what a sample is drawn from; raises `Refused` for what is not this client's."""
+        """What a sample is drawn from; raises `RequestRefused` for what is not this client's."""
         if not model.startswith(SCHEME):
             return {"base_model": model}
         self._server.registry.saved(client, model)
@@ -194,20 +194,20 @@ class OpenAiRoutes:
         return handle
 
 
-REFUSED = (Refusal, Refused, SampleFailed, ContextFull, UnusableMessages, TooManyTurns)
+REFUSED = (Refusal, RequestRefused, SampleFailed, NoRoomForAnswer, UnusableMessages, TooManyTurns)
 
 
 def _refusal_of(error: Exception) -> Refusal:
     """Return an error as OpenAI's API has it."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefused):
         return Refusal(HTTPStatus(error.status), error.text)
     if isinstance(error, SampleFailed):
         text, category = error.args
         own = HTTPStatus.BAD_REQUEST if category == "user" else HTTPStatus.BAD_GATEWAY
         return Refusal(own, text)
-    code = "context_length_exceeded" if isinstance(error, ContextFull) else None
+    code = "context_length_exceeded" if isinstance(error, NoRoomForAnswer) else None
     return bad_request(str(error), None, code)
 
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
-from composer_mesh.plugins.tinker.models.messages import ModelSpec, Shape
+from composer_mesh.plugins.tinker.models.messages import BatchShape, ModelSpec
 from composer_mesh.plugins.tinker.server.records import (
     Accepted,
+    ClientSession,
     Model,
     Operation,
     OperationRequest,
     Record,
-    Sampler,
+    SamplerSource,
     Saved,
-    Session,
 )
 from composer_mesh.plugins.tinker.server.results import MediaType, Result
 from composer_mesh.services.web.errors import bad
@@ -70,7 +70,7 @@ class Finished:
     result: Result
     time: float
     position: int | None = None
-    shape: Shape | None = None
+    shape: BatchShape | None = None
     keep_body: bool = False
 
 
@@ -81,7 +81,7 @@ class Stored:
     number: int
     request: OperationRequest
     position: int | None
-    shape: Shape | None
+    shape: BatchShape | None
 
 
 def open_log(path: Path) -> SqliteFile:
@@ -255,7 +255,7 @@ def changes_after(rows: sqlite3.Connection, model: str, position: int) -> list[S
             number,
             OperationRequest(client, kind, scope, seq, bytes(body or b""), model, cost),
             position,
-            None if shape is None else Shape(**json.loads(shape)),
+            None if shape is None else BatchShape(**json.loads(shape)),
         )
         for number, client, kind, scope, seq, body, model, cost, position, shape in found
     ]
@@ -299,7 +299,7 @@ def drop_bodies(rows: sqlite3.Connection, model: str, before: int) -> int:
 def delete_samplers(rows: sqlite3.Connection, names: Sequence[str]) -> int:
     """Forget a piece of samplers' answered operations, at the end samplers, and return 0."""
     scopes = [(f"{name}:sample", QUEUED) for name in names]
-    return _delete(rows, Sampler, names, "scope = ? AND status != ?", scopes)
+    return _delete(rows, SamplerSource, names, "scope = ? AND status != ?", scopes)
 
 
 def delete_models(rows: sqlite3.Connection, names: Sequence[str]) -> int:
@@ -309,7 +309,7 @@ def delete_models(rows: sqlite3.Connection, names: Sequence[str]) -> int:
 
 def delete_sessions(rows: sqlite3.Connection, names: Sequence[str]) -> int:
     """Forget a piece of what created the models of sessions, at the end sessions, and return 0."""
-    return _delete(rows, Session, names, "scope = ?", [(f"{name}:train",) for name in names])
+    return _delete(rows, ClientSession, names, "scope = ?", [(f"{name}:train",) for name in names])
 
 
 def _delete(
@@ -328,10 +328,10 @@ def _delete(
 class LoggedRecords:
     """All records of a log."""
 
-    sessions: Mapping[str, Session]
+    sessions: Mapping[str, ClientSession]
     models: Mapping[str, Model]
     saved: Mapping[str, Saved]
-    samplers: Mapping[str, Sampler]
+    samplers: Mapping[str, SamplerSource]
 
 
 def read_records(rows: sqlite3.Connection) -> LoggedRecords:
@@ -346,4 +346,4 @@ def read_records(rows: sqlite3.Connection) -> LoggedRecords:
                 values["spec"] = ModelSpec(**values["spec"])
         return {name: kind(**values) for name, values in found.items()}
 
-    return LoggedRecords(each(Session), each(Model), each(Saved), each(Sampler))
+    return LoggedRecords(each(ClientSession), each(Model), each(Saved), each(SamplerSource))

@@ -22,7 +22,7 @@ _JSON: dict[str, type[requests.ClientRequest]] = {
     "save_weights": requests.SaveWeights,
     "save_weights_for_sampler": requests.SaveForSampler,
     "load_weights": requests.LoadWeights,
-    "sample": requests.Sample,
+    "sample": requests.SampleRequest,
 }
 
 

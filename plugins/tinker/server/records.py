@@ -32,7 +32,7 @@ SCHEME = "tinker://"
 
 
 @dataclass(frozen=True)
-class Session:
+class ClientSession:
     """One program of a client; `client` is who brought its key."""
 
     id: str
@@ -92,7 +92,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SamplerSource:
     """What samples are drawn from: a file of weights, or the base model where it is empty.
 
     An `inflight` one follows what its model publishes later.
@@ -107,7 +107,7 @@ class Sampler:
     inflight: bool = False
 
 
-Record = Session | Model | Saved | Sampler
+Record = ClientSession | Model | Saved | SamplerSource
 
 
 def saved_path(model: str, kind: SavedKind, name: str) -> str:

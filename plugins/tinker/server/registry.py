@@ -16,8 +16,14 @@ from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.records import Model, Record, Sampler, Saved, Session
-from composer_mesh.services.web.errors import TOO_MANY, Refused, bad, unknown
+from composer_mesh.plugins.tinker.server.records import (
+    ClientSession,
+    Model,
+    Record,
+    SamplerSource,
+    Saved,
+)
+from composer_mesh.services.web.errors import TOO_MANY, RequestRefused, bad, unknown
 
 TOUCH_S = 60.0
 """Seconds between two writes of a session's last use."""
@@ -43,13 +49,13 @@ class Registry:
         """Nobody could use a session before."""
         self._next_number = 1 + max((one.number for one in self._models.values()), default=0)
 
-    async def create_session(self, client: str) -> Session:
-        """Begin a session; raises `Refused`, 429, at a limit."""
+    async def create_session(self, client: str) -> ClientSession:
+        """Begin a session; raises `RequestRefused`, 429, at a limit."""
         limits = self._limits
         most = (limits.max_sessions_per_client, limits.max_sessions)
         self._check_count("sessions", client, self._sessions.values(), *most)
         now = self._clock()
-        session = Session(str(uuid.uuid4()), client, now, now)
+        session = ClientSession(str(uuid.uuid4()), client, now, now)
         await self._commits.run(partial(log.put, one=session))
         self._sessions[session.id] = session
         return session
@@ -61,11 +67,11 @@ class Registry:
             self._sessions[session_id] = session = replace(session, used=now)
             await self._commits.run(partial(log.put, one=session))
 
-    def session(self, client: str, session_id: str) -> Session:
+    def session(self, client: str, session_id: str) -> ClientSession:
         """Return a client's session."""
         return _own(self._sessions, "session", client, session_id)
 
-    def sessions(self, client: str) -> list[Session]:
+    def sessions(self, client: str) -> list[ClientSession]:
         """Return a client's sessions, the newest first."""
         own = [one for one in self._sessions.values() if one.client == client]
         return sorted(own, key=lambda one: -one.created)
@@ -141,7 +147,7 @@ class Registry:
         """Return the saved weights whose time is over."""
         return [one for one in self._saved.values() if self._is_over(one)]
 
-    async def create_sampler(self, sampler: Sampler) -> Sampler:
+    async def create_sampler(self, sampler: SamplerSource) -> SamplerSource:
         """Enter a sampler; one with the same id must be of the same weights."""
         held = self._samplers.get(sampler.id)
         if held is not None and held != sampler:
@@ -155,7 +161,7 @@ class Registry:
         return sampler
 
     def check_saved(self, client: str) -> None:
-        """Raise `Refused` where a client, or all, have saved as many weights as they may."""
+        """Raise `RequestRefused` where a client, or all, have saved as many weights as they may."""
         own = [one.bytes for one in self._saved.values() if one.client == client]
         total, limits = sum(one.bytes for one in self._saved.values()), self._limits
         if len(own) >= limits.max_saved_per_client:
@@ -177,13 +183,13 @@ class Registry:
         self,
         what: str,
         client: str,
-        held: Collection[Session | Sampler],
+        held: Collection[ClientSession | SamplerSource],
         most_own: int,
         most: int,
     ) -> None:
         own = sum(one.client == client for one in held)
         if own >= most_own or len(held) >= most:
-            raise Refused(
+            raise RequestRefused(
                 TOO_MANY,
                 f"you have {own} {what} and all clients {len(held)}, of at most {most_own} and "
                 f"{most}: finish sessions, or wait until unused ones are freed",
@@ -224,24 +230,24 @@ class Registry:
         for name in free:
             self._sessions.pop(name, None)
 
-    def set_sampler(self, one: Sampler) -> None:
+    def set_sampler(self, one: SamplerSource) -> None:
         """Remember a sampler as it is in the log."""
         self._samplers[one.id] = one
 
-    def sampler(self, client: str, sampler_id: str) -> Sampler:
+    def sampler(self, client: str, sampler_id: str) -> SamplerSource:
         """Return a client's sampler."""
         return _own(self._samplers, "sampling session", client, sampler_id)
 
-    async def forget_samplers(self, gone: Sequence[Sampler]) -> None:
+    async def forget_samplers(self, gone: Sequence[SamplerSource]) -> None:
         """Forget samplers, which sample no more."""
         names = [one.id for one in gone]
         await self._commits.repeat(partial(log.delete_samplers, names=names))
         for name in names:
             self._samplers.pop(name, None)
 
-    def outdated(self, kept: int) -> list[Sampler]:
+    def outdated(self, kept: int) -> list[SamplerSource]:
         """Return the samplers without a name beyond the newest of each model."""
-        by_model: dict[str, list[Sampler]] = {}
+        by_model: dict[str, list[SamplerSource]] = {}
         for one in self._samplers.values():
             if one.file and not one.path:
                 by_model.setdefault(one.model, []).append(one)
@@ -252,14 +258,14 @@ class Registry:
         unnamed = {one.file for one in self._samplers.values() if not one.path}
         return unnamed | {one.file for one in self._saved.values()}
 
-    def samplers(self) -> Iterable[Sampler]:
+    def samplers(self) -> Iterable[SamplerSource]:
         """Return all samplers, in the order in which they were created."""
         return self._samplers.values()
 
-    def file_of(self, sampler: Sampler) -> str:
+    def file_of(self, sampler: SamplerSource) -> str:
         """Return the file that a sampler draws from now: the newest of its model if `inflight`.
 
-        Raises `Refused` for weights that were deleted.
+        Raises `RequestRefused` for weights that were deleted.
         """
         if sampler.path and sampler.path not in self._saved:
             raise unknown("saved weights", sampler.path)
@@ -275,7 +281,7 @@ class Registry:
 
 
 def _own(records: Mapping[str, Known], kind: str, client: str, name: str) -> Known:
-    """Return a client's record; raises `Refused` for one that it does not have."""
+    """Return a client's record; raises `RequestRefused` for one that it does not have."""
     found = records.get(name)
     if found is None or found.client != client:
         raise unknown(kind, name)

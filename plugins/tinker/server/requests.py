@@ -19,7 +19,7 @@ from composer_mesh.configs.base import Temperature, TopP
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.configs.validation import first_error, validated_json
 from composer_mesh.plugins.tinker.server.training_data import DataLimits, check_tokens
-from composer_mesh.services.web.errors import Refused, bad
+from composer_mesh.services.web.errors import RequestRefused, bad
 
 Name = Annotated[str, Field(max_length=500)]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
@@ -61,7 +61,7 @@ Request = TypeVar("Request", bound=ClientRequest)
 
 
 def parsed(kind: type[Request], body: bytes) -> Request:
-    """Read a request; raises `Refused` with the first thing that is wrong."""
+    """Read a request; raises `RequestRefused` with the first thing that is wrong."""
     try:
         return validated_json(kind, body)
     except ValidationError as error:
@@ -213,7 +213,7 @@ class IntTensor(ClientRequest):
     sparse_col_indices: list[int] | None = None
 
 
-class Sample(ClientRequest):
+class SampleRequest(ClientRequest):
     prompt: Prompt
     sampling_params: SamplingSettings
     num_samples: Annotated[int, Field(ge=1)] = 1
@@ -237,8 +237,8 @@ class TimeToLive(ClientRequest):
     ttl_seconds: Annotated[int, Field(ge=1, le=315_360_000)] | None = None
 
 
-def check_sample(request: Sample, data: DataLimits, limits: ServeConfig) -> None:
-    """Raise `Refused` for what cannot be sampled or scored."""
+def check_sample(request: SampleRequest, data: DataLimits, limits: ServeConfig) -> None:
+    """Raise `RequestRefused` for what cannot be sampled or scored."""
     ids = np.asarray(request.prompt.ids, np.int64)
     check_tokens(ids, "prompt", data.vocabulary, data.context - 1)
     most = request.sampling_params.max_tokens
@@ -266,7 +266,9 @@ def check_sample(request: Sample, data: DataLimits, limits: ServeConfig) -> None
         raise bad(f"stop has ids beyond {data.vocabulary - 1}: mend them")
 
 
-def _check_targets(request: Sample, tokens: int, data: DataLimits, limits: ServeConfig) -> None:
+def _check_targets(
+    request: SampleRequest, tokens: int, data: DataLimits, limits: ServeConfig
+) -> None:
     targets = request.target_prompt_logprobs
     if targets is None:
         return
@@ -281,7 +283,7 @@ def _check_targets(request: Sample, tokens: int, data: DataLimits, limits: Serve
 
 
 def target_ids(tensor: IntTensor, tokens: int) -> NDArray[np.int64]:
-    """Return the ids [T - 1, K] to score; -1 where a sparse tensor has none. Raises `Refused`."""
+    """The ids [T - 1, K] to score; -1 where a sparse tensor has none. Raises `RequestRefused`."""
     if tensor.shape is None or len(tensor.shape) != 2 or tensor.shape[0] != tokens - 1:
         raise _unfit(f"shape {tensor.shape}", tokens)
     if tensor.sparse_crow_indices is None:
@@ -299,7 +301,7 @@ def target_ids(tensor: IntTensor, tokens: int) -> NDArray[np.int64]:
     return found
 
 
-def _unfit(what: str, tokens: int) -> Refused:
-    return Refused(
+def _unfit(what: str, tokens: int) -> RequestRefused:
+    return RequestRefused(
         400, f"target_prompt_logprobs has {what}: send ids of shape [{tokens - 1}, K], -1 for none"
     )

@@ -34,14 +34,14 @@ from starlette.routing import Route
 
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.access import client
-from composer_mesh.plugins.tinker.server.records import Model, Sampler, Saved
+from composer_mesh.plugins.tinker.server.records import Model, SamplerSource, Saved
 from composer_mesh.plugins.tinker.server.registry import Registry
-from composer_mesh.plugins.tinker.server.server import Served, TrainingServer
+from composer_mesh.plugins.tinker.server.server import ServedModel, TrainingServer
 from composer_mesh.services.web.bodies import INLINE_BYTES
-from composer_mesh.services.web.errors import NOT_FOUND, Refused
+from composer_mesh.services.web.errors import NOT_FOUND, RequestRefused
 
 
-def capabilities(served: Served) -> Mapping[str, Any]:
+def capabilities(served: ServedModel) -> Mapping[str, Any]:
     """Return the one model that is served."""
     about = {
         "model_name": served.base_model,
@@ -52,7 +52,7 @@ def capabilities(served: Served) -> Mapping[str, Any]:
     return {"supported_models": [about]}
 
 
-def model_info(model: Model, served: Served) -> Mapping[str, Any]:
+def model_info(model: Model, served: ServedModel) -> Mapping[str, Any]:
     """Return what `get_info` tells of a model."""
     about = {"model_name": served.base_model, "tokenizer_id": served.tokenizer or None}
     return {
@@ -68,7 +68,7 @@ def _lora(rank: int) -> Mapping[str, Any]:
     return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
-def weights_info(saved: Saved, served: Served) -> Mapping[str, Any]:
+def weights_info(saved: Saved, served: ServedModel) -> Mapping[str, Any]:
     """Return how a model has to be created that loads saved weights."""
     spec = saved.spec
     return {
@@ -80,7 +80,7 @@ def weights_info(saved: Saved, served: Served) -> Mapping[str, Any]:
     }
 
 
-def sampler_info(found: Sampler, served: Served) -> Mapping[str, Any]:
+def sampler_info(found: SamplerSource, served: ServedModel) -> Mapping[str, Any]:
     """Return what a sampler draws from."""
     return {
         "sampler_id": found.id,
@@ -110,7 +110,9 @@ def checkpoint_info(saved: Saved) -> Mapping[str, Any]:
     }
 
 
-def training_run_info(model: Model, saved: Sequence[Saved], served: Served) -> Mapping[str, Any]:
+def training_run_info(
+    model: Model, saved: Sequence[Saved], served: ServedModel
+) -> Mapping[str, Any]:
     """Return a model as lists show it, with what it saved last."""
     last = {kind: next((one for one in saved if one.kind == kind), None) for kind in _KINDS}
     training, sampling = last["training"], last["sampler"]
@@ -176,14 +178,16 @@ class Archives:
         return f"{base_url}api/v1/archives/{signed}", datetime.fromtimestamp(expires, UTC)
 
     async def response(self, signed: str) -> Response:
-        """Return the archive of a signed address; raises `Refused`."""
+        """Return the archive of a signed address; raises `RequestRefused`."""
         file = self._opened(signed)
         content = await asyncio.to_thread(self._archive, self._folder / file)
         headers = {"content-disposition": 'attachment; filename="checkpoint.tar"'}
         return Response(content, media_type="application/x-tar", headers=headers)
 
     def _opened(self, signed: str) -> str:
-        gone = Refused(NOT_FOUND, "this address is not valid, or no longer: ask for another one")
+        gone = RequestRefused(
+            NOT_FOUND, "this address is not valid, or no longer: ask for another one"
+        )
         try:
             content = base64.urlsafe_b64decode(signed.encode())
         except ValueError:
@@ -203,7 +207,7 @@ class Archives:
         try:
             files = self._files(path)
         except (OSError, ValueError):
-            raise Refused(NOT_FOUND, "these weights are gone: save them again") from None
+            raise RequestRefused(NOT_FOUND, "these weights are gone: save them again") from None
         whole = io.BytesIO()
         with tarfile.open(fileobj=whole, mode="w") as tar:
             for name, content in files.items():

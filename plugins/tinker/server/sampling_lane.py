@@ -28,7 +28,7 @@ from composer_mesh.plugins.tinker.server.fair_queue import MOST_TAKEN, SampleQue
 from composer_mesh.plugins.tinker.server.payloads import Payloads
 from composer_mesh.plugins.tinker.server.records import MOST_ATTEMPTS, Executing, Operation
 from composer_mesh.plugins.tinker.server.registry import Registry
-from composer_mesh.plugins.tinker.server.requests import Sample, target_ids
+from composer_mesh.plugins.tinker.server.requests import SampleRequest, target_ids
 from composer_mesh.plugins.tinker.server.results import (
     NO_LOGPROB,
     Result,
@@ -43,7 +43,7 @@ from composer_mesh.rollouts.generation import (
     Truncation,
     tokens_to_stop,
 )
-from composer_mesh.services.web.errors import Refused
+from composer_mesh.services.web.errors import RequestRefused
 
 logger = logging.getLogger(__name__)
 TextOf = Callable[[list[int]], str]
@@ -161,7 +161,7 @@ class SamplingLane:
             return given_up(operation.attempts, "the server ended in the last one")
         try:
             return await self._sampled(operation)
-        except (Refused, ValueError, RequestAborted) as error:
+        except (RequestRefused, ValueError, RequestAborted) as error:
             return failure(str(error), "user")
         except BackendLost as error:
             operation.attempts += 1
@@ -181,7 +181,7 @@ class SamplingLane:
         self._answered(operation, answer)
 
     async def _sampled(self, operation: Operation) -> Result:
-        payload: Sample = await self._payloads.read(operation)
+        payload: SampleRequest = await self._payloads.read(operation)
         snapshot = self._file_of(operation.request.client, payload)
         requests = generation_requests(operation.request_id, payload, self._facts)
         ids = payload.prompt.ids
@@ -197,7 +197,7 @@ class SamplingLane:
             tops = await self._backend.score(snapshot, whole, asked)
         return sample_result(sequences, tops, prompt, bool(payload.prompt_logprobs))
 
-    def _file_of(self, client: str, payload: Sample) -> str:
+    def _file_of(self, client: str, payload: SampleRequest) -> str:
         file = ""
         if payload.sampling_session_id is not None:
             sampler = self._registry.sampler(client, payload.sampling_session_id)
@@ -206,7 +206,7 @@ class SamplingLane:
             file = self._registry.saved(client, payload.model_path).file
         return str(self._folder / file) if file else ""
 
-    async def _prompt(self, snapshot: str, payload: Sample, ids: list[int]) -> Scores | None:
+    async def _prompt(self, snapshot: str, payload: SampleRequest, ids: list[int]) -> Scores | None:
         targets, top_k = payload.target_prompt_logprobs, payload.topk_prompt_logprobs
         if not (payload.prompt_logprobs or top_k or targets is not None):
             return None
@@ -216,7 +216,7 @@ class SamplingLane:
 
 
 def generation_requests(
-    request_id: str, payload: Sample, facts: SamplingFacts
+    request_id: str, payload: SampleRequest, facts: SamplingFacts
 ) -> list[GenerationRequest]:
     """Return a request for each sample, with seeds of their own."""
     settings, ids = payload.sampling_params, payload.prompt.ids

@@ -27,7 +27,7 @@ from composer_mesh.plugins.tinker.server.records import (
     Accepted,
     Operation,
     OperationRequest,
-    Sampler,
+    SamplerSource,
     saved_path,
 )
 from composer_mesh.plugins.tinker.server.registry import REMEMBERED, Registry
@@ -35,11 +35,11 @@ from composer_mesh.plugins.tinker.server.requests import check_sample
 from composer_mesh.plugins.tinker.server.results import RecentAnswers, Result, failure, json_result
 from composer_mesh.plugins.tinker.server.training_data import DataLimits, TrainingRequest
 from composer_mesh.services.web.bodies import MOST_VALUES, Bodies
-from composer_mesh.services.web.errors import GONE, TOO_MANY, Refused, bad, unknown
+from composer_mesh.services.web.errors import GONE, TOO_MANY, RequestRefused, bad, unknown
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What is served: the base model's name and bounds."""
 
     base_model: str
@@ -55,7 +55,7 @@ class TrainingServer:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         registry: Registry,
         commits: GroupCommit,
         training: TrainingQueue,
@@ -187,7 +187,7 @@ class TrainingServer:
         own = sum(one.client == client for one in alive)
         remembered = len(self.registry.models(client))
         if remembered >= REMEMBERED * limits.max_models_per_client:
-            raise Refused(
+            raise RequestRefused(
                 TOO_MANY,
                 f"you have {remembered} models, of which {remembered - own} are unloaded: those "
                 f"without saved weights are forgotten after {limits.result_s:g} s, wait for that",
@@ -254,7 +254,7 @@ class TrainingServer:
         check = partial(self._training.check_seq, model.id, seq)
         return await self._accept(asked, payload, check)
 
-    async def sample(self, client: str, request: requests.Sample) -> Accepted:
+    async def sample(self, client: str, request: requests.SampleRequest) -> Accepted:
         """Accept a request for samples, for log-probs of a prompt, or both."""
         check_sample(request, self.served.data, self.served.limits)
         scope = ""
@@ -335,7 +335,7 @@ class TrainingServer:
             raise unknown("request", request_id)
         if found.dropped:
             kept = self.served.limits.result_s
-            raise Refused(GONE, f"the answer was dropped: they are kept for {kept:g} s")
+            raise RequestRefused(GONE, f"the answer was dropped: they are kept for {kept:g} s")
         return found.answer
 
     async def unload(self, client: str, name: str) -> Accepted:
@@ -370,14 +370,16 @@ class TrainingServer:
         """Forget a client's saved weights; housekeeping deletes their file."""
         await self.registry.delete_saved(self.registry.saved(client, path))
 
-    async def create_sampler(self, client: str, request: requests.CreateSampler) -> Sampler:
+    async def create_sampler(self, client: str, request: requests.CreateSampler) -> SamplerSource:
         """Open a sampler of saved weights or of the base model."""
         session = self.registry.session(client, request.session_id)
         name = f"{session.id}:sample:{request.sampling_session_seq_id}"
         if request.model_path is None:
             self._check_base(request.base_model)
-            return await self.registry.create_sampler(Sampler(name, session.id, client, "", "", ""))
+            return await self.registry.create_sampler(
+                SamplerSource(name, session.id, client, "", "", "")
+            )
         saved = self.registry.saved(client, request.model_path)
         return await self.registry.create_sampler(
-            Sampler(name, session.id, client, saved.path, saved.file, saved.model)
+            SamplerSource(name, session.id, client, saved.path, saved.file, saved.model)
         )

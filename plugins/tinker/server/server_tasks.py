@@ -24,7 +24,7 @@ from composer_mesh.plugins.tinker.server.payloads import Payloads
 from composer_mesh.plugins.tinker.server.records import Executing
 from composer_mesh.plugins.tinker.server.registry import Registry
 from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts, SamplingLane
-from composer_mesh.plugins.tinker.server.server import Served, TrainingServer
+from composer_mesh.plugins.tinker.server.server import ServedModel, TrainingServer
 from composer_mesh.plugins.tinker.server.training_lane import TrainingLane
 
 EVERY_S = 30.0
@@ -99,7 +99,7 @@ class ServerTasks:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         folder: Path,
         commits: GroupCommit,
         found: log.LoggedRecords,

@@ -25,7 +25,12 @@ from composer_mesh.plugins.tinker.models.messages import CHANGES, TrainCall, Tra
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import SERVER_FAULTS, BackendLost, TrainBackend
 from composer_mesh.plugins.tinker.server.fair_queue import TrainingQueue
-from composer_mesh.plugins.tinker.server.model_store import ModelStore, StateLost, Target, target_of
+from composer_mesh.plugins.tinker.server.model_store import (
+    ModelStore,
+    OperationTarget,
+    StateLost,
+    target_of,
+)
 from composer_mesh.plugins.tinker.server.payloads import Payloads, call_of
 from composer_mesh.plugins.tinker.server.records import (
     MOST_ATTEMPTS,
@@ -33,7 +38,7 @@ from composer_mesh.plugins.tinker.server.records import (
     Model,
     Operation,
     Record,
-    Sampler,
+    SamplerSource,
     Saved,
 )
 from composer_mesh.plugins.tinker.server.registry import Registry
@@ -45,7 +50,7 @@ from composer_mesh.plugins.tinker.server.results import (
     json_result,
     training_result,
 )
-from composer_mesh.services.web.errors import Refused
+from composer_mesh.services.web.errors import RequestRefused
 
 EACH = 4
 """Operations of one model in a group."""
@@ -61,7 +66,7 @@ class _Outcome:
     finished: list[log.Finished] = field(default_factory=list)
     models: dict[str, Model] = field(default_factory=dict)
     saved: list[Saved] = field(default_factory=list)
-    samplers: list[Sampler] = field(default_factory=list)
+    samplers: list[SamplerSource] = field(default_factory=list)
     answers: list[tuple[Operation, Result]] = field(default_factory=list)
 
     def write(self, rows: sqlite3.Connection) -> None:
@@ -229,13 +234,13 @@ class TrainingLane:
 
     def _calls(
         self, group: Sequence[Operation]
-    ) -> tuple[dict[int, Target], list[TrainCall], list[tuple[Operation, Refused]]]:
-        targets: dict[int, Target] = {}
+    ) -> tuple[dict[int, OperationTarget], list[TrainCall], list[tuple[Operation, RequestRefused]]]:
+        targets: dict[int, OperationTarget] = {}
         calls, refused = [], []
         for one in group:
             try:
                 target = target_of(one, self._registry)
-            except Refused as error:
+            except RequestRefused as error:
                 refused.append((one, error))
                 continue
             targets[one.number] = target
@@ -246,7 +251,10 @@ class TrainingLane:
         return targets, calls, refused
 
     async def _settle(
-        self, group: Sequence[Operation], targets: Sequence[Target], results: Sequence[TrainResult]
+        self,
+        group: Sequence[Operation],
+        targets: Sequence[OperationTarget],
+        results: Sequence[TrainResult],
     ) -> None:
         """Begin to write a group's answers. Waits until those of the last one are written."""
         outcome, now = _Outcome(), self._clock()
@@ -297,7 +305,7 @@ class TrainingLane:
         self,
         outcome: _Outcome,
         operation: Operation,
-        target: Target,
+        target: OperationTarget,
         result: TrainResult,
         now: float,
     ) -> None:
@@ -342,7 +350,7 @@ class TrainingLane:
             self._answered(one, answer)
 
 
-def _answer(operation: Operation, target: Target, result: TrainResult) -> Result:
+def _answer(operation: Operation, target: OperationTarget, result: TrainResult) -> Result:
     kind = operation.request.kind
     if kind in ("forward", "forward_backward"):
         return training_result(result)

@@ -15,7 +15,7 @@ import torch
 from step_batches import ALL_ON, Make, batch_of, sampled_pair
 from stepped import Plain, SteppedEngine, request
 
-from composer_mesh.actors.checkpoints.folder import Draft
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft
 from composer_mesh.actors.engines.loop import EngineLoop, EngineThread
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.running_call import RunningCall
@@ -26,7 +26,7 @@ from composer_mesh.actors.models.sharding import decoder_layers, distinct
 from composer_mesh.actors.models.trained_model import trained_model
 from composer_mesh.actors.reference import score_pairs
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
-from composer_mesh.mesh.progress import PROGRESS, Report
+from composer_mesh.mesh.progress import PROGRESS, ProgressReport
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.publisher import WeightPublisher
@@ -44,7 +44,7 @@ def reports(least: int) -> Iterator[None]:
 
 
 def last() -> str:
-    return Report(**PROGRESS.report()).last
+    return ProgressReport(**PROGRESS.report()).last
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_checkpoint_reports_its_tensors_and_files_as_it_is_written_and_read(
 ) -> None:
     learner = Learner(build_config(), folder, Ranks())
     tensors = len(distinct(learner.export()))
-    draft = Draft(tmp_path, learner.version)
+    draft = CheckpointDraft(tmp_path, learner.version)
     with reports(1):
         learner.copy()
     with reports(tensors):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from composer_mesh.actors.checkpoints.folder import CheckpointFailed
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
@@ -61,12 +61,12 @@ class Script:
     def copy(self, export: bool) -> None:
         self.log.append(f"state {self.version}{' to export' if export else ''}")
 
-    def write(self, draft: Path, export: bool) -> list[Written]:
+    def write(self, draft: Path, export: bool) -> list[WrittenFile]:
         self.disk.wait()
         self.log.append(f"written {draft}")
         if draft == FULL:
             raise CheckpointFailed(str(draft), "No space left on device")
-        return [Written(f"{export}", 1, 2)]
+        return [WrittenFile(f"{export}", 1, 2)]
 
     async def publish(self, version: int) -> str:
         await self.may_copy.wait()
@@ -165,7 +165,7 @@ async def test_a_checkpoint_waits_for_the_copy(trainer: ScriptedTrainer) -> None
     assert await waits(saving)
     script.may_copy.set()
     await asyncio.gather(publishing, saving)
-    assert await trainer.ask("saved") == [Written("False", 1, 2)]
+    assert await trainer.ask("saved") == [WrittenFile("False", 1, 2)]
     assert script.log == [f"copied {VERSION}", f"state {VERSION}", "written step-3"]
 
 
@@ -179,7 +179,7 @@ async def test_a_step_is_trained_beside_the_write_of_a_checkpoint(
     await trainer.ask("train", await batch())
     assert not writing.done()
     script.disk.set()
-    assert await writing == await trainer.ask("saved") == [Written("True", 1, 2)]
+    assert await writing == await trainer.ask("saved") == [WrittenFile("True", 1, 2)]
     assert script.log == [f"state {VERSION} to export", "backward", "update", "written step-3"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Trace, Turn
 
@@ -46,7 +46,7 @@ def sampled(model: Any, version: int) -> list[Trace]:
 
 
 def generated(model: Any, version: int, ids: list[int], seed: int) -> GenerationResult:
-    engine, found = Engine(model, 2, 64, version), []
+    engine, found = EmbeddedEngine(model, 2, 64, version), []
     engine.submit(GenerationRequest("r", ids, 6, TEMPERATURE, seed, []), found.append)
     while engine.busy:
         engine.step()

@@ -17,7 +17,7 @@ from composer_mesh.actors.provider import errors as provider_errors
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.replay import DEFAULT_FILTERS, GateConfig
-from composer_mesh.rollouts.consensus import Outcome
+from composer_mesh.rollouts.consensus import VoteOutcome
 from composer_mesh.rollouts.pairs import FailureKind
 from composer_mesh.services.cli import main
 from composer_mesh.services.offline import command as replay_command
@@ -70,8 +70,8 @@ def test_every_kind_of_failure_has_a_row() -> None:
     assert {cells(error.__name__)[1] for error in errors()} == {kind.value for kind in FailureKind}
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-def test_every_outcome_has_a_row(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", VoteOutcome)
+def test_every_outcome_has_a_row(outcome: VoteOutcome) -> None:
     assert cells(outcome.value)[1]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from guides import ROOT, Guide, as_a_run, names_in_code
 
-from composer_mesh.actors.teacher_outputs.messages import Head, make_teacher_output, pack
+from composer_mesh.actors.teacher_outputs.messages import TeacherHead, make_teacher_output, pack
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.sdpo import SdpoConfig
 
@@ -55,7 +55,7 @@ def test_the_page_tells_the_bytes_that_a_signal_takes(row: str) -> None:
     config = SdpoConfig.model_validate({"alpha": 1.0, "teacher_output": row})
     states, weight = torch.zeros(2, 1024), torch.zeros(32_768, 1024)
     tensors = make_teacher_output(
-        config, states, Head(weight, None), torch.zeros(2, dtype=torch.int64)
+        config, states, TeacherHead(weight, None), torch.zeros(2, dtype=torch.int64)
     )
     assert pack(tensors)[1].nbytes == 2 * told
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.helpers.tree_size import ROOT
+from repository import ROOT
 
 PAGES = sorted((ROOT / "docs" / "how-it-works").glob("*.md"))
 LINE = re.compile(r"^(\d+)\. `([\w/]+\.py)` `([\w.]+)`: [A-Za-z'](?:.*port `(\w+)`|.*[^.])\.$")

@@ -43,6 +43,16 @@ def test_every_module_says_what_it_is() -> None:
     assert [path for path in SOURCES if not ast.get_docstring(parsed(path))] == []
 
 
+def test_a_public_class_name_has_one_meaning() -> None:
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert twice.keys() <= {"Turn"}  # a client of Tinker's protocol has turns of its own
+
+
 def test_only_eight_places_start_processes() -> None:
     """Actors, their forks, agents of hosts, programs and their guards, boxes, their commands.
 

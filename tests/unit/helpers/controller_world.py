@@ -27,7 +27,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, StopReason, Trace
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.episodes.rollout import Retries, Rollouts
+from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream, make_pair_stream
 from composer_mesh.services.schedule.groups import ResumeState
 from composer_mesh.services.schedule.step_builder import StepBuilder
@@ -245,7 +245,7 @@ MakeWorld = Callable[..., World]
 
 
 def rollouts_of(world: World, config: Config, player: Player | None = None) -> Rollouts:
-    retries = Retries(config.supervision, world.add_poisoned, world.event)
+    retries = EpisodeRetries(config.supervision, world.add_poisoned, world.event)
     return Rollouts(player or InProcessPlayer(world, world, world.chat), retries)
 
 

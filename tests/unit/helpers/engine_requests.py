@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 Results = dict[str, GenerationResult]
@@ -37,12 +37,12 @@ def ask(name: str, prompt: list[int], new: int = 8, seed: int = 0) -> Generation
     return GenerationRequest(name, prompt, new, 1.0, seed, [])
 
 
-def put(engine: Engine, requests: list[GenerationRequest], results: Results) -> None:
+def put(engine: EmbeddedEngine, requests: list[GenerationRequest], results: Results) -> None:
     for one in requests:
         engine.submit(one, lambda result: results.__setitem__(result.request_id, result))
 
 
-def serve(engine: Engine, requests: list[GenerationRequest]) -> Results:
+def serve(engine: EmbeddedEngine, requests: list[GenerationRequest]) -> Results:
     results: Results = {}
     put(engine, requests, results)
     while engine.busy:

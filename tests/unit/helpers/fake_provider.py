@@ -13,7 +13,12 @@ import httpx
 import pytest
 
 from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import (
+    ProviderClient,
+    RetryDelays,
+    TeacherEndpoint,
+    Timeouts,
+)
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.actors.provider.money import Meter
 from composer_mesh.rollouts.pairs import TeacherAnswer
@@ -109,7 +114,7 @@ def client(
 ) -> ProviderClient:
     return ProviderClient(
         Timeouts(total_s, line_s=line_s),
-        Retries(attempts, base_s),
+        RetryDelays(attempts, base_s),
         breaker,
         environ={"TEST_KEY": key} if environ is None else environ,
         transport=httpx.MockTransport(script),

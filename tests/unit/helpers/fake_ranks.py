@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.checkpoints.manifest import Written, written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile, written
 from composer_mesh.actors.models.ranks import Address
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, HostLost
 
@@ -39,7 +39,7 @@ class FakeRank:
             return self._saved()
         return 3 if endpoint == "load" and args[-1] else 0
 
-    def _saved(self) -> list[Written]:
+    def _saved(self) -> list[WrittenFile]:
         file = self.draft / f"{self.name}.state"
         file.write_text(self.name)
         return written(self.draft, [file])

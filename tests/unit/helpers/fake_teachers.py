@@ -11,7 +11,7 @@ from typing import Any
 import hinted
 import torch
 
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.checkpoints.teacher_average import AVERAGE_FILE
 from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
@@ -121,10 +121,10 @@ class FakeTeacher(FakeActor):
         self.log.append(("keep", self.name, self.version))
         return self.version
 
-    async def write(self, draft: Path) -> list[Written]:
+    async def write(self, draft: Path) -> list[WrittenFile]:
         await self.pass_gate("write")
         self.log.append(("write", self.name))
-        return [Written(AVERAGE_FILE, 1, 2)]
+        return [WrittenFile(AVERAGE_FILE, 1, 2)]
 
     async def restore(self, version: int, file: Path | None) -> int:
         await self.pass_gate("restore")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import hinted
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
-from composer_mesh.actors.checkpoints.manifest import Written, written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile, written
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
@@ -74,7 +74,7 @@ class World:
         self.copied = draft, f"{self.version} {self.weight!r}"
         self.exported.append(export)
 
-    async def saved(self) -> list[Written]:
+    async def saved(self) -> list[WrittenFile]:
         if self.disk is not None:
             await self.disk.wait()
         self._try("saved")
@@ -164,7 +164,7 @@ class World:
             raise AverageLost(f"teachers are at version {self.taught_version}, not at {version}")
         self.kept = f"{version} {self.average!r}"
 
-    async def write(self, draft: Path) -> list[Written]:
+    async def write(self, draft: Path) -> list[WrittenFile]:
         self._try("write")
         if not self.kept:
             return []

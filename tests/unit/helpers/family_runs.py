@@ -77,8 +77,8 @@ def difference_from_own_logits(config: Config, folder: Path) -> float:
     return largest
 
 
-def engine_of(folder: Path) -> embedded.Engine:
-    return embedded.Engine(load_model(folder), 4, CONTEXT)
+def engine_of(folder: Path) -> embedded.EmbeddedEngine:
+    return embedded.EmbeddedEngine(load_model(folder), 4, CONTEXT)
 
 
 def _prompts(step: int) -> list[list[int]]:
@@ -86,7 +86,9 @@ def _prompts(step: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (SHORT, LONG)]
 
 
-def sampled(engine: embedded.Engine, prompts: Sequence[list[int]]) -> list[GenerationResult]:
+def sampled(
+    engine: embedded.EmbeddedEngine, prompts: Sequence[list[int]]
+) -> list[GenerationResult]:
     results: dict[str, GenerationResult] = {}
 
     def keep(result: Any) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from in_process_calls import peers
 
-from composer_mesh.actors.engines.loop import Rounds
+from composer_mesh.actors.engines.loop import BatchRounds
 from composer_mesh.actors.rollout_workers.peers import LockstepGeneration, Round
 from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
 from composer_mesh.rollouts.chat import ChatFormat
@@ -47,7 +47,7 @@ class InProcessGenerator:
     def __init__(self, answer: Answer) -> None:
         self.batches: list[list[str]] = []
         self._answer = answer
-        self._rounds = Rounds(self._ask)
+        self._rounds = BatchRounds(self._ask)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         return await self._answer(request)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from model_families import family_model
 
-from composer_mesh.actors.engines.port import Engine, make_engine
+from composer_mesh.actors.engines.port import GenerationEngine, make_engine
 from composer_mesh.actors.models.expert_routing import (
     ExpertRouting,
     intercept_routers,
@@ -63,7 +63,7 @@ def mixture_config(build_config: Any, folder: Path, **sections: Any) -> Config:
     )
 
 
-def answers(engine: Engine, prompts: list[list[int]], start: int | None = 0) -> list[Any]:
+def answers(engine: GenerationEngine, prompts: list[list[int]], start: int | None = 0) -> list[Any]:
     """What an engine samples after each prompt; `start` is where its experts begin."""
     found: dict[str, GenerationResult] = {}
     for number, prompt in enumerate(prompts):

@@ -22,7 +22,7 @@ from composer_mesh.rollouts.pairs import (
 )
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.replay.pair_stream import PairStream, Refining, Taken
+from composer_mesh.services.replay.pair_stream import PairStream, Refining, TakenPairs
 from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -123,7 +123,7 @@ class Store:
         young = [pair for pair in self.waiting if step - pair.rejected_version <= max_age]
         return young[:limit], len(self.waiting) - len(young)
 
-    def plan(self, taken: Taken) -> Taken:
+    def plan(self, taken: TakenPairs) -> TakenPairs:
         """What planning a step does to the pairs that it takes; those too old are left here."""
         self.waiting = [pair for pair in self.waiting if pair not in taken.pairs]
         return taken
@@ -138,7 +138,7 @@ class Running:
     def kept(self) -> list[PreferencePair]:
         return self.store.kept
 
-    async def take(self, step: int) -> Taken:
+    async def take(self, step: int) -> TakenPairs:
         """The pairs of a step that is planned with them."""
         return self.store.plan(await self.stream.take(step, (step + 1) * PROMPTS))
 

@@ -1,4 +1,4 @@
-"""What every implementation of the port `Ranks` does: the fakes and the real processes.
+"""What every implementation of the port `CheckpointedRanks` does: the fakes and the real processes.
 
 Each claim is a coroutine function that takes a harness. Each holds for ranks that were just loaded,
 and in the order of `CLAIMS` one harness can go through all of them with few restarts.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from composer_mesh.mesh.supervision import ActorDied
-from composer_mesh.services.training.checkpoint_writes import Ranks
+from composer_mesh.services.training.checkpoint_writes import CheckpointedRanks
 
 LONG_ENOUGH_S = 0.05
 """What something that should wait, and does not, is given to show it."""
@@ -23,7 +23,7 @@ LONG_ENOUGH_S = 0.05
 class RanksHarness(Protocol):
     """Ranks at `version`, and what can be done to them from outside."""
 
-    ranks: Ranks
+    ranks: CheckpointedRanks
     version: int
 
     def kill_one(self) -> None:

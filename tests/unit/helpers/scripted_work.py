@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.mesh.hosts.host import LocalHost
-from composer_mesh.mesh.progress import Report
+from composer_mesh.mesh.progress import ProgressReport
 from composer_mesh.mesh.spawned import Deadlines, SpawnedActor
 
 NOW_S = 1e-9
@@ -43,7 +43,7 @@ class Worker:
     The reports are used up one by one; after the last one the work ends.
     """
 
-    reports: list[Report]
+    reports: list[ProgressReport]
     result: Any = "done"
     asked: int = 0
     working: list[asyncio.Future[Any]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Worker:
             for work in self.working:
                 if not work.done():
                     work.set_result(self.result)
-        report = self.reports.pop(0) if self.reports else Report()
+        report = self.reports.pop(0) if self.reports else ProgressReport()
         answer.set_result({"progress": report.__dict__})
 
 
@@ -90,9 +90,9 @@ def actor(worker: Worker, deadlines: Deadlines | None = None, name: str = "train
     return SpawnedActor(name, "trainer", worker, 7, procs, LocalHost(), **given)
 
 
-def stands_still(age_s: float = 1.0) -> Report:
-    return Report(3, "microbatch 3 of 8 of step 5", age_s)
+def stands_still(age_s: float = 1.0) -> ProgressReport:
+    return ProgressReport(3, "microbatch 3 of 8 of step 5", age_s)
 
 
-def moves() -> Report:
-    return Report(4, "microbatch 4 of 8 of step 5", 0.0)
+def moves() -> ProgressReport:
+    return ProgressReport(4, "microbatch 4 of 8 of step 5", 0.0)

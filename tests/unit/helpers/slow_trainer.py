@@ -13,7 +13,7 @@ from typing import Any
 
 import fake_trainer
 
-from composer_mesh.actors.checkpoints.manifest import Written
+from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
@@ -69,7 +69,7 @@ class SlowWorld(fake_trainer.World):
         finally:
             self.training -= 1
 
-    async def saved(self) -> list[Written]:
+    async def saved(self) -> list[WrittenFile]:
         await self.pause()
         return await super().saved()
 

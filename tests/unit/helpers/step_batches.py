@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput, view_keys
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.channels.policy.samples import policy_sample
@@ -34,7 +34,7 @@ NARROW: dict[str, dict[str, Any]] = {
 """Sections that let a microbatch be as small as 64 tokens, the longest trace of a batch."""
 
 Weights = dict[str, Tensor]
-Make = Callable[..., tuple[Any, ThreeChannelStep]]
+Make = Callable[..., tuple[Any, OptimizerStep]]
 
 
 def ids_of(rng: random.Random, longest: int) -> list[int]:
@@ -133,7 +133,7 @@ def flat(batch: StepBatch) -> StepBatch:
     return replace(batch, samples=[replace(sample, advantage=0.0) for sample in batch.samples])
 
 
-def taught(step: ThreeChannelStep, teacher: Any, batch: StepBatch) -> dict[str, float | None]:
+def taught(step: OptimizerStep, teacher: Any, batch: StepBatch) -> dict[str, float | None]:
     """A step with the signal of a teacher, given as a model: the student's own or another."""
     return step.run(batch, GivenStates(batch, hinted_states(teacher, batch.views, 4096)))
 

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from composer_mesh.actors.engines.loop import OpenRequests
-from composer_mesh.actors.engines.port import Admitted, PromptTokens, ResultCallback, Weights
+from composer_mesh.actors.engines.port import (
+    Admitted,
+    PromptTokens,
+    ResultCallback,
+    VersionedWeights,
+)
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 NEVER: list[int] = []
@@ -117,7 +122,7 @@ class SteppedEngine:
                 if asked.admitted is not None:
                     asked.admitted()
 
-    def swap(self, weights: Weights) -> None:
+    def swap(self, weights: VersionedWeights) -> None:
         self.version = weights.version
 
     def close(self) -> None:

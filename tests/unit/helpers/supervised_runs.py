@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from composer_mesh.actors.checkpoints.folder import Draft
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft
 from composer_mesh.actors.checkpoints.manifest import written
 from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
@@ -15,7 +15,7 @@ from composer_mesh.services.sft.config import sft_config
 def checkpoint(run: Path, step: int, weights: str = "weights") -> Path:
     """Write a checkpoint as a run does."""
     run.mkdir(parents=True, exist_ok=True)
-    draft = Draft(run.absolute(), step)
+    draft = CheckpointDraft(run.absolute(), step)
     for name in ("config.json", "model.safetensors"):
         (draft.folder / name).write_text(weights)
     return draft.commit(written(draft.folder, draft.folder.iterdir())).folder

@@ -1,4 +1,4 @@
-"""What every implementation of the ports `Step` and `Training` does: fakes and real trainers.
+"""What every implementation of the ports `StepAttempt` and `Training` does, real or not.
 
 Each claim is a coroutine function that takes a harness at version 0. In the order of the lists one
 harness can go through all claims, with `restart_from` before each.
@@ -18,13 +18,13 @@ from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.batches import Skipped, StepBatch
 from composer_mesh.services.steps.logprob_mismatch import COMPARED
 from composer_mesh.services.steps.ports import Training
-from composer_mesh.services.training.checkpoint_writes import Step
+from composer_mesh.services.training.checkpoint_writes import StepAttempt
 
 
 class StepHarness(Protocol):
     """A trainer whose steps are tried, and what else can be done to it."""
 
-    step: Step
+    step: StepAttempt
 
     async def version(self) -> int: ...
 

@@ -9,7 +9,7 @@ import pytest
 from scripted_work import NOW_S, Broken, Silent, Worker, actor, moves, stands_still
 
 from composer_mesh.mesh.failures import is_deterministic
-from composer_mesh.mesh.progress import Report
+from composer_mesh.mesh.progress import ProgressReport
 from composer_mesh.mesh.spawned import Deadlines, working_together
 from composer_mesh.mesh.supervision import DeadlineExceeded
 
@@ -98,8 +98,8 @@ async def test_an_actor_that_is_not_at_work_with_the_others_is_judged_alone() ->
 
 
 async def test_an_actor_that_waits_for_another_has_twice_the_time() -> None:
-    waits = Report(3, "microbatch 3 of 8", 1.5 * NOW_S, "the SDPO teachers")
-    late = Report(3, "microbatch 3 of 8", 2.5 * NOW_S, "the SDPO teachers")
+    waits = ProgressReport(3, "microbatch 3 of 8", 1.5 * NOW_S, "the SDPO teachers")
+    late = ProgressReport(3, "microbatch 3 of 8", 2.5 * NOW_S, "the SDPO teachers")
     deadlines, _ = recorded()
     waiting = actor(Worker([waits, late, moves()]), deadlines)
     with pytest.raises(DeadlineExceeded, match=r"for 2e-09 s .*waiting for the SDPO teachers"):
@@ -123,7 +123,7 @@ async def test_an_actor_whose_status_fails_has_its_deadline_as_it_is() -> None:
 
 
 async def test_an_actor_that_reports_no_progress_has_its_deadline_as_it_is() -> None:
-    worker = Worker([Report(), moves()])
+    worker = Worker([ProgressReport(), moves()])
     with pytest.raises(DeadlineExceeded, match=r"trainer\.train gave no answer within 1e-09 s"):
         await actor(worker).call("train", deadline_s=NOW_S)
 

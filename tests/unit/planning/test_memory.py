@@ -14,8 +14,8 @@ from composer_mesh.planning.memory import (
     FLOAT,
     GB,
     HALF,
-    Part,
-    Training,
+    MemoryTerm,
+    RankTraining,
     activation_bytes,
     cache_bytes,
     in_words,
@@ -49,7 +49,7 @@ EIGHT_BILLION = ModelSizes(
 
 
 def training(sizes: ModelSizes = EIGHT_BILLION, **changes: Any) -> dict[str, int]:
-    how = replace(Training(ranks=4, tokens=16384, trainable=parameter_count(sizes)), **changes)
+    how = replace(RankTraining(ranks=4, tokens=16384, trainable=parameter_count(sizes)), **changes)
     return {part.what: part.bytes for part in training_parts(sizes, how)}
 
 
@@ -171,7 +171,12 @@ def test_a_cache_is_as_large_as_the_tensors_of_the_model_in_it() -> None:
 
 
 def test_a_sum_is_written_with_its_terms_and_nothing_is_lost_in_it() -> None:
-    parts = (Part("weights", 2 * GB), Part("tiny", GB // 1000), Part("none", 0), Part("small", 9))
+    parts = (
+        MemoryTerm("weights", 2 * GB),
+        MemoryTerm("tiny", GB // 1000),
+        MemoryTerm("none", 0),
+        MemoryTerm("small", 9),
+    )
     assert in_words(parts) == "weights 2.00 + others 0.00 = 2.00 GB"
     assert total(parts) == 2 * GB + GB // 1000 + 9
 

@@ -23,7 +23,14 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.trainer import OptimizerName
 from composer_mesh.losses.fused import linear_jsd, linear_logprobs
-from composer_mesh.planning.memory import GB, Training, in_gb, optimizer_of, total, training_parts
+from composer_mesh.planning.memory import (
+    GB,
+    RankTraining,
+    in_gb,
+    optimizer_of,
+    total,
+    training_parts,
+)
 from composer_mesh.planning.memory_estimate import memory_of
 from composer_mesh.planning.model_sizes import parameter_count
 from composer_mesh.planning.optimizer_memory import (
@@ -104,7 +111,7 @@ def test_a_step_allocates_what_is_planned_within_15_percent(
         held += sum(one.nbytes for one in update.optimizer_state().values())
     allocated = held + peak_allocated(lambda: train(model, update, 1))
     sizes = ModelSizes.model_validate(SIZES)
-    how = Training(
+    how = RankTraining(
         ranks=1,
         tokens=TOKENS,
         trainable=parameter_count(sizes),
@@ -246,5 +253,5 @@ def test_pinned_memory_is_counted_as_torch_rounds_it() -> None:
 @pytest.mark.parametrize("optimizer", NAMES)
 def test_adapters_are_counted_as_for_adamw(optimizer: OptimizerName) -> None:
     sizes = ModelSizes.model_validate(EIGHT_BILLION)
-    how = Training(ranks=1, tokens=64, trainable=1000, optimizer=optimizer)
+    how = RankTraining(ranks=1, tokens=64, trainable=1000, optimizer=optimizer)
     assert optimizer_of(sizes, how).state == 8000

@@ -19,7 +19,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.preference import WeightedPreferenceConfig
-from composer_mesh.planning.memory import FLOAT, HALF, Training, training_parts
+from composer_mesh.planning.memory import FLOAT, HALF, RankTraining, training_parts
 from composer_mesh.planning.model_sizes import expert_parameters, parameter_count
 from composer_mesh.rollouts.batches import PairSample
 
@@ -55,7 +55,7 @@ def made(layers: int, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def parts(sizes: ModelSizes = MIXTURE, **how: Any) -> dict[str, int]:
-    settings = Training(ranks=8, tokens=TOKENS, trainable=parameter_count(sizes))
+    settings = RankTraining(ranks=8, tokens=TOKENS, trainable=parameter_count(sizes))
     return {one.what: one.bytes for one in training_parts(sizes, replace(settings, **how))}
 
 

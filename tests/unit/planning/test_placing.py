@@ -10,7 +10,7 @@ from repository import ROOT
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.planning.host_capacity import WHOLE, HostResources, Placed, Process
-from composer_mesh.planning.memory import GB, SHARED_CODE, Part, total
+from composer_mesh.planning.memory import GB, SHARED_CODE, MemoryTerm, total
 from composer_mesh.planning.memory_estimate import Memory
 from composer_mesh.planning.model_sizes import sizes_of
 from composer_mesh.planning.placement_solver import CannotPlace, Placement, place, place_processes
@@ -26,14 +26,16 @@ def processes(draw: st.DrawFn) -> tuple[Process, ...]:
         kind = draw(st.sampled_from(KINDS))
         gpus = draw(st.sampled_from([0, 0, 250, 333, 500, 700, 1000, 2000, 4000]))
         gpus = 0 if kind == "environment" else gpus
-        on_gpu = (Part("weights", draw(st.integers(0, 12)) * GB),) if gpus else ()
+        on_gpu = (MemoryTerm("weights", draw(st.integers(0, 12)) * GB),) if gpus else ()
         takes = draw(st.sampled_from([0.0, 0.9])) * min(gpus, WHOLE) / WHOLE
         found.append(
             Process(
                 f"p-{number}",
                 kind,
                 threads=draw(st.integers(1, 4)),
-                memory=Memory((Part("process", draw(st.integers(0, 6)) * GB),), on_gpu, takes),
+                memory=Memory(
+                    (MemoryTerm("process", draw(st.integers(0, 6)) * GB),), on_gpu, takes
+                ),
                 cores=draw(st.sampled_from([0, 0, 1, 2, 5])),
                 gpus=gpus,
                 hosts=draw(st.sampled_from([(), (), ("h0",), ("h1", "h2")])),
@@ -125,7 +127,7 @@ def test_whole_gpus_are_refused_only_when_there_are_fewer_than_asked_for(
     on = tuple(
         HostResources(f"h{n}", 4, 999 * GB, gpus, 16 * GB if gpus else 0) for n in range(count)
     )
-    memory = Memory((), (Part("weights", GB),))
+    memory = Memory((), (MemoryTerm("weights", GB),))
     run = tuple(Process(f"t-{n}", "trainer", 1, memory, gpus=WHOLE) for n in range(ranks))
     assert isinstance(placed(run, on), Placement) == (ranks <= count * gpus)
 

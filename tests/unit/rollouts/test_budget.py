@@ -16,7 +16,7 @@ from composer_mesh.rollouts.budget import (
     OutOfRequests,
     OverBudget,
     SettledTwice,
-    Taken,
+    TakenAmounts,
     UnknownPrice,
 )
 from composer_mesh.rollouts.money import nano
@@ -29,7 +29,7 @@ def test_an_amount_fits_exactly_when_no_ceiling_is_passed(
     run: int, teacher: int, day: int, amount: int
 ) -> None:
     rules = BudgetRules(usd=500, per_teacher={"a": 300}, usd_per_day=400)
-    taken = Taken(run, teacher, day)
+    taken = TakenAmounts(run, teacher, day)
     free = min(nano(500) - run, nano(300) - teacher, nano(400) - day)
     if amount == 0 or amount <= free:
         rules.check("a", taken, amount)
@@ -41,12 +41,12 @@ def test_an_amount_fits_exactly_when_no_ceiling_is_passed(
 @pytest.mark.parametrize(
     ("taken", "of"),
     [
-        (Taken(10**9, 0, 0), "the run"),
-        (Taken(0, 10**9, 0), "teacher 'a'"),
-        (Taken(0, 0, 10**9), "the day"),
+        (TakenAmounts(10**9, 0, 0), "the run"),
+        (TakenAmounts(0, 10**9, 0), "teacher 'a'"),
+        (TakenAmounts(0, 0, 10**9), "the day"),
     ],
 )
-def test_a_refusal_names_its_ceiling_and_the_amounts(taken: Taken, of: str) -> None:
+def test_a_refusal_names_its_ceiling_and_the_amounts(taken: TakenAmounts, of: str) -> None:
     rules = BudgetRules(usd=1, per_teacher={"a": 1}, usd_per_day=1)
     with pytest.raises(OverBudget) as refused:
         rules.check("a", taken, nano(0.25))
@@ -58,15 +58,15 @@ def test_a_refusal_names_its_ceiling_and_the_amounts(taken: Taken, of: str) -> N
 
 def test_a_teacher_without_a_ceiling_of_its_own_has_that_of_the_run() -> None:
     rules = BudgetRules(usd=2, per_teacher={"a": 1})
-    rules.check("b", Taken(run=0, teacher=nano(1), day=0), nano(1))
+    rules.check("b", TakenAmounts(run=0, teacher=nano(1), day=0), nano(1))
     with pytest.raises(OverBudget, match="the run"):
-        rules.check("b", Taken(run=nano(1.5), teacher=0, day=0), nano(1))
+        rules.check("b", TakenAmounts(run=nano(1.5), teacher=0, day=0), nano(1))
 
 
 def test_nothing_may_be_spent_by_default_and_what_is_free_always_fits() -> None:
     with pytest.raises(OverBudget):
-        BudgetRules().check("a", Taken(0, 0, 0), 1)
-    BudgetRules().check("a", Taken(5, 5, 5), 0)
+        BudgetRules().check("a", TakenAmounts(0, 0, 0), 1)
+    BudgetRules().check("a", TakenAmounts(5, 5, 5), 0)
 
 
 def test_unknown_prices_are_refused_unless_an_amount_is_assumed() -> None:

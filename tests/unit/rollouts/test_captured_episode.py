@@ -13,7 +13,7 @@ from scripted_generation import ADD, ScriptedGeneration, a_sample
 
 from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
-from composer_mesh.rollouts.captured_turns import CapturedTurn, Prompt
+from composer_mesh.rollouts.captured_turns import CapturedPrompt, CapturedTurn
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
 from composer_mesh.rollouts.generation import GenerationResult
@@ -113,7 +113,7 @@ class Agent:
         self.chat, self.format = chat, a_format(chat)
         self.episode = CapturedEpisode(self.format)
         self.texts = list(texts)
-        self.prompts: list[Prompt] = []
+        self.prompts: list[CapturedPrompt] = []
 
     def ask(self, messages: list[Message], text: str | None = None, **options: Any) -> CapturedTurn:
         """One request, and its answer as the agent got it."""

@@ -12,7 +12,7 @@ from preferences import ADD, ANSWER, BROKEN, LOOK, answer, answers, failure, stu
 from composer_mesh.rollouts.consensus import (
     LONGEST_ACTION,
     MAJORITY,
-    Outcome,
+    VoteOutcome,
     canonical_action,
     decide,
 )
@@ -28,40 +28,40 @@ from composer_mesh.rollouts.tool_calls import call_text
 @pytest.mark.parametrize(
     ("own", "texts", "outcome"),
     [
-        (ANSWER, (ADD, ADD, ADD), Outcome.PAIR),
-        (ANSWER, (ADD, ADD, ANSWER), Outcome.PAIR),
-        (ANSWER, (ADD, LOOK, ADD), Outcome.PAIR),
-        (ANSWER, (ADD, ADD), Outcome.PAIR),
-        (BROKEN, (ADD, ADD, LOOK), Outcome.PAIR),
-        ("", (ADD, ADD), Outcome.PAIR),
-        (ADD, (ADD, ADD, LOOK), Outcome.STUDENT_AGREES),
-        (ADD, (ADD, ADD, ADD), Outcome.STUDENT_AGREES),
-        (ANSWER, (ADD, LOOK, ANSWER), Outcome.NO_MAJORITY),
-        (ANSWER, (ADD, ADD, LOOK, "Answer: 9"), Outcome.NO_MAJORITY),
-        (ADD, (ADD, ADD, LOOK, "Answer: 9"), Outcome.NO_MAJORITY),
-        (ANSWER, (ADD, ADD, LOOK, LOOK), Outcome.TIE),
-        (ADD, (ADD, ADD, LOOK, LOOK), Outcome.TIE),
-        (ANSWER, (ADD, None, None), Outcome.TOO_FEW_VOTES),
-        (ANSWER, (ADD, BROKEN, ""), Outcome.TOO_FEW_VOTES),
-        (ANSWER, (None, None, None), Outcome.TOO_FEW_VOTES),
-        (ANSWER, (BROKEN, BROKEN, BROKEN), Outcome.TOO_FEW_VOTES),
-        (ANSWER, (), Outcome.TOO_FEW_VOTES),
-        (ANSWER, (ADD, None, ADD), Outcome.PAIR),
-        (ANSWER, (ADD, BROKEN, ADD), Outcome.PAIR),
-        (ANSWER, (ADD, None, LOOK), Outcome.NO_MAJORITY),
+        (ANSWER, (ADD, ADD, ADD), VoteOutcome.PAIR),
+        (ANSWER, (ADD, ADD, ANSWER), VoteOutcome.PAIR),
+        (ANSWER, (ADD, LOOK, ADD), VoteOutcome.PAIR),
+        (ANSWER, (ADD, ADD), VoteOutcome.PAIR),
+        (BROKEN, (ADD, ADD, LOOK), VoteOutcome.PAIR),
+        ("", (ADD, ADD), VoteOutcome.PAIR),
+        (ADD, (ADD, ADD, LOOK), VoteOutcome.STUDENT_AGREES),
+        (ADD, (ADD, ADD, ADD), VoteOutcome.STUDENT_AGREES),
+        (ANSWER, (ADD, LOOK, ANSWER), VoteOutcome.NO_MAJORITY),
+        (ANSWER, (ADD, ADD, LOOK, "Answer: 9"), VoteOutcome.NO_MAJORITY),
+        (ADD, (ADD, ADD, LOOK, "Answer: 9"), VoteOutcome.NO_MAJORITY),
+        (ANSWER, (ADD, ADD, LOOK, LOOK), VoteOutcome.TIE),
+        (ADD, (ADD, ADD, LOOK, LOOK), VoteOutcome.TIE),
+        (ANSWER, (ADD, None, None), VoteOutcome.TOO_FEW_VOTES),
+        (ANSWER, (ADD, BROKEN, ""), VoteOutcome.TOO_FEW_VOTES),
+        (ANSWER, (None, None, None), VoteOutcome.TOO_FEW_VOTES),
+        (ANSWER, (BROKEN, BROKEN, BROKEN), VoteOutcome.TOO_FEW_VOTES),
+        (ANSWER, (), VoteOutcome.TOO_FEW_VOTES),
+        (ANSWER, (ADD, None, ADD), VoteOutcome.PAIR),
+        (ANSWER, (ADD, BROKEN, ADD), VoteOutcome.PAIR),
+        (ANSWER, (ADD, None, LOOK), VoteOutcome.NO_MAJORITY),
     ],
 )
-def test_outcome_of_a_vote(own: str, texts: tuple[str | None, ...], outcome: Outcome) -> None:
+def test_outcome_of_a_vote(own: str, texts: tuple[str | None, ...], outcome: VoteOutcome) -> None:
     decision = decide(student(own), answers(*texts), threshold=2)
     assert decision.outcome is outcome
-    assert (decision.pair is not None) == (outcome is Outcome.PAIR)
+    assert (decision.pair is not None) == (outcome is VoteOutcome.PAIR)
     assert (decision.agreeing != []) == (outcome in MAJORITY)
 
 
 def test_the_threshold_is_the_least_number_of_agreeing_teachers() -> None:
     votes = answers(ADD, ADD, ADD, LOOK, LOOK)
-    assert decide(student(ANSWER), votes, threshold=3).outcome is Outcome.PAIR
-    assert decide(student(ANSWER), votes, threshold=4).outcome is Outcome.NO_MAJORITY
+    assert decide(student(ANSWER), votes, threshold=3).outcome is VoteOutcome.PAIR
+    assert decide(student(ANSWER), votes, threshold=4).outcome is VoteOutcome.NO_MAJORITY
     with pytest.raises(ValueError, match="threshold is 1, below 2"):
         decide(student(ANSWER), votes, threshold=1)
 
@@ -69,15 +69,15 @@ def test_the_threshold_is_the_least_number_of_agreeing_teachers() -> None:
 @pytest.mark.parametrize(
     ("said", "outcome"),
     [
-        ([ADD], Outcome.PAIR),
-        ([ADD, ADD], Outcome.PAIR),
-        ([ADD, BROKEN], Outcome.PAIR),
-        ([ADD, LOOK], Outcome.TOO_FEW_VOTES),
-        ([BROKEN, BROKEN], Outcome.TOO_FEW_VOTES),
+        ([ADD], VoteOutcome.PAIR),
+        ([ADD, ADD], VoteOutcome.PAIR),
+        ([ADD, BROKEN], VoteOutcome.PAIR),
+        ([ADD, LOOK], VoteOutcome.TOO_FEW_VOTES),
+        ([BROKEN, BROKEN], VoteOutcome.TOO_FEW_VOTES),
     ],
 )
 def test_a_teacher_has_one_vote_and_none_where_it_contradicts_itself(
-    said: list[str], outcome: Outcome
+    said: list[str], outcome: VoteOutcome
 ) -> None:
     replies: list[TeacherReply] = [*(answer("a", text) for text in said), failure("a")]
     replies.append(answer("b", ADD))
@@ -91,11 +91,11 @@ def test_a_teacher_that_was_cut_or_did_not_end_its_thought_abstains() -> None:
     thinking = [answer("a", "4"), answer("b", "<think>4"), answer("c", f"<think>{ADD}")]
     for replies in (cut, thinking):
         decision = decide(student(LOOK), replies, 2)
-        assert decision.outcome is Outcome.TOO_FEW_VOTES
+        assert decision.outcome is VoteOutcome.TOO_FEW_VOTES
         kinds = [voice.kind for voice in decision.provenance.voices]
         assert kinds[1:] == ["malformed"] * (len(replies) - 1)
     ended = [answer("a", "4"), answer("b", "<think>2 and 2</think>4")]
-    assert decide(student(LOOK), ended, 2).outcome is Outcome.PAIR
+    assert decide(student(LOOK), ended, 2).outcome is VoteOutcome.PAIR
 
 
 def test_the_spelling_that_most_of_the_majority_wrote_is_chosen() -> None:
@@ -206,7 +206,7 @@ def test_where_the_student_is_in_the_majority_there_is_no_pair(
     pair = decide(student(rejected), answers(*texts), threshold).pair
     if pair is not None:
         agreeing = decide(student(pair.chosen_text), answers(*texts), threshold)
-        assert agreeing.outcome is Outcome.STUDENT_AGREES
+        assert agreeing.outcome is VoteOutcome.STUDENT_AGREES
         assert agreeing.pair is None
 
 
@@ -241,4 +241,4 @@ def test_one_more_vote_for_the_majority_keeps_it(
     before = decide(student(own), answers(*texts), 2)
     if before.pair is not None:
         louder = [*answers(*texts), answer("zz", before.pair.chosen_text)]
-        assert decide(student(own), louder, 2).outcome is Outcome.PAIR
+        assert decide(student(own), louder, 2).outcome is VoteOutcome.PAIR

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from composer_mesh.configs.data import CurriculumConfig
-from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, GroupResult, Source
+from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, GroupResult, TaskSource
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.tasks.loading import TaskMixture
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -35,7 +35,7 @@ class OneTask:
 
 
 def curriculum(config: CurriculumConfig = CONFIG, size: int | None = None) -> Curriculum:
-    return Curriculum(config, 7, [Source("one", size=size)], OneTask())
+    return Curriculum(config, 7, [TaskSource("one", size=size)], OneTask())
 
 
 def traces(group_id: int, episode: int, successes: int, samples: int = SIZE) -> list[Trace]:
@@ -185,7 +185,7 @@ class Second(ToolboxTask):
 
 def mixed(config: CurriculumConfig = CONFIG) -> tuple[Curriculum, TaskMixture]:
     mixture = TaskMixture([ToolboxTask.create(), Second.create()], [1.0, 1.0])
-    sources = [Source("toolbox", 1.0), Source("second", 1.0)]
+    sources = [TaskSource("toolbox", 1.0), TaskSource("second", 1.0)]
     return Curriculum(config, 7, sources, mixture), mixture
 
 
@@ -245,7 +245,8 @@ def test_a_trace_says_whether_it_was_a_success() -> None:
 
 def test_islands_share_new_episodes_and_none_is_left_out() -> None:
     islands = [
-        Curriculum(CONFIG, 7, [Source("one")], OneTask(), first=rank, every=3) for rank in range(3)
+        Curriculum(CONFIG, 7, [TaskSource("one")], OneTask(), first=rank, every=3)
+        for rank in range(3)
     ]
     played = [
         [one.episode for results in play(order, range(20), of_difficulty) for one in results]
@@ -260,7 +261,7 @@ def test_islands_share_new_episodes_and_none_is_left_out() -> None:
 
 def test_an_island_that_resumes_goes_on_with_its_share() -> None:
     def fresh() -> Curriculum:
-        return Curriculum(CONFIG, 7, [Source("one", size=30)], OneTask(), first=1, every=2)
+        return Curriculum(CONFIG, 7, [TaskSource("one", size=30)], OneTask(), first=1, every=2)
 
     through, before = fresh(), fresh()
     expected = play(through, range(12), of_difficulty)

@@ -20,7 +20,7 @@ from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
 from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_sources import Place, Written
+from composer_mesh.rollouts.hint_sources import Place, WrittenHint
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
@@ -55,7 +55,7 @@ class Case:
     chat: ChatFormat
     group: list[Trace]
     config: HintsConfig
-    written: dict[Place, Written]
+    written: dict[Place, WrittenHint]
     max_context: int
 
     def sites(self) -> HintedSites:
@@ -102,7 +102,7 @@ class Maker:
             }
         )
         written = {
-            (trace.trace_id, site.turn): Written(self.text(), rng.choice(["llm", "cached"]))
+            (trace.trace_id, site.turn): WrittenHint(self.text(), rng.choice(["llm", "cached"]))
             for trace in group
             for site in trace.error_sites
             if llm and rng.random() < 0.7

@@ -17,7 +17,7 @@ from composer_mesh.rollouts.hint_sources import (
     HintCounts,
     HintSources,
     Place,
-    Written,
+    WrittenHint,
     shortened,
 )
 from composer_mesh.rollouts.hints import chosen_sibling
@@ -52,7 +52,7 @@ def sources_of(
     chat: ChatFormat,
     *sources: str,
     answer: str = NOBODY,
-    written: dict[Place, Written] | None = None,
+    written: dict[Place, WrittenHint] | None = None,
     **options: Any,
 ) -> HintSources:
     config = HintsConfig(sources=sources or ("error",), **options)
@@ -175,7 +175,7 @@ def test_a_writers_words_come_first_and_the_template_stands_behind_them(
 ) -> None:
     failed = play(toolbox, chat, 0, SCRIPTS["quits"])
     asks = {"writer": "llm", "llm": {"kind": "builtin"}}
-    written: dict[Place, Written] = {(failed.trace_id, 0): Written("Look again.", "llm")}
+    written: dict[Place, WrittenHint] = {(failed.trace_id, 0): WrittenHint("Look again.", "llm")}
     hints, _ = hints_of(sources_of(chat, written=written, **asks), failed, 0, [failed])
     assert [(hint.text, hint.wording) for hint in hints] == [
         ("Hint: Look again.", "llm"),
@@ -191,7 +191,7 @@ def test_a_writers_words_that_tell_the_answer_are_refused_for_the_template(
     chat: ChatFormat, toolbox: ToolboxTask
 ) -> None:
     failed = play(toolbox, chat, 0, SCRIPTS["quits"])
-    written: dict[Place, Written] = {(failed.trace_id, 0): Written("It is twelve.", "llm")}
+    written: dict[Place, WrittenHint] = {(failed.trace_id, 0): WrittenHint("It is twelve.", "llm")}
     config = HintsConfig(writer="llm", llm={"kind": "builtin"})  # type: ignore[arg-type]
     found = hinted_sites([failed], chat, lambda trace: "12", 9, 10_000, config, written)
     assert len(found.views) == 1
@@ -273,7 +273,7 @@ def test_a_writers_text_is_used_where_the_template_lacks_a_fact(
     (trace,) = group_of(toolbox, chat, 0, ["quits"])
     site = replace(trace.error_sites[0], hint_template_key="missing_key", data={})
     broken = replace(trace, error_sites=[site])
-    written = {(trace.trace_id, site.turn): Written("Look again.", "llm")}
+    written = {(trace.trace_id, site.turn): WrittenHint("Look again.", "llm")}
     hints, counts = hints_of(sources_of(chat, written=written), broken, site.turn, [broken])
     assert [hint.text for hint in hints] == ["Hint: Look again."]
     assert counts.unwritten == 1

@@ -8,7 +8,7 @@ import pytest
 
 from composer_mesh.configs.trainer import Sharing
 from composer_mesh.rollouts.packing import (
-    Part,
+    SharedPart,
     balanced_parts,
     families,
     parts_of,
@@ -129,7 +129,7 @@ def test_ranks_have_about_the_same_tokens_or_groups_that_dividing_would_not_help
     assert max(found) <= max(apart) / 0.9
 
 
-def loads(parts: list[Part], ranks: int) -> list[int]:
+def loads(parts: list[SharedPart], ranks: int) -> list[int]:
     """Tokens of each rank."""
     tokens = [part.tokens for part in parts]
     return [sum(tokens[index] for index in share) for share in spread(tokens, ranks)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from composer_mesh.configs.replay import GateConfig
 from composer_mesh.rollouts.pairs import StudentState
-from composer_mesh.rollouts.state_choice import Novelty, Rounds, select_states, student_state
+from composer_mesh.rollouts.state_choice import Novelty, QueryRounds, select_states, student_state
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 
@@ -225,7 +225,7 @@ def siblings() -> list[Trace]:
 def asked(limit: int, *differ: str) -> list[list[list[str]]]:
     """The rounds in which the siblings are asked, as actions, where teachers differ from some."""
     chosen = select_states(siblings(), limit, random.Random(0), order="first")
-    rounds, found = Rounds(chosen), []
+    rounds, found = QueryRounds(chosen), []
     while questions := rounds.next():
         found.append([sorted(state.action_text for state in states) for states in questions])
         for state in (state for states in questions for state in states):
@@ -263,7 +263,7 @@ def test_where_fewer_may_be_asked_than_there_are_turns_the_value_says_which() ->
     late = replace(long, error_sites=[ErrorSite(8, "unknown_tool", "unknown_tool", {})])
 
     def turns(limit: int) -> list[int]:
-        rounds = Rounds(select_states([late], limit, random.Random(0), order="first"))
+        rounds = QueryRounds(select_states([late], limit, random.Random(0), order="first"))
         return [states[0].turn for asked in iter(rounds.next, []) for states in asked]
 
     assert turns(1) == [8]
@@ -274,7 +274,7 @@ def test_where_fewer_may_be_asked_than_there_are_turns_the_value_says_which() ->
 
 def test_by_value_all_states_are_asked_at_once() -> None:
     chosen = select_states(several(), 4, random.Random(0))
-    rounds = Rounds(chosen)
+    rounds = QueryRounds(chosen)
     assert rounds.next() == [[state] for state in chosen.states]
     rounds.differs(chosen.states[0])
     assert rounds.next() == []

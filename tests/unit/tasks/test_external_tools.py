@@ -15,7 +15,7 @@ from composer_mesh.configs.load import dump_toml, parse_toml, resolve_config
 from composer_mesh.configs.mcp import McpServer
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
@@ -75,7 +75,7 @@ def test_a_server_s_schema_is_shown_without_the_titles_that_pydantic_writes() ->
 
 def episode_of(task: Task, servers: FakeServers | McpServers) -> RunningEpisode:
     task.tool_servers = servers
-    return RunningEpisode(task, task.episode("train", 0), Calls(limit_s=60.0))
+    return RunningEpisode(task, task.episode("train", 0), TaskCalls(limit_s=60.0))
 
 
 async def test_tools_of_servers_are_beside_those_of_a_task_that_ships(build_config) -> None:

@@ -11,7 +11,7 @@ import pytest
 from composer_mesh import JudgesSpent, Row, Task, TaskSettings, Transcript, group_reward, reward
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.traces import ErrorSite
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import TaskCodeError, UnusableTask
 from composer_mesh.tasks.running import score_group
 
@@ -54,7 +54,7 @@ def group(*answers: str) -> list[FinishedRollout]:
 
 
 async def score(task: Task, *answers: str) -> GroupScore:
-    return await score_group(task, task.episode("train", 0), group(*answers), Calls())
+    return await score_group(task, task.episode("train", 0), group(*answers), TaskCalls())
 
 
 async def test_each_group_reward_has_a_number_for_each_sample() -> None:

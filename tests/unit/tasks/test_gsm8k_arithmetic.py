@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from composer_mesh.tasks.gsm8k_rows import NotArithmetic, append_steps
 from composer_mesh.tasks.numbers import Number, calculate
-from composer_mesh.tasks.planned import Step
+from composer_mesh.tasks.planned import PlannedCall
 
 
-def chain(text: str) -> tuple[list[Step], float]:
+def chain(text: str) -> tuple[list[PlannedCall], float]:
     """The steps of an expression and the number that its last call gives."""
-    steps: list[Step] = []
+    steps: list[PlannedCall] = []
     append_steps(text, steps)
     results: list[Number] = []
     for step in steps:
@@ -81,7 +81,7 @@ def test_a_chain_of_calls_computes_what_the_text_says(expression: tuple[str, flo
 
 @given(st.text(alphabet="0123456789.,+-*/()% ", max_size=40))
 def test_any_annotation_is_either_steps_or_not_arithmetic(text: str) -> None:
-    steps: list[Step] = []
+    steps: list[PlannedCall] = []
     try:
         append_steps(text, steps)
     except NotArithmetic:

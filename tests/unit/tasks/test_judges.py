@@ -23,7 +23,7 @@ from composer_mesh import (
     quoted,
     reward,
 )
-from composer_mesh.tasks.calls import Calls, waiting_for_others
+from composer_mesh.tasks.calls import TaskCalls, waiting_for_others
 from composer_mesh.tasks.errors import TaskTimeout, UnusableTask
 from composer_mesh.tasks.judges import Judge, json_in
 
@@ -172,7 +172,7 @@ async def waits(work: Callable[[], Any]) -> Any:
 
 
 async def test_a_wait_for_a_judge_counts_towards_no_time_limit() -> None:
-    calls = Calls(limit_s=1e-9)
+    calls = TaskCalls(limit_s=1e-9)
     with pytest.raises(TaskTimeout):
         await calls("a function", turns, 10)
     assert await calls("a function", waits, lambda: turns(10)) == "done"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from raised_kinds import NAMES, raised
 
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import TaskCodeError, TaskError
 from composer_mesh.tasks.task_loop import TaskLoop
 
@@ -47,7 +47,7 @@ async def test_what_a_function_raises_fails_its_call_at_once_with_its_line(
     name: str, make: Callable[[str], Callable[..., Any]]
 ) -> None:
     loop = TaskLoop()
-    calls = Calls(loop.in_a_thread, LIMIT_S)
+    calls = TaskCalls(loop.in_a_thread, LIMIT_S)
     with pytest.raises(TaskCodeError) as failed:
         await loop.run(calls("reward 'r'", make(name)), LIMIT_S)
     assert name in str(failed.value)
@@ -58,19 +58,19 @@ async def test_what_a_function_raises_fails_its_call_at_once_with_its_line(
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_thread_of_another_loop_carries_it_too(name: str) -> None:
     with pytest.raises(TaskCodeError, match=name):
-        await Calls(asyncio.to_thread, LIMIT_S)("reward", plain(name))
+        await TaskCalls(asyncio.to_thread, LIMIT_S)("reward", plain(name))
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"KeyboardInterrupt"}))
 async def test_without_threads_it_is_an_error_of_the_function_as_well(name: str) -> None:
     with pytest.raises(TaskCodeError, match=rf"{name}.*of the user"):
-        await Calls()("reward", plain(name))
+        await TaskCalls()("reward", plain(name))
 
 
 async def test_ctrl_c_in_the_main_thread_ends_a_command_as_before() -> None:
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(KeyboardInterrupt):
-        await Calls()("reward", plain("KeyboardInterrupt"))
+        await TaskCalls()("reward", plain("KeyboardInterrupt"))
 
 
 async def test_an_error_from_within_a_library_names_the_line_of_the_task_that_called_it() -> None:
@@ -86,7 +86,7 @@ async def test_an_error_from_within_a_library_names_the_line_of_the_task_that_ca
     loop = TaskLoop()
     for function in (awaits_what_was_cancelled, parses):
         with pytest.raises(TaskCodeError) as failed:
-            await loop.run(Calls(loop.in_a_thread, LIMIT_S)("reward", function), LIMIT_S)
+            await loop.run(TaskCalls(loop.in_a_thread, LIMIT_S)("reward", function), LIMIT_S)
         assert failed.value.where.startswith(f"{__file__}:")
 
 
@@ -99,7 +99,7 @@ async def test_code_that_cancels_its_own_call_fails_that_call_alone() -> None:
 
     loop = TaskLoop()
     with pytest.raises(TaskError, match="cancelled"):
-        await loop.run(Calls(loop.in_a_thread, LIMIT_S)("reward", cancels), LIMIT_S)
+        await loop.run(TaskCalls(loop.in_a_thread, LIMIT_S)("reward", cancels), LIMIT_S)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,7 +108,7 @@ async def test_code_outside_of_a_named_function_is_the_tasks_too(name: str) -> N
     with pytest.raises((TaskCodeError, RuntimeError, StopAsyncIteration)) as failed:
         await loop.run(coroutine(name)(), LIMIT_S)
     assert name in repr(failed.value)
-    assert await loop.run(Calls(loop.in_a_thread, LIMIT_S)("next", lambda: 3), LIMIT_S) == 3
+    assert await loop.run(TaskCalls(loop.in_a_thread, LIMIT_S)("next", lambda: 3), LIMIT_S) == 3
 
 
 async def test_a_requested_cancellation_passes_through_as_one() -> None:
@@ -119,7 +119,7 @@ async def test_a_requested_cancellation_passes_through_as_one() -> None:
         await asyncio.Event().wait()
 
     running = asyncio.create_task(
-        loop.run(Calls(loop.in_a_thread, LIMIT_S)("reward", waits), LIMIT_S)
+        loop.run(TaskCalls(loop.in_a_thread, LIMIT_S)("reward", waits), LIMIT_S)
     )
     await asyncio.to_thread(started.wait)
     running.cancel()

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import TaskTimeout
 from composer_mesh.tasks.task_loop import (
     MOST_ABANDONED,
@@ -109,7 +109,7 @@ async def test_too_many_blocked_loops_are_a_reason_to_end_the_process() -> None:
 
 async def test_too_many_functions_that_never_return_are_a_reason_to_end_the_process() -> None:
     loop, released = TaskLoop(), threading.Event()
-    calls = Calls(loop.in_a_thread, STARTED_S)
+    calls = TaskCalls(loop.in_a_thread, STARTED_S)
     failures = await asyncio.gather(
         *(loop.run(calls("waiting", released.wait), 60.0) for _ in range(MOST_ABANDONED - 1)),
         return_exceptions=True,
@@ -133,7 +133,7 @@ async def test_functions_that_returned_late_are_not_counted() -> None:
         own.call_soon_threadsafe(own.call_later, SOON, returned.set)
 
     with pytest.raises(TaskTimeout):
-        await loop.run(Calls(loop.in_a_thread, STARTED_S)("waiting", waits), 60.0)
+        await loop.run(TaskCalls(loop.in_a_thread, STARTED_S)("waiting", waits), 60.0)
     assert loop.abandoned == 1
     released.set()
     await returned.wait()

@@ -12,7 +12,7 @@ from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.numbers import format_number
-from composer_mesh.tasks.planned import Reference, Step
+from composer_mesh.tasks.planned import PlannedCall, ResultReference
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings, split_of
 from composer_mesh.tasks.toolbox import ToolboxTask, plan
@@ -214,9 +214,9 @@ def test_the_hints_of_real_mistakes_never_hold_the_answer(toolbox: ToolboxTask) 
 def test_a_plan_uses_earlier_results_in_later_calls() -> None:
     steps = plan("Convert the value of lamp plus 5 from km to m.")
     assert steps == [
-        Step("lookup", {"key": "lamp"}),
-        Step("calculator", {"op": "add", "a": Reference(0), "b": 5}),
-        Step("convert", {"value": Reference(1), "source": "km", "target": "m"}),
+        PlannedCall("lookup", {"key": "lamp"}),
+        PlannedCall("calculator", {"op": "add", "a": ResultReference(0), "b": 5}),
+        PlannedCall("convert", {"value": ResultReference(1), "source": "km", "target": "m"}),
     ]
     wanted: dict[str, Any] = {"op": "add", "a": 7, "b": 5}
     assert steps[1].call([7]) == ToolCall("calculator", wanted)

@@ -36,7 +36,7 @@ OTHERS = -1
 VARIABLE, KEYWORDS = 0x04, 0x08
 
 
-class Recorder:
+class CallRecorder:
     """Hears of calls: notes which functions the current test reaches, and some of their inputs."""
 
     def __init__(self, functions: list[list[Any]], makers: list[list[Any]]) -> None:
@@ -147,7 +147,7 @@ def taken_by(frame: FrameType, code: CodeType) -> tuple[list[Any], dict[str, Any
 class SurveyPlugin:
     """Tells for each test which functions it reached, and how long it took."""
 
-    def __init__(self, recorder: Recorder | None) -> None:
+    def __init__(self, recorder: CallRecorder | None) -> None:
         self._recorder = recorder
         self.reached: dict[str, set[int]] = {}
         self.seconds: dict[str, float] = {}
@@ -195,7 +195,7 @@ def main() -> None:
     spec = json.load(sys.stdin)
     reporter = Reporter(spec["mark"])
     add_import_folders(spec["imports"])
-    recorder = Recorder(spec["functions"], spec["makers"]) if spec["functions"] else None
+    recorder = CallRecorder(spec["functions"], spec["makers"]) if spec["functions"] else None
     plugin = SurveyPlugin(recorder)
     plugin.note_waits()
     early: set[int] = set()

@@ -23,7 +23,7 @@ from composer_mesh.mesh.sandboxes.boxes import Boxes
 from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.plugins.code_tasks.work import CodeWork
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import TaskSettings
 
@@ -76,7 +76,7 @@ def actions(rng: random.Random, written: set[str]) -> Iterator[tuple[str, str]]:
 
 async def play(task: CodeTask, number: int, found: Tried) -> None:
     rng, tried, written = random.Random(f"{SEED}:{number}"), list[str](), set[str]()
-    episode = RunningEpisode(task, task.episode("train", 0), Calls())
+    episode = RunningEpisode(task, task.episode("train", 0), TaskCalls())
     await episode.begin()
     for name, text in actions(rng, written):
         tried.append(name)

@@ -25,7 +25,7 @@ from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.plugins.code_tasks.work import CodeWork
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import TaskSettings
 
@@ -47,7 +47,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CodeTask]:
 
 async def played(task: CodeTask, *commands: str) -> tuple[list[str], CodeWork, Outcome]:
     """Run Python sources one after the other, then submit; return what each said."""
-    episode = RunningEpisode(task, task.episode("train", 0), Calls())
+    episode = RunningEpisode(task, task.episode("train", 0), TaskCalls())
     await episode.begin()
     said = []
     for source in commands:

@@ -15,7 +15,7 @@ from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tasks import Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.sandbox import SandboxError
@@ -41,7 +41,7 @@ class Played:
     """One episode that a test plays."""
 
     def __init__(self, task: CodeTask) -> None:
-        self.episode = RunningEpisode(task, task.episode("train", 0), Calls())
+        self.episode = RunningEpisode(task, task.episode("train", 0), TaskCalls())
 
     async def begin(self) -> Played:
         await self.episode.begin()

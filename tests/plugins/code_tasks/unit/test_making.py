@@ -10,7 +10,7 @@ from small_packages import FILES, SUMS, TEXTS
 from composer_mesh.plugins.code_tasks.deletions import with_deletions
 from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase
 from composer_mesh.plugins.code_tasks.making.features import Feature, Features, chosen
-from composer_mesh.plugins.code_tasks.making.functions import Copies, Function, functions_in
+from composer_mesh.plugins.code_tasks.making.functions import BodyCounts, Function, functions_in
 from composer_mesh.plugins.code_tasks.making.hidden_cases import (
     calls_of,
     case_of,
@@ -63,7 +63,7 @@ def test_how_a_function_is_called_is_told_from_its_definition() -> None:
 
 
 def test_a_body_that_stands_twice_is_a_copy_whatever_its_names_are() -> None:
-    copies = Copies(FILES)
+    copies = BodyCounts(FILES)
     found = functions_in("small/texts.py", "small.texts", TEXTS.encode()).functions
     assert {one.qualname: copies.has_copy(one) for one in found} == {
         "shout": False,
@@ -71,7 +71,7 @@ def test_a_body_that_stands_twice_is_a_copy_whatever_its_names_are() -> None:
         "again": True,
     }
     readme = {**FILES, "README.md": TEXTS.replace("\n", "\n   ").encode()}
-    assert Copies(readme).has_copy(found[0])
+    assert BodyCounts(readme).has_copy(found[0])
 
 
 def test_the_tree_of_a_package_has_its_license_and_nothing_that_tells_agents_what_to_do() -> None:

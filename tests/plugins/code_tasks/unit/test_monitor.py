@@ -35,7 +35,7 @@ from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.services.checks.local_judges import local_judges
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
@@ -204,7 +204,7 @@ def all_right(spec: dict[str, Any], tree: Any) -> list[dict[str, Any]]:
 
 async def played(task: CodeTask, content: str | None = HACK) -> Outcome:
     """Write a module, submit, and return how that is scored."""
-    episode = RunningEpisode(task, task.episode("train", 0), Calls())
+    episode = RunningEpisode(task, task.episode("train", 0), TaskCalls())
     await episode.begin()
     if content is not None:
         await episode.step(call_text("write_file", {"path": "lib/sums.py", "content": content}))

@@ -16,7 +16,7 @@ from composer_mesh.plugins.code_tasks.shared_trees import restoring_patch
 from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.plugins.code_tasks.task_file import TaskFile
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import TaskMixture
 from composer_mesh.tasks.playing import SyncSession
@@ -81,7 +81,7 @@ async def test_gold_of_a_shared_tree_is_a_patch_that_our_tool_applies(tmp_path: 
     task = made(tmp_path, TREE, SHARED, {**SHARED, "name": "again", "prompt": "Again."})
     row = task.episode("train", 0).payload
     assert "apply_patch" in task.gold(row)[0]
-    episode = RunningEpisode(task, task.episode("train", 0), Calls())
+    episode = RunningEpisode(task, task.episode("train", 0), TaskCalls())
     await episode.begin()
     for action in task.gold(row):
         await episode.step(action)
@@ -90,7 +90,7 @@ async def test_gold_of_a_shared_tree_is_a_patch_that_our_tool_applies(tmp_path: 
 
 async def test_the_expert_follows_the_gold_actions_from_the_messages_alone(tmp_path: Path) -> None:
     task = made(tmp_path, TREE, SHARED, {**SHARED, "name": "again", "prompt": "Again."})
-    episode = RunningEpisode(task, task.episode("heldout", 0), Calls())
+    episode = RunningEpisode(task, task.episode("heldout", 0), TaskCalls())
     messages = await episode.begin()
     while not (await episode.step(task.expert(messages))).done:
         messages = episode.messages
@@ -104,7 +104,7 @@ async def test_a_corrupted_action_of_the_expert_is_a_patch_that_does_not_solve(
     tmp_path: Path,
 ) -> None:
     task = made(tmp_path, TREE, SHARED, {**SHARED, "name": "again", "prompt": "Again."})
-    episode = RunningEpisode(task, task.episode("train", 0), Calls())
+    episode = RunningEpisode(task, task.episode("train", 0), TaskCalls())
     messages = await episode.begin()
     assert (await episode.step(task.corrupted(messages, random.Random(0)))).error is None
     await episode.step(task.corrupted(episode.messages, random.Random(0)))

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from composer_mesh.plugins.dashboard.live import LiveConnections, Parts
+from composer_mesh.plugins.dashboard.live import LiveConnections, PageParts
 from composer_mesh.plugins.dashboard.run_views import with_dead
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
@@ -43,7 +43,7 @@ def test_a_process_that_has_died_is_seen_though_another_one_has_its_place() -> N
     assert with_dead([], events, now=100.0) == []
 
 
-ONE_FIGURE = Parts(lambda: {"figures": 1}, lambda name: f"<p>{name}</p>")
+ONE_FIGURE = PageParts(lambda: {"figures": 1}, lambda name: f"<p>{name}</p>")
 """A page of one part that never changes."""
 
 

@@ -26,7 +26,7 @@ from composer_mesh.plugins.dashboard.catalog import (
     state_of,
 )
 from composer_mesh.plugins.dashboard.charts import Chart, figure, sparkline, ticks
-from composer_mesh.plugins.dashboard.live import Changes, Parts, parts_of_run
+from composer_mesh.plugins.dashboard.live import PageChanges, PageParts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import PacedLook
 from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
 from composer_mesh.plugins.dashboard.series import Columns, Curve, curve, reduced
@@ -355,7 +355,7 @@ async def test_a_live_part_is_made_anew_only_when_its_files_have_changed(run: Pa
         asked.append(name)
         return name
 
-    changes = Changes(parts_of_run(run / "run", ("timeline", "actors"), html))
+    changes = PageChanges(parts_of_run(run / "run", ("timeline", "actors"), html))
     assert set(changes.look()) == {"timeline", "actors"}
     assert changes.look() == {}
     (run / "run" / "timeline.jsonl").write_text('{"step": 1}\n')
@@ -370,8 +370,8 @@ def test_what_costs_more_the_longer_a_run_is_is_sent_more_seldom() -> None:
         cpu[0] += 0.005  # five seconds of a thousandth of a core
         return f"{name} at {now[0]}"
 
-    parts = Parts(lambda: {"figures": now[0], "charts": now[0]}, html)
-    changes = Changes(parts, lambda: now[0], lambda: cpu[0])
+    parts = PageParts(lambda: {"figures": now[0], "charts": now[0]}, html)
+    changes = PageChanges(parts, lambda: now[0], lambda: cpu[0])
     sent = []
     for second in range(11):
         now[0] = float(second)

@@ -16,11 +16,11 @@ from fake_areal import row_of
 from learning import config
 from step_batches import ALL_ON, batch_of
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
-from composer_mesh.plugins.frameworks.areal_training import Channels, three_channel_step
+from composer_mesh.plugins.frameworks.areal_training import ArealChannels, three_channel_step
 
 CAP = {"upper": 1000.0}
 
@@ -52,7 +52,7 @@ def main() -> None:
     views: dict[int, list[Any]] = {}
     for view in batch.views:
         views.setdefault(places[view.trace_id], []).append(view)
-    channels = Channels(alpha=0.5, beta=0.3, ppo={"rejection_sampling": CAP})
+    channels = ArealChannels(alpha=0.5, beta=0.3, ppo={"rejection_sampling": CAP})
     rows = [row_of(model, one) for one in batch.samples]
     steps = [three_channel_step(engine, rows, views, batch.pairs, channels) for _ in range(3)]
     print(json.dumps([steps, our_step(model, batch)]))
@@ -69,7 +69,7 @@ def our_step(model: Any, batch: Any) -> dict[str, Any]:
         "replay": {**ALL_ON["replay"], "beta": 0.3},
     }
     settings = Config.model_validate(table)
-    step = ThreeChannelStep(
+    step = OptimizerStep(
         model, None, settings, optimizers=lambda w: [torch.optim.SGD(w.values(), lr=0.05)]
     )
     teacher = TeacherModel(model, settings.sdpo, 4096, follows=True)

@@ -25,7 +25,7 @@ from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.plugins.frameworks.trl.channels import Captured, FurtherChannels, share_forwards
-from composer_mesh.plugins.frameworks.trl.parts import Part
+from composer_mesh.plugins.frameworks.trl.parts import ChannelPart
 from composer_mesh.rollouts.alignment import hinted_view
 from composer_mesh.rollouts.batches import PairSample
 
@@ -49,7 +49,7 @@ def model() -> Any:
     )
 
 
-def part_of(rank: int, trace: Any) -> Part:
+def part_of(rank: int, trace: Any) -> ChannelPart:
     rng = random.Random(5)
     views = [hinted_view(trace, 0, [11, 12, 13], [7, 8])] if rank == 0 else []
     pairs = [
@@ -57,10 +57,10 @@ def part_of(rank: int, trace: Any) -> Part:
         for n in range(2 if rank == 0 else 0)
     ]
     tokens = len(trace.turns[0].action_ids)
-    return Part([views], pairs, tokens, 2, True, True)
+    return ChannelPart([views], pairs, tokens, 2, True, True)
 
 
-def loss_of(wrapped: Any, part: Part, trace: Any, sharded: bool, ranks: int) -> Any:
+def loss_of(wrapped: Any, part: ChannelPart, trace: Any, sharded: bool, ranks: int) -> Any:
     """A policy term and both channels of one microbatch, padded on the left as TRL does."""
     ids = torch.tensor([[0, 0, *trace.token_ids()]])
     inputs = {"prompt_ids": ids[:, :3], "prompt_mask": torch.tensor([[0, 0, 1]])}

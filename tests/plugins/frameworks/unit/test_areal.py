@@ -16,13 +16,13 @@ from fake_areal import RECORDED, FakeEngine, row_of
 from step_batches import ALL_ON, batch_of
 from workflow_ports import Ports, sample
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.losses.decoupled import Rejection
 from composer_mesh.plugins.frameworks.areal import ArealWorkflow, ppo_actor_loss, trajectories
-from composer_mesh.plugins.frameworks.areal_training import Channels, three_channel_step
+from composer_mesh.plugins.frameworks.areal_training import ArealChannels, three_channel_step
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -123,7 +123,7 @@ def test_a_step_on_its_engine_is_our_step(
     )
     theirs, ours = build_model(1), build_model(1)
     batch = batch_of(ours, random.Random(2), samples=5, pairs=3)
-    step = ThreeChannelStep(
+    step = OptimizerStep(
         ours, None, config, optimizers=lambda w: [torch.optim.SGD(w.values(), lr=RATE)]
     )
     teacher = TeacherModel(ours, config.sdpo, 4096, follows=True)
@@ -132,7 +132,7 @@ def test_a_step_on_its_engine_is_our_step(
     views: dict[int, list[Any]] = {}
     for view in batch.views:
         views.setdefault(places[view.trace_id], []).append(view)
-    channels = Channels(
+    channels = ArealChannels(
         alpha=config.sdpo.alpha,
         beta=config.replay.beta,
         ppo={"rejection_sampling": {"upper": 1000.0}},
@@ -154,4 +154,4 @@ def test_pairs_without_a_reference_are_refused(alone: None, build_model: Any) ->
     (pair, *_) = batch_of(model, random.Random(2), samples=2, pairs=1).pairs
     bare = dataclasses.replace(pair, reference=None)
     with pytest.raises(ValueError, match="no reference log-probs"):
-        three_channel_step(FakeEngine(model, RATE), [], {}, [bare], Channels(beta=0.1))
+        three_channel_step(FakeEngine(model, RATE), [], {}, [bare], ArealChannels(beta=0.1))

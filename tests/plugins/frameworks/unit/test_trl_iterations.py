@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 
 RATE, LOW, HIGH = 0.05, 0.2, 0.28
@@ -35,7 +35,7 @@ def test_two_epochs_are_two_iterations_of_trl(
         sdpo={"alpha": 0.0},
         replay={"beta": 0.0},
     )
-    step = ThreeChannelStep(
+    step = OptimizerStep(
         ours, None, config, optimizers=lambda w: [torch.optim.SGD(w.values(), lr=RATE)]
     )
     found = step.run(batch_of(theirs.inputs), None)

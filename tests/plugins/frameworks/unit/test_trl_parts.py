@@ -21,7 +21,7 @@ from composer_mesh.plugins.frameworks.trl.pairs import (
     TeacherPairs,
     grouped,
 )
-from composer_mesh.plugins.frameworks.trl.parts import Layout, dealt, parts_of
+from composer_mesh.plugins.frameworks.trl.parts import BatchLayout, dealt, parts_of
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.money import dollars
@@ -39,7 +39,7 @@ def pairs(count: int) -> list[PairSample]:
 def test_every_pair_is_dealt_once_and_evenly(
     microbatches: int, accumulated: int, ranks: int, count: int
 ) -> None:
-    layout = Layout(microbatches, accumulated, ranks)
+    layout = BatchLayout(microbatches, accumulated, ranks)
     found = dealt(pairs(count), layout)
     ids = [pair.pair_id for at in found for own in at for pair in own]
     assert sorted(ids) == sorted(one.pair_id for one in pairs(count))
@@ -53,7 +53,7 @@ def test_every_pair_is_dealt_once_and_evenly(
 def test_losses_of_all_microbatches_and_ranks_add_up_to_the_mean_of_a_step(
     steps: int, accumulated: int, ranks: int, count: int, data: some.DataObject
 ) -> None:
-    layout = Layout(steps * accumulated, accumulated, ranks)
+    layout = BatchLayout(steps * accumulated, accumulated, ranks)
     numbers = some.lists(
         some.lists(some.integers(0, 3), min_size=layout.microbatches, max_size=layout.microbatches),
         min_size=ranks,
@@ -75,7 +75,7 @@ def test_losses_of_all_microbatches_and_ranks_add_up_to_the_mean_of_a_step(
 
 
 def test_a_part_of_a_step_has_the_divisor_of_a_whole_one() -> None:
-    layout = Layout(microbatches=2, accumulated=8)
+    layout = BatchLayout(microbatches=2, accumulated=8)
     parts = parts_of([[[view("t", response=3)]], [[]]], [[3], [0]], pairs(2), layout)
     assert [part.sdpo_tokens for part in parts] == [12, 12]
     assert [part.pair_count for part in parts] == [8, 8]

@@ -101,9 +101,9 @@ def theirs(
 
 def ours(model: Any, config: Any, dataset: Dataset) -> list[float]:
     """Each step's loss of the trainer's own step."""
-    from composer_mesh.actors.learning.step import ThreeChannelStep
+    from composer_mesh.actors.learning.step import OptimizerStep
 
-    step = ThreeChannelStep(model, None, config)
+    step = OptimizerStep(model, None, config)
     return [float(step.run(dataset.batch(n), None)["loss/policy"] or 0) for n in range(STEPS)]
 
 

@@ -14,7 +14,7 @@ from step_batches import ALL_ON
 from trl_runs import GROUP, PROMPTS, last_log, make_trainer, pair_rows
 
 from composer_mesh.actors.learning.replay_channel import answer_logprobs
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
@@ -94,7 +94,7 @@ def our_step(model: Any, seen: list[Any], build_config: Any) -> dict[str, Any]:
     scores = list(zip(*(side.tolist() for side in sides), strict=True))
     scored = [replace(one, reference=score) for one, score in zip(pairs, scores, strict=True)]
     teacher = TeacherModel(model, config.sdpo, 4096, follows=True)
-    step = ThreeChannelStep(
+    step = OptimizerStep(
         model, None, config, optimizers=lambda w: [torch.optim.SGD(w.values(), lr=RATE)]
     )
     batch = StepBatch(0, samples, views, scored)

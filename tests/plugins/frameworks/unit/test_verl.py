@@ -16,20 +16,20 @@ from fake_verl import RECORDED, FakeEngine, actor_config
 from step_batches import ALL_ON, batch_of
 from verl_rows import answers_of, row_of, views_of
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.losses.advantages import group_advantages
 from composer_mesh.plugins.frameworks.verl import plugin
 from composer_mesh.plugins.frameworks.verl.agent_loop import TaskAgentLoop, episode_rows, view_of
 from composer_mesh.plugins.frameworks.verl.algorithms import POLICY_LOSSES, grpo_composer
-from composer_mesh.plugins.frameworks.verl.losses import Channels, PolicyAndSdpoLoss
+from composer_mesh.plugins.frameworks.verl.losses import PolicyAndSdpoLoss, VerlChannels
 from composer_mesh.plugins.frameworks.verl.steps import pair_step, rows_of, three_channel_step
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 RATE = 0.05
-CHANNELS = Channels(alpha=0.5, beta=0.3)
+CHANNELS = VerlChannels(alpha=0.5, beta=0.3)
 
 
 def test_the_entry_point_registers_every_name_of_the_guide() -> None:
@@ -76,7 +76,7 @@ def theirs_and_ours(build_config: Any, build_model: Any) -> Any:
     )
     theirs, ours = build_model(1), build_model(1)
     batch = batch_of(ours, random.Random(2), samples=5, pairs=3)
-    step = ThreeChannelStep(
+    step = OptimizerStep(
         ours, None, config, optimizers=lambda w: [torch.optim.SGD(w.values(), lr=RATE)]
     )
     teacher = TeacherModel(ours, config.sdpo, 4096, follows=True)
@@ -103,7 +103,7 @@ def test_a_teacher_of_the_whole_vocabulary_as_top_k_is_the_whole_teacher(
         model = build_model(1)
         batch = batch_of(model, random.Random(2), samples=3)
         rows = [row_of(one, views_of(batch, one)) for one in batch.samples]
-        channels = Channels(alpha=0.5, top_k=top_k)
+        channels = VerlChannels(alpha=0.5, top_k=top_k)
         found.append(
             three_channel_step(FakeEngine(model, RATE), rows, [], channels, actor_config())
         )
@@ -128,7 +128,7 @@ def test_pairs_without_a_reference_or_a_weight_are_refused(build_model: Any) -> 
     with pytest.raises(ValueError, match="no reference log-probs"):
         pair_step(FakeEngine(model, RATE), [bare], CHANNELS)
     with pytest.raises(ValueError, match="so pairs teach nothing"):
-        pair_step(FakeEngine(model, RATE), [pair], Channels())
+        pair_step(FakeEngine(model, RATE), [pair], VerlChannels())
 
 
 def test_a_step_in_which_nothing_is_trained_is_refused(build_model: Any) -> None:

@@ -18,12 +18,12 @@ from step_batches import ALL_ON, batch_of
 from verl.workers.config import FSDPActorConfig
 from verl_rows import row_of, views_of
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.frameworks.verl.losses import Channels
+from composer_mesh.plugins.frameworks.verl.losses import VerlChannels
 from composer_mesh.plugins.frameworks.verl.steps import pair_step, three_channel_step
 
 RATE = 0.05
@@ -53,7 +53,7 @@ def our_step(model: Any, batch: Any) -> Any:
         "replay": {**ALL_ON["replay"], "beta": 0.3},
     }
     settings = Config.model_validate(table)
-    step = ThreeChannelStep(
+    step = OptimizerStep(
         model, None, settings, optimizers=lambda w: [torch.optim.SGD(w.values(), lr=RATE)]
     )
     teacher = TeacherModel(model, settings.sdpo, 4096, follows=True)
@@ -77,14 +77,14 @@ def main() -> None:
     batch = batch_of(model, random.Random(2), samples=5, pairs=3)
     rows = [row_of(one, views_of(batch, one)) for one in batch.samples][rank::ranks]
     pairs = batch.pairs[rank::ranks]
-    channels, found = Channels(alpha=0.5, beta=0.3), {}
+    channels, found = VerlChannels(alpha=0.5, beta=0.3), {}
     engine = cpu_engine.engine_on_cpu(folder, RATE)
     with engine.train_mode():
         steps = [three_channel_step(engine, rows, pairs, channels, actor())]
         ours = our_step(model, batch)
         found["difference"] = difference(engine, model)
         steps += [three_channel_step(engine, rows, pairs, channels, actor()) for _ in range(2)]
-        narrow = Channels(alpha=0.5, top_k=20)
+        narrow = VerlChannels(alpha=0.5, top_k=20)
         found["top_k"] = three_channel_step(engine, rows, [], narrow, actor())
         found["pairs"] = [pair_step(engine, pairs, channels) for _ in range(2)]
     if rank == 0:

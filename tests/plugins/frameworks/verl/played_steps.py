@@ -23,7 +23,7 @@ from verl_rows import answers_of
 
 from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.plugins.frameworks.verl.agent_loop import episode_rows
-from composer_mesh.plugins.frameworks.verl.losses import Channels
+from composer_mesh.plugins.frameworks.verl.losses import VerlChannels
 from composer_mesh.plugins.frameworks.verl.steps import rows_of, three_channel_step
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.tasks.task import TaskSettings
@@ -116,7 +116,7 @@ async def main() -> None:
     engine = cpu_engine.engine_on_cpu(folder, 0.05, tokens=2 * (PROMPT + RESPONSE))
     with engine.train_mode():
         steps = [
-            three_channel_step(engine, rows, [], Channels(alpha=0.5), actor()) for _ in range(3)
+            three_channel_step(engine, rows, [], VerlChannels(alpha=0.5), actor()) for _ in range(3)
         ]
     found = {
         "rewards": played.batch["rm_scores"].sum(-1).tolist(),

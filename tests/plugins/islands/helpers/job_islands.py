@@ -7,7 +7,7 @@ from pathlib import Path
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.plugins.islands.jobs.jobs import JobCloud, JobExecutor, JobOptions
-from composer_mesh.plugins.islands.jobs.ports import Replica
+from composer_mesh.plugins.islands.jobs.ports import IslandReplica
 from composer_mesh.plugins.islands.store.opening import open_store
 from composer_mesh.services.directory.status import STATUS_FILE, RunStatus, write_status
 
@@ -26,7 +26,7 @@ def job_islands(
     secrets: Mapping[str, str],
     script: str,
     resume: bool = False,
-) -> tuple[JobExecutor, list[Replica]]:
+) -> tuple[JobExecutor, list[IslandReplica]]:
     """Return a connected executor, and its islands; {folder} in the script is that of the test."""
     finished = folder / "finished"
     finished.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ def job_islands(
     root = folder / "all"
     root.mkdir(exist_ok=True)
     replicas = [
-        Replica(
+        IslandReplica(
             rank,
             load_config(PRESET, [f"cluster.python={program}", f"run.name=island-{rank}"]),
             root / f"island-{rank}",

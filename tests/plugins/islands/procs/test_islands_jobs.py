@@ -23,7 +23,7 @@ from composer_mesh.plugins.islands.jobs.directory import IslandsDirectory, summa
 from composer_mesh.plugins.islands.jobs.hf_jobs import HfJobs
 from composer_mesh.plugins.islands.jobs.jobs import JobCloud, JobExecutor, JobOptions
 from composer_mesh.plugins.islands.jobs.modal_sandboxes import ModalSandboxes
-from composer_mesh.plugins.islands.jobs.ports import Replica
+from composer_mesh.plugins.islands.jobs.ports import IslandReplica
 from composer_mesh.plugins.islands.store.opening import open_store
 from composer_mesh.services.directory.report import read_metrics
 
@@ -77,7 +77,7 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
     place = IslandsDirectory(tmp_path / "all", f"file://{tmp_path}/store", 2)
     place.root.mkdir()
     replicas = [
-        Replica(rank, config_of(tmp_path, policy_cache, rank, steps), place.run(rank))
+        IslandReplica(rank, config_of(tmp_path, policy_cache, rank, steps), place.run(rank))
         for rank, steps in enumerate((STEPS, ENDLESS))
     ]
     in_job = tmp_path / "composer-mesh-runs" / "all" / "island-1" / "metrics.jsonl"
@@ -91,7 +91,7 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
         assert [one.state for one in ends] == ["finished", "failed"]
         assert '"run_stopped"' in (place.run(1) / "events.jsonl").read_text()
         before = len(read_metrics(place.run(1) / "metrics.jsonl"))
-        rest = Replica(
+        rest = IslandReplica(
             1, config_of(tmp_path, policy_cache, 1, before + 2), place.run(1), resume=True
         )
         again = JobExecutor(jobs, place.root, JobOptions("mesh:1"), {})
@@ -113,7 +113,7 @@ def test_an_island_that_its_job_refuses_is_told_with_the_reason(
     place.root.mkdir()
     config = config_of(tmp_path, policy_cache, 0, STEPS)
     data = config.data.model_copy(update={"task": "no_such_package:Task"})
-    replica = Replica(0, config.model_copy(update={"data": data}), place.run(0))
+    replica = IslandReplica(0, config.model_copy(update={"data": data}), place.run(0))
     with of_cloud(tmp_path) as (jobs, _):
         executor = JobExecutor(jobs, place.root, JobOptions("mesh:1"), {})
         executor.connect(open_store(place.address))

@@ -20,7 +20,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.plugins.islands.jobs.by_launch import LaunchExecutor
 from composer_mesh.plugins.islands.jobs.command import configs_of, replicas_of
 from composer_mesh.plugins.islands.jobs.directory import IslandsDirectory, islands_in, summarize
-from composer_mesh.plugins.islands.jobs.ports import Replica, ReplicaState
+from composer_mesh.plugins.islands.jobs.ports import IslandReplica, IslandState
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -84,13 +84,13 @@ def asked(tmp_path: Path, **changes: Any) -> Namespace:
     return Namespace(**known | changes)
 
 
-def replicas(tmp_path: Path, **changes: Any) -> list[Replica]:
+def replicas(tmp_path: Path, **changes: Any) -> list[IslandReplica]:
     arguments = asked(tmp_path, **changes)
     place = IslandsDirectory(tmp_path / "all", arguments.store, arguments.n)
     return replicas_of(configs_of(arguments), place, arguments)
 
 
-def started(tmp_path: Path, launcher: FakeLauncher) -> tuple[LaunchExecutor, list[Replica]]:
+def started(tmp_path: Path, launcher: FakeLauncher) -> tuple[LaunchExecutor, list[IslandReplica]]:
     executor, found = (
         LaunchExecutor(lambda _: launcher, lambda _: None),
         replicas(tmp_path),
@@ -275,7 +275,7 @@ def test_the_summary_adds_up_all_islands(tmp_path: Path) -> None:
         (run / "metrics.jsonl").write_text(json.dumps({**step, **times}) + "\n")
         final = {"success": success, "episodes": 10}
         (run / "summary.json").write_text(json.dumps({"eval": {"initial": None, "final": final}}))
-    states = [ReplicaState(0, "finished", 1), ReplicaState(1, "failed", 1, "why")]
+    states = [IslandState(0, "finished", 1), IslandState(1, "failed", 1, "why")]
 
     summary = summarize(place, states, 9.0)
 

@@ -17,11 +17,11 @@ from composer_mesh.plugins.islands.jobs.hf_jobs import HfJobs
 from composer_mesh.plugins.islands.jobs.jobs import (
     CONFIG,
     JOBS_FILE,
+    IslandRecords,
     JobExecutor,
     JobOptions,
-    RunRecords,
 )
-from composer_mesh.plugins.islands.jobs.ports import Replica
+from composer_mesh.plugins.islands.jobs.ports import IslandReplica
 from composer_mesh.plugins.islands.store.opening import StoreUnavailable, open_store
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main
@@ -32,7 +32,7 @@ OPTIONS = JobOptions("registry.example/mesh:1", "a100-large", ("KEY_OF_THE_STORE
 SECRETS = {"KEY_OF_THE_STORE": "a-secret-of-the-tests"}
 STOPPED = FINISHED + "sed -i s/finished/stopped/ $records/status.json"
 """A script that leaves the record of a run that was stopped."""
-Run = Callable[..., tuple[JobExecutor, list[Replica]]]
+Run = Callable[..., tuple[JobExecutor, list[IslandReplica]]]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def cloud(tmp_path: Path) -> Iterator[FakeHfJobs]:
 def islands(cloud: FakeHfJobs, tmp_path: Path) -> Run:
     """Two islands whose jobs run a shell script in place of Python."""
 
-    def make(script: str, resume: bool = False) -> tuple[JobExecutor, list[Replica]]:
+    def make(script: str, resume: bool = False) -> tuple[JobExecutor, list[IslandReplica]]:
         jobs = HfJobs(api=HfApi(endpoint=cloud.url, token=TOKEN))
         return job_islands(jobs, tmp_path, OPTIONS, SECRETS, script, resume)
 
@@ -122,12 +122,12 @@ def test_a_job_that_cannot_be_cancelled_is_named_and_the_others_are(
 def test_records_that_cannot_be_read_are_told_of_a_finished_island(
     islands: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unavailable(_: RunRecords) -> None:
+    def unavailable(_: IslandRecords) -> None:
         raise StoreUnavailable("read", "records/0/status.json", "no answer")
 
     executor, replicas = islands(FINISHED)
     executor.launch_replicas(replicas)
-    monkeypatch.setattr(RunRecords, "fetch", unavailable)
+    monkeypatch.setattr(IslandRecords, "fetch", unavailable)
     ends = executor.collect(60)
     assert {one.state for one in ends} == {"finished"}
     assert "no answer" in ends[0].cause
@@ -167,9 +167,9 @@ def test_records_come_back_and_those_of_an_earlier_run_do_not(tmp_path: Path) ->
     there.mkdir()
     (there / "metrics.jsonl").write_text('{"step": 1}\n')
     (there / "other").write_text("stays")
-    sender = RunRecords(store, 1, there)
+    sender = IslandRecords(store, 1, there)
     sender.send()
-    reader = RunRecords(store, 1, here)
+    reader = IslandRecords(store, 1, here)
     reader.fetch()
     assert [one.name for one in here.iterdir()] == ["metrics.jsonl"]
     (there / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
@@ -177,7 +177,7 @@ def test_records_come_back_and_those_of_an_earlier_run_do_not(tmp_path: Path) ->
     reader.fetch()
     assert (here / "metrics.jsonl").read_text().count("\n") == 2
     reader.forget()
-    fresh = RunRecords(store, 1, tmp_path / "fresh")
+    fresh = IslandRecords(store, 1, tmp_path / "fresh")
     fresh.fetch()
     assert not (tmp_path / "fresh").exists()
 

@@ -16,14 +16,14 @@ from modal_server import FakeModal, modal_server, use
 from composer_mesh.plugins.islands.jobs.command import executor_of
 from composer_mesh.plugins.islands.jobs.jobs import CONFIG, JobExecutor, JobOptions
 from composer_mesh.plugins.islands.jobs.modal_sandboxes import ModalSandboxes, resources_of
-from composer_mesh.plugins.islands.jobs.ports import Replica
+from composer_mesh.plugins.islands.jobs.ports import IslandReplica
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main
 from composer_mesh.services.launch.ports import LaunchFailed
 
 GPU, CPU = "H100:2", "cpu=2,memory=4096"
 SECRETS = {"KEY_OF_THE_STORE": "a-secret-of-the-tests"}
-Run = Callable[..., tuple[JobExecutor, list[Replica]]]
+Run = Callable[..., tuple[JobExecutor, list[IslandReplica]]]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def islands(client: Any, tmp_path: Path) -> Run:
 
     def make(
         script: str, hardware: str = CPU, resume: bool = False, **changes: Any
-    ) -> tuple[JobExecutor, list[Replica]]:
+    ) -> tuple[JobExecutor, list[IslandReplica]]:
         options = JobOptions("registry.example/mesh:1", hardware, tuple(SECRETS), **changes)
         jobs = ModalSandboxes("dev", client)
         return job_islands(jobs, tmp_path, options, SECRETS, script, resume)

@@ -7,7 +7,7 @@ import pytest
 from composer_mesh.plugins.islands.rounds.rounds import (
     Contribution,
     Manifest,
-    Refused,
+    RefusedContribution,
     RoundRules,
     Unanswered,
 )
@@ -57,7 +57,7 @@ def test_a_manifest_is_restored_from_its_table() -> None:
     one = Manifest(
         4,
         (Contribution(2, 2), Contribution(3, 0)),
-        (Refused(Contribution(3, 1), "is gone"),),
+        (RefusedContribution(Contribution(3, 1), "is gone"),),
         0,
         "d",
     )
@@ -75,7 +75,9 @@ def test_an_island_hears_what_became_of_its_contributions() -> None:
     unanswered = Unanswered(2, max_staleness=1)
     for base in (3, 5, 7, 9):
         unanswered.sent(base)
-    refused = Manifest(10, (), (Refused(Contribution(9, 2), "has a wrong checksum"),), 0, "")
+    refused = Manifest(
+        10, (), (RefusedContribution(Contribution(9, 2), "has a wrong checksum"),), 0, ""
+    )
 
     answers = unanswered.answered(
         [

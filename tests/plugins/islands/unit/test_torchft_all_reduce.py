@@ -16,7 +16,11 @@ from lighthouses import lighthouse_server
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock, RoundLost
 from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector, decode, encode
 from composer_mesh.plugins.islands.rounds.rounds import BadRank
-from composer_mesh.plugins.islands.rounds.torchft_all_reduce import Offer, Outcome, TorchftAllReduce
+from composer_mesh.plugins.islands.rounds.torchft_all_reduce import (
+    Offer,
+    RoundOutcome,
+    TorchftAllReduce,
+)
 from composer_mesh.plugins.islands.rounds.torchft_rules import LighthouseUnfit, OtherLayout
 
 SIZE = 1000
@@ -204,20 +208,20 @@ def test_an_island_that_comes_later_gets_the_common_state_and_contributes_nothin
             assert [one.islands for one in outcomes(islands, states)] == [(0, 1), (0, 1)]
 
 
-def one_round(one: TorchftAllReduce, state: State) -> Outcome:
+def one_round(one: TorchftAllReduce, state: State) -> RoundOutcome:
     """Take part in a round with an offer that starts from the state."""
     payload = encode(vector(one.rank), "none").payload
     return one.average(lambda _: Offer(payload, SIZE, state.digest))
 
 
-def until_both(one: TorchftAllReduce, state: State) -> Outcome:
+def until_both(one: TorchftAllReduce, state: State) -> RoundOutcome:
     """Take part in rounds up to the first one of both islands."""
     while (found := one_round(one, state)).present != (0, 1):
         pass
     return found
 
 
-def outcomes(islands: list[TorchftAllReduce], states: list[State]) -> list[Outcome]:
+def outcomes(islands: list[TorchftAllReduce], states: list[State]) -> list[RoundOutcome]:
     """Take part in one round with each island."""
     pairs = zip(islands, states, strict=True)
     return together(*(lambda one=one, state=state: one_round(one, state) for one, state in pairs))

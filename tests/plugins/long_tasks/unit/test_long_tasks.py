@@ -26,7 +26,7 @@ from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.loading import TaskMixture, make_task
 from composer_mesh.tasks.mistakes import off_by_one, stale_value, wrong_operation
-from composer_mesh.tasks.planned import Reference, Step
+from composer_mesh.tasks.planned import PlannedCall, ResultReference
 from composer_mesh.tasks.playing import SyncSession, demonstrate
 from composer_mesh.tasks.task import Task, TaskSettings
 
@@ -158,21 +158,23 @@ def test_a_config_makes_the_task_and_refuses_a_file(name: str, build_config: Any
 
 def test_a_chain_has_a_plan_in_which_each_call_uses_the_result_before() -> None:
     assert plan_of_chain(CHAIN) == [
-        Step("lookup", {"key": "lamp"}),
-        Step("calculator", {"op": "add", "a": Reference(0), "b": 7}),
-        Step("convert", {"value": Reference(1), "source": "yards", "target": "feet"}),
-        Step("lookup", {"key": "rope"}),
-        Step("calculator", {"op": "subtract", "a": Reference(2), "b": Reference(3)}),
+        PlannedCall("lookup", {"key": "lamp"}),
+        PlannedCall("calculator", {"op": "add", "a": ResultReference(0), "b": 7}),
+        PlannedCall("convert", {"value": ResultReference(1), "source": "yards", "target": "feet"}),
+        PlannedCall("lookup", {"key": "rope"}),
+        PlannedCall(
+            "calculator", {"op": "subtract", "a": ResultReference(2), "b": ResultReference(3)}
+        ),
     ]
 
 
 def test_a_request_has_a_plan_of_typed_calls() -> None:
     assert plan_of_request(REQUEST) == [
-        Step("switch", {"device": "fan", "on": True}),
-        Step("set_level", {"device": "fan", "level": 40}),
-        Step("read_level", {"device": "oven"}),
-        Step("set_level", {"device": "lamp", "level": Reference(2)}),
-        Step("set_mode", {"device": "oven", "mode": "eco"}),
+        PlannedCall("switch", {"device": "fan", "on": True}),
+        PlannedCall("set_level", {"device": "fan", "level": 40}),
+        PlannedCall("read_level", {"device": "oven"}),
+        PlannedCall("set_level", {"device": "lamp", "level": ResultReference(2)}),
+        PlannedCall("set_mode", {"device": "oven", "mode": "eco"}),
     ]
 
 
@@ -247,9 +249,9 @@ def test_typed_arguments_are_checked() -> None:
 # An agent that takes what was accepted for right.
 
 STEPS = [
-    Step("lookup", {"key": "lamp"}),
-    Step("calculator", {"op": "add", "a": Reference(0), "b": 7}),
-    Step("calculator", {"op": "subtract", "a": Reference(1), "b": 2}),
+    PlannedCall("lookup", {"key": "lamp"}),
+    PlannedCall("calculator", {"op": "add", "a": ResultReference(0), "b": 7}),
+    PlannedCall("calculator", {"op": "subtract", "a": ResultReference(1), "b": 2}),
 ]
 
 

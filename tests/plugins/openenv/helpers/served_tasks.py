@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.openenv.server.command import ServeOptions, WorkerStart
-from composer_mesh.plugins.openenv.server.late_rewards import LateRewards
+from composer_mesh.plugins.openenv.server.late_rewards import RewardFile
 from composer_mesh.plugins.openenv.server.mcp import Forwarding, McpSessions
 from composer_mesh.plugins.openenv.server.session import SessionCounts, SessionPool
 from composer_mesh.rollouts.tasks import Episode
@@ -115,10 +115,10 @@ def pool_of(
 
 def served(folder: Path, pool: SessionPool) -> Any:
     """What the routes answer from."""
-    from composer_mesh.plugins.openenv.server.app import Served
+    from composer_mesh.plugins.openenv.server.app import ServedEnvironments
 
-    rewards = LateRewards(folder / "rewards.sqlite")
-    return Served(pool, McpSessions(pool, 0), rewards, Forwarding(folder, 1, 0))
+    rewards = RewardFile(folder / "rewards.sqlite")
+    return ServedEnvironments(pool, McpSessions(pool, 0), rewards, Forwarding(folder, 1, 0))
 
 
 def worker_start(folder: Path, config: Config, number: int = 0, **options: Any) -> WorkerStart:

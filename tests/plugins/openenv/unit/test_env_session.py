@@ -10,7 +10,7 @@ from served_tasks import SECRET, SYSTEM, Count, Counting, call, pool_of
 
 from composer_mesh.plugins.openenv.client.wire import ErrorCode, ObservationData, StateData
 from composer_mesh.plugins.openenv.server.session import EnvSession
-from composer_mesh.plugins.openenv.server.validation import Refused
+from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.task_loop import TaskRunner
 
@@ -45,7 +45,7 @@ async def test_a_client_that_knows_tools_alone_can_answer() -> None:
     assert session.tools[-1]["name"] == "answer"
     await session.reset({"seed": 1})
     for wrong in ({}, {"text": 3}, {"text": "a", "more": 1}):
-        with pytest.raises(Refused, match="one text"):
+        with pytest.raises(SessionRequestRefused, match="one text"):
             await session.step(call("answer", **wrong))
     last = await session.step(call("answer", text="done"))
     assert (last["reward"], last["done"]) == (0.0, True)
@@ -65,7 +65,7 @@ async def test_a_step_after_the_end_is_refused_and_a_reset_begins_anew() -> None
     await session.reset({"seed": 1})
     await session.step({"message": "done"})
     for action in ({"message": "again"}, call("add", by=1), {"type": "finish"}):
-        with pytest.raises(Refused, match="has ended") as refused:
+        with pytest.raises(SessionRequestRefused, match="has ended") as refused:
             await session.step(action)
         assert refused.value.code is ErrorCode.VALIDATION_ERROR
     await session.reset({"seed": 1})
@@ -109,18 +109,18 @@ async def test_a_state_is_what_the_agent_had_read_when_it_acted_at_that_turn() -
     assert [one["role"] for one in second["messages"]] == ["system", "user", "assistant", "tool"]
     assert second["turn"] == 1
     assert StateData.model_validate(session.state()).step_count == 2
-    with pytest.raises(Refused, match="turn 2"):
+    with pytest.raises(SessionRequestRefused, match="turn 2"):
         session.state(2)
 
 
 async def test_a_fault_of_the_task_is_never_a_reward_and_ends_the_episode_alone() -> None:
     session = session_of()
     await session.reset({"seed": 1})
-    with pytest.raises(Refused, match="KeyError") as refused:
+    with pytest.raises(SessionRequestRefused, match="KeyError") as refused:
         await session.step(call("fail"))
     assert refused.value.code is ErrorCode.EXECUTION_ERROR
     for action in (call("add", by=1), {"type": "finish"}):
-        with pytest.raises(Refused, match="has failed: reset") as refused:
+        with pytest.raises(SessionRequestRefused, match="has failed: reset") as refused:
             await session.step(action)
         assert refused.value.code is ErrorCode.EXECUTION_ERROR
     await session.reset({"seed": 1})
@@ -132,7 +132,7 @@ async def test_the_log_keeps_an_id_of_a_client_on_one_line(
 ) -> None:
     session = session_of()
     await session.reset({"seed": 1, "episode_id": "mine\nERROR forged"})
-    with pytest.raises(Refused):
+    with pytest.raises(SessionRequestRefused):
         await session.step(call("fail"))
     (told,) = [record.getMessage() for record in caplog.records if "episode" in record.getMessage()]
     assert "'mine\\nERROR forged'" in told
@@ -154,7 +154,7 @@ async def test_neither_a_row_nor_its_answer_nor_the_text_of_a_fault_is_told() ->
     said = [await session.reset({"seed": 1}), await session.step(call("add", by=-1))]
     said += [session.state(), session.state(1), await session.step({"message": "done"})]
     await session.reset({"seed": 1})
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SessionRequestRefused) as refused:
         await session.step(call("fail"))
     said += [refused.value.data]
     assert SECRET not in json.dumps(said)
@@ -170,7 +170,7 @@ async def test_neither_a_row_nor_its_answer_nor_the_text_of_a_fault_is_told() ->
 async def test_what_is_no_action_is_refused_and_no_turn(action: dict[str, object]) -> None:
     session = session_of()
     await session.reset({"seed": 1})
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SessionRequestRefused) as refused:
         await session.step(action)
     assert refused.value.code is ErrorCode.VALIDATION_ERROR
     assert session.state()["step_count"] == 0

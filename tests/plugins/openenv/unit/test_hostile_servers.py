@@ -25,7 +25,7 @@ from composer_mesh.plugins.openenv.client.errors import (
 )
 from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.tasks.calls import Calls
+from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.running import RunningEpisode
 
 SHORT = {"step_s": 1.0, "reset_s": 1.0}
@@ -211,7 +211,7 @@ STATES = {
 
 async def played(task: OpenEnvTask, action: str = FINISH) -> float:
     """Play an episode of one action as an environment actor does; return its reward."""
-    running = RunningEpisode(task, task.episode("train", 0), Calls(limit_s=CALL_S))
+    running = RunningEpisode(task, task.episode("train", 0), TaskCalls(limit_s=CALL_S))
     try:
         await running.begin()
         await running.step(action)
@@ -270,7 +270,7 @@ async def test_a_second_answer_to_an_earlier_step_never_becomes_a_reward():
 
     with OpenEnvServer(hooks={"step": step}) as server:
         task = await asyncio.to_thread(made, server)
-        running = RunningEpisode(task, task.episode("train", 0), Calls(limit_s=CALL_S))
+        running = RunningEpisode(task, task.episode("train", 0), TaskCalls(limit_s=CALL_S))
         await running.begin()
         await running.step(call_text("add", {"number": 1}))
         with pytest.raises(ProtocolViolation, match=r"two answers|was not asked for"):
@@ -283,7 +283,7 @@ async def test_a_second_answer_to_an_earlier_step_never_becomes_a_reward():
 async def test_a_lost_connection_is_never_made_again_within_an_episode():
     with OpenEnvServer(hooks={"step": hook(closes)}) as server:
         task = await asyncio.to_thread(made, server)
-        running = RunningEpisode(task, task.episode("train", 0), Calls(limit_s=CALL_S))
+        running = RunningEpisode(task, task.episode("train", 0), TaskCalls(limit_s=CALL_S))
         await running.begin()
         opened = server.opened
         for _ in range(3):
@@ -449,7 +449,7 @@ async def test_an_episode_that_a_server_does_not_finish_as_it_said_has_no_reward
 
     with OpenEnvServer(hooks={"reset": reset, "step": step}) as server:
         task = await asyncio.to_thread(made, server)
-        running = RunningEpisode(task, task.episode("train", 0), Calls(limit_s=CALL_S))
+        running = RunningEpisode(task, task.episode("train", 0), TaskCalls(limit_s=CALL_S))
         await running.begin()
         with pytest.raises((ServerFailure, EnvironmentRaised), match=said):
             await running.outcome()

@@ -16,7 +16,7 @@ from wsproto.handshake import H11Handshake
 
 from composer_mesh.mesh.json_server import ByteBudget
 from composer_mesh.plugins.openenv.server.app import make_app
-from composer_mesh.services.web.connections import Limits
+from composer_mesh.services.web.connections import ServerLimits
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 from composer_mesh.services.web.open_sockets import TRY_AGAIN_LATER, OpenSocket
 
@@ -36,7 +36,7 @@ def test_an_open_session_holds_no_parser_of_its_handshake_and_answers_on(
 
 async def test_a_session_that_ends_frees_its_connection(tmp_path: Path) -> None:
     app = make_app(served(tmp_path, pool_of(tmp_path)))
-    config = http_config(app, 0, Limits(most=8), ByteBudget(2**20, 2**20), ws=OpenSocket)
+    config = http_config(app, 0, ServerLimits(most=8), ByteBudget(2**20, 2**20), ws=OpenSocket)
     with listening_socket("127.0.0.1", 0) as listener:
         async with listening(config, listener) as port:
             for _ in range(4 * 8):
@@ -50,7 +50,7 @@ async def test_messages_of_all_sessions_have_a_bound_of_bytes_and_leave_nothing_
 ) -> None:
     budget = ByteBudget(of_one=1000, of_all=1000)
     app = make_app(served(tmp_path, pool_of(tmp_path)))
-    config = http_config(app, 0, Limits(), budget, ws=OpenSocket)
+    config = http_config(app, 0, ServerLimits(), budget, ws=OpenSocket)
     with listening_socket("127.0.0.1", 0) as listener:
         async with listening(config, listener) as port:
             url = f"ws://127.0.0.1:{port}/ws"

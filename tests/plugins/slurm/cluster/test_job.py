@@ -19,7 +19,7 @@ from composer_mesh.configs.load import read_table, resolve_config
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.plugins.slurm.launcher import SlurmLauncher
-from composer_mesh.plugins.slurm.script import Places
+from composer_mesh.plugins.slurm.script import JobFiles
 from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.workers import config_file, write_files
 
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def log(self) -> str:
-        log = Places(self.run).log
+        log = JobFiles(self.run).log
         return log.read_text() if log.exists() else ""
 
     @property
@@ -113,7 +113,7 @@ def test_a_job_runs_its_controller_and_one_named_worker_on_each_node(submit: Sub
     assert lines[-1] == f"job {job.handle.job} has ended: COMPLETED"
     found = {record["name"]: record["node"] for record in job.records()}
     assert found == {"gpu-0": "node-a", "gpu-1": "node-b"}
-    logs = {file.name for file in Places(job.run).folder.glob("*.log")}
+    logs = {file.name for file in JobFiles(job.run).folder.glob("*.log")}
     own = f"slurm-{job.handle.job}.log"
     assert logs == {"controller.log", "worker-gpu-0.log", "worker-gpu-1.log", own}
 

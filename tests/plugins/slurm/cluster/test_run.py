@@ -19,7 +19,7 @@ from live_run import SHORT, LiveRun, composer_mesh, wait_until
 from composer_mesh.configs.load import read_table
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.plugins.slurm.launcher import SlurmLauncher
-from composer_mesh.plugins.slurm.script import Places
+from composer_mesh.plugins.slurm.script import JobFiles
 from composer_mesh.services.launch.handle import read_handle
 from composer_mesh.services.launch.ports import Handle
 
@@ -42,7 +42,7 @@ class JobRun(LiveRun):
 
     @property
     def log(self) -> str:
-        log = Places(self.root).log
+        log = JobFiles(self.root).log
         return log.read_text() if log.exists() else ""
 
     def until_step(self, count: int) -> None:

@@ -12,7 +12,7 @@ from fake_slurm import DEADLINE_S, FakeMesh, FakeSlurm
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.plugins.slurm.launcher import SlurmLauncher
-from composer_mesh.plugins.slurm.script import Places
+from composer_mesh.plugins.slurm.script import JobFiles
 from composer_mesh.services.launch.ports import Handle, Order
 from composer_mesh.services.launch.workers import write_files
 
@@ -35,7 +35,7 @@ class Job:
     """The files of a job, and its script when it runs."""
 
     def __init__(
-        self, places: Places, slurm: FakeSlurm, mesh: FakeMesh, reach: tuple[str, ...]
+        self, places: JobFiles, slurm: FakeSlurm, mesh: FakeMesh, reach: tuple[str, ...]
     ) -> None:
         self.places, self.slurm, self.mesh, self.reach = places, slurm, mesh, reach
 
@@ -70,7 +70,7 @@ def job(
         write_files(SlurmLauncher().plan(order))
         setup = config.cluster.slurm.setup
         handle = Handle("slurm", run, "17", order.python, tmp_path, setup=setup)
-        return Job(Places(run), slurm, mesh, SlurmLauncher().reach(handle))
+        return Job(JobFiles(run), slurm, mesh, SlurmLauncher().reach(handle))
 
     return written
 

@@ -10,7 +10,7 @@ from fake_slurm import FakeSlurm
 from slurm_orders import Build, build
 
 from composer_mesh.plugins.slurm.launcher import ENDED, RUNNING, WAITING, SlurmLauncher
-from composer_mesh.plugins.slurm.script import Places
+from composer_mesh.plugins.slurm.script import JobFiles
 from composer_mesh.services.launch.ports import Handle, LaunchFailed
 from composer_mesh.services.launch.workers import write_files
 
@@ -72,7 +72,7 @@ def test_the_id_of_a_job_is_found_in_what_sbatch_prints(
     plan = launcher.plan(order)
     write_files(plan)
     handle = launcher.submit(order, plan)
-    places = Places(order.output)
+    places = JobFiles(order.output)
     assert (handle.kind, handle.job, handle.log) == ("slurm", "17", places.log)
     assert places.job.read_text() == "17\n"
     assert slurm.calls() == [f"sbatch --parsable {places.script}"]
@@ -104,7 +104,7 @@ def test_without_slurm_the_error_says_where_to_launch(
 def test_a_new_launch_forgets_the_end_of_the_one_before(
     build: Build, handle: Handle, launcher: SlurmLauncher
 ) -> None:
-    places = Places(handle.run)
+    places = JobFiles(handle.run)
     for left in (places.stopping, places.queued_at, places.log):
         left.write_text("before\n")
     order = build()
@@ -185,7 +185,7 @@ def test_following_tells_what_a_job_waits_for_then_its_lines_then_its_end(
     handle: Handle, slurm: FakeSlurm, launcher: SlurmLauncher, clock: Clock
 ) -> None:
     def writes(text: str, state: str) -> None:
-        Places(handle.run).log.write_text(text)
+        JobFiles(handle.run).log.write_text(text)
         slurm.answers("squeue", f"{state}|None\n")
 
     slurm.answers("squeue", "PENDING|Priority\n")
@@ -219,7 +219,7 @@ def test_following_goes_on_with_the_job_that_took_over(
     handle: Handle, slurm: FakeSlurm, launcher: SlurmLauncher, clock: Clock
 ) -> None:
     def taken_over() -> None:
-        Places(handle.run).job.write_text("18\n")
+        JobFiles(handle.run).job.write_text("18\n")
         slurm.answers("squeue", "COMPLETED|None\n")
 
     slurm.answers("squeue", "RUNNING|None\n")
@@ -234,7 +234,7 @@ def test_a_stop_asks_the_script_first_and_is_remembered(
 ) -> None:
     clock.events[2] = lambda: slurm.answers("squeue", "COMPLETED|None\n")
     launcher.stop(handle, grace_s=60)
-    assert Places(handle.run).stopping.exists()
+    assert JobFiles(handle.run).stopping.exists()
     assert slurm.calls("scancel") == ["scancel --batch --signal=TERM 17"]
 
 

@@ -19,10 +19,10 @@ from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import (
     CHANGES,
+    BatchShape,
     ModelSpec,
     ScoreRequest,
     Scores,
-    Shape,
     TrainCall,
     TrainResult,
 )
@@ -34,7 +34,7 @@ from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
 from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
 from composer_mesh.plugins.tinker.server.rest_routes import Archives
 from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
-from composer_mesh.plugins.tinker.server.server import Served
+from composer_mesh.plugins.tinker.server.server import ServedModel
 from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 from composer_mesh.rollouts.captured_episode import CaptureFormat
@@ -91,7 +91,7 @@ class BookkeepingTrainer:
             np.zeros(one.inputs["target_tokens"].shape, np.float32) for one in call.data
         )
         metrics = {"loss:sum": float(len(changes))} if call.data else {"steps": float(len(changes))}
-        return TrainResult(logprobs, metrics, Shape(1, 0, 1, 8) if call.data else None)
+        return TrainResult(logprobs, metrics, BatchShape(1, 0, 1, 8) if call.data else None)
 
     async def save(self, model: str, path: Path) -> int:
         self._write(path, self.models[model])
@@ -211,7 +211,7 @@ async def served(
     data = DataLimits(VOCABULARY, CONTEXT, 8, 5)
     if format is not None:
         data = DataLimits(format.vocabulary, 20 * CONTEXT, 8, 5)
-    base = Served("base", "", data, limits or ServeConfig(), adapts_head)
+    base = ServedModel("base", "", data, limits or ServeConfig(), adapts_head)
     facts = SamplingFacts(
         data.context, (1,), lambda ids: "".join(chr(97 + one % 26) for one in ids)
     )

@@ -17,7 +17,7 @@ from served_process import ROOT, Sdk, Server, run_script
 from step_batches import batch_of
 from three_channel_steps import ON, TopKTeacher, client_step
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models import policy
 from composer_mesh.configs.load import load_config
 from composer_mesh.plugins.tinker.models.model_state import read_state
@@ -66,7 +66,7 @@ def test_five_steps_through_the_sdk_are_those_of_the_trainer(
         "sdpo": config.sdpo.model_copy(update=ON["sdpo"]),
         "replay": config.replay.model_copy(update={"beta": 0.3}),
     }
-    own = ThreeChannelStep(model, None, config.model_copy(update=sections))
+    own = OptimizerStep(model, None, config.model_copy(update=sections))
     rng, lines, expected = random.Random(3), [], []
     for number in range(5):
         batch = replace(batch_of(reference, rng, samples=6, pairs=4), step=number)

@@ -14,14 +14,14 @@ from composer_mesh.plugins.tinker.models.batches import (
     TokenLimit,
     microbatches,
 )
-from composer_mesh.plugins.tinker.models.messages import Datum, Shape, TrainCall
+from composer_mesh.plugins.tinker.models.messages import BatchShape, Datum, TrainCall
 
 SIZES = st.integers(1, 7)
 
 
 @given(SIZES, SIZES, st.integers(1, 5))
 def test_the_shares_of_all_ranks_are_the_batch(models: int, rows: int, ranks: int) -> None:
-    shape = Shape(models, 0, rows, 3)
+    shape = BatchShape(models, 0, rows, 3)
     shares = Shares.of(shape, ranks)
     batch = torch.arange(1, models * rows * 3 + 1).view(models * rows, 3)
     parts = [shares.cut(batch, rank) for rank in range(ranks)]
@@ -34,7 +34,7 @@ def test_the_shares_of_all_ranks_are_the_batch(models: int, rows: int, ranks: in
 
 @given(SIZES, SIZES, st.integers(1, 5))
 def test_a_model_is_where_its_rows_are(models: int, rows: int, ranks: int) -> None:
-    shape = Shape(models, 0, rows, 1)
+    shape = BatchShape(models, 0, rows, 1)
     shares = Shares.of(shape, ranks)
     batch = torch.arange(models).repeat_interleave(rows)[:, None] + 1
     for rank in range(ranks):
@@ -50,7 +50,7 @@ def test_a_model_is_where_its_rows_are(models: int, rows: int, ranks: int) -> No
 def test_the_axis_with_the_least_padding_is_divided(
     models: int, rows: int, axis: int, tokens: int
 ) -> None:
-    shares = Shares.of(Shape(models, 0, rows, 8), 2)
+    shares = Shares.of(BatchShape(models, 0, rows, 8), 2)
     assert (shares.axis, shares.tokens) == (axis, tokens)
 
 
@@ -59,5 +59,5 @@ def test_a_microbatch_is_as_large_as_each_rank_allows() -> None:
     data = tuple(Datum(ids, {"target_tokens": ids}) for _ in range(7))
     call = TrainCall("a", 0, "forward", data, "cross_entropy")
     for ranks, sizes in ((1, [2, 2, 2, 1]), (2, [4, 3]), (3, [6, 1])):
-        parts = microbatches(call, Shape(1, 0, 7, 8), TokenLimit(16, ranks))
+        parts = microbatches(call, BatchShape(1, 0, 7, 8), TokenLimit(16, ranks))
         assert [len(one) for one in parts] == sizes

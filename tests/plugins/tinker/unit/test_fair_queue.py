@@ -9,7 +9,7 @@ import pytest
 
 from composer_mesh.plugins.tinker.server.fair_queue import OpenCounts, SampleQueue, TrainingQueue
 from composer_mesh.plugins.tinker.server.records import Operation, OperationRequest
-from composer_mesh.services.web.errors import Refused
+from composer_mesh.services.web.errors import RequestRefused
 
 
 class Made:
@@ -94,7 +94,7 @@ def test_a_number_that_was_passed_is_refused() -> None:
     queue.begin("a", "one", 1)
     queue.put(make("one", "a", 1))
     queue.take(1, 1, 1)
-    with pytest.raises(Refused, match="up to 1 of this model were executed"):
+    with pytest.raises(RequestRefused, match="up to 1 of this model were executed"):
         queue.check_seq("a", 1)
     queue.check_seq("a", 2)
 
@@ -103,21 +103,27 @@ def test_open_operations_and_their_bytes_are_counted_for_each_client_and_for_all
     counts = OpenCounts(3, 2, 1e-4, 6e-5)
     counts.add("a", 10)
     counts.add("a", 50)
-    with pytest.raises(Refused, match="2 operations of yours are open, of at most 2") as refused:
+    with pytest.raises(
+        RequestRefused, match="2 operations of yours are open, of at most 2"
+    ) as refused:
         counts.add("a", 0)
     assert refused.value.status == 429
     counts.remove("a", 10)
-    with pytest.raises(Refused, match="have 50 bytes and this one 11, of at most 60") as refused:
+    with pytest.raises(
+        RequestRefused, match="have 50 bytes and this one 11, of at most 60"
+    ) as refused:
         counts.add("a", 11)
     assert refused.value.status == 429
-    with pytest.raises(Refused, match="all open operations have 50 bytes and this one 51"):
+    with pytest.raises(RequestRefused, match="all open operations have 50 bytes and this one 51"):
         counts.add("b", 51)
-    with pytest.raises(Refused, match="has 61 bytes, and those that wait at most 60") as refused:
+    with pytest.raises(
+        RequestRefused, match="has 61 bytes, and those that wait at most 60"
+    ) as refused:
         counts.add("b", 61)
     assert refused.value.status == 413
     counts.add("b", 50)
     counts.add("b", 0)
-    with pytest.raises(Refused, match="3 operations are open, of at most 3"):
+    with pytest.raises(RequestRefused, match="3 operations are open, of at most 3"):
         counts.add("c", 0)
     counts.add("c", 70, checked=False)
     for client, size in (("a", 50), ("b", 50), ("b", 0), ("c", 70)):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.records import Operation, OperationRequest, Sampler
+from composer_mesh.plugins.tinker.server.records import Operation, OperationRequest, SamplerSource
 from composer_mesh.plugins.tinker.server.results import Result
 
 MODEL, MIB, COUNT = "a:train:1", 2**20, 12
@@ -67,7 +67,7 @@ def test_operations_that_fail_together_are_divided_by_the_bytes_of_their_bodies(
 
 def test_a_model_s_records_are_deleted_with_the_last_of_its_operations() -> None:
     rows = _filled()
-    log.put(rows, Sampler("a", "a", "tml-a", "", "", ""))
+    log.put(rows, SamplerSource("a", "a", "tml-a", "", "", ""))
     jobs = 1
     while log.delete_samplers(rows, ["a"]):
         jobs += 1

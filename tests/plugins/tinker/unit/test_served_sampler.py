@@ -17,7 +17,7 @@ from engine_requests import ask
 from in_process_host import InProcessActor
 
 from composer_mesh.actors.engines.port import LogitsNotFinite
-from composer_mesh.mesh.progress import PROGRESS, Report
+from composer_mesh.mesh.progress import PROGRESS, ProgressReport
 from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer
 from composer_mesh.plugins.tinker.models.messages import Datum, ModelSpec, ScoreRequest, TrainCall
 from composer_mesh.plugins.tinker.models.model_state import StoredState, write_state
@@ -93,7 +93,7 @@ def test_a_served_trainer_reports_each_batch_of_its_clients(build_model: Any) ->
     before = PROGRESS.count
     trainer.execute([TrainCall("a", 0, "forward_backward", data, "cross_entropy")])
     assert PROGRESS.count > before
-    assert Report(**PROGRESS.report()).last == "a batch of 1 clients' rows"
+    assert ProgressReport(**PROGRESS.report()).last == "a batch of 1 clients' rows"
 
 
 def decode(ids: list[int]) -> str:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_mesh.actors.checkpoints.folder import (
     Checkpoint,
+    CheckpointDraft,
     CheckpointFailed,
-    Draft,
     UnreadableCheckpoint,
     checkpoints_of,
     folder_of,
@@ -72,7 +72,7 @@ def trained(learner: Learner, batch: StepBatch) -> dict[str, Any]:
 
 def saved(learner: Learner, root: Path, export: bool = True) -> Path:
     """A checkpoint of one rank; returns its folder."""
-    draft = Draft(root, learner.version)
+    draft = CheckpointDraft(root, learner.version)
     learner.copy(export)
     return draft.commit(learner.write(draft.folder, export)).folder
 
@@ -87,7 +87,7 @@ def kept(learner: Learner) -> dict[str, Tensor]:
 
 
 def put(root: Path, step: int, content: str = "all") -> Path:
-    draft = Draft(root, step)
+    draft = CheckpointDraft(root, step)
     (draft.folder / "weights").write_text(content)
     return draft.commit(written(draft.folder, [draft.folder / "weights"])).folder
 
@@ -116,7 +116,7 @@ def test_what_is_trained_after_the_copy_is_not_in_the_checkpoint(
     config, steps = build_config(**EMA), batches(folder, 4)
     one = Learner(config, folder, Ranks())
     trained(one, steps[0])
-    draft = Draft(tmp_path, 1)
+    draft = CheckpointDraft(tmp_path, 1)
     one.copy()
     for batch in steps[1:]:
         trained(one, batch)
@@ -272,7 +272,7 @@ def test_what_a_teacher_is_writing_is_no_file_of_the_trainer(
 ) -> None:
     """It may be gone at any moment: safetensors renames what it has written."""
     learner = Learner(build_config(), folder, Ranks())
-    draft = Draft(tmp_path, 0)
+    draft = CheckpointDraft(tmp_path, 0)
     learner.copy()
     writing = (draft.folder / AVERAGE_FILE).with_name(".tmpabc")
     writing.parent.mkdir()
@@ -292,7 +292,7 @@ def test_an_average_takes_a_version_in_once_however_often_it_is_pulled(build_mod
 
 
 def test_a_draft_is_no_checkpoint_before_all_of_it_is_written(tmp_path: Path) -> None:
-    draft = Draft(tmp_path, 3)
+    draft = CheckpointDraft(tmp_path, 3)
     (draft.folder / "weights").write_text("all")
     assert newest(tmp_path) is None
     draft.commit(written(draft.folder, [draft.folder / "weights"]))
@@ -301,7 +301,7 @@ def test_a_draft_is_no_checkpoint_before_all_of_it_is_written(tmp_path: Path) ->
 
 def test_a_discarded_draft_leaves_what_was_there_before(tmp_path: Path) -> None:
     put(tmp_path, 2)
-    draft = Draft(tmp_path, 2)
+    draft = CheckpointDraft(tmp_path, 2)
     (draft.folder / "weights").write_text("half")
     draft.discard()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
@@ -309,7 +309,7 @@ def test_a_discarded_draft_leaves_what_was_there_before(tmp_path: Path) -> None:
 
 
 def test_the_next_writer_removes_the_draft_of_a_killed_one(tmp_path: Path) -> None:
-    left = Draft(tmp_path, 7).folder
+    left = CheckpointDraft(tmp_path, 7).folder
     (left / MANIFEST_FILE).write_text("{}")  # killed right before the rename
     assert newest(tmp_path) is None
     put(tmp_path, 8)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from composer_mesh.actors.checkpoints.folder import (
     Checkpoint,
-    Draft,
+    CheckpointDraft,
     UnreadableCheckpoint,
     newest_whole,
 )
@@ -98,7 +98,7 @@ def learner(build_config: Any, build_model: Any, tokenizer: Any, tmp_path: Path)
 
 @pytest.fixture
 def checkpoint(learner: Learner, tmp_path: Path) -> Path:
-    draft = Draft(tmp_path, 0)
+    draft = CheckpointDraft(tmp_path, 0)
     learner.copy(export=False)
     return draft.commit(learner.write(draft.folder, export=False)).folder
 
@@ -128,7 +128,7 @@ def test_neither_writing_nor_reading_a_checkpoint_unpickles_anything(
     learner: Learner, tmp_path: Path
 ) -> None:
     with watched() as names:
-        draft = Draft(tmp_path, 0)
+        draft = CheckpointDraft(tmp_path, 0)
         learner.copy()
         checkpoint = draft.commit(learner.write(draft.folder)).folder
         learner.restore(checkpoint)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_requests import CLOSE, Plain, Results, put, serve
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.port import RequestTooLong
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.rollouts.generation import GenerationRequest
@@ -49,7 +49,7 @@ def mixed(rng: random.Random, count: int, temperature: float | None = None) -> l
     ]
 
 
-def drain(engine: Engine, results: Results) -> Results:
+def drain(engine: EmbeddedEngine, results: Results) -> Results:
     while engine.busy:
         engine.step()
     return results
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_decoding_each_request_alone_without_a_cache(
     model: Any, rng: random.Random
 ) -> None:
     requests = mixed(rng, 20, temperature=0.0)
-    results = serve(Engine(model, rows=7, length=64), requests)
+    results = serve(EmbeddedEngine(model, rows=7, length=64), requests)
     for asked in requests:
         ids = list(asked.prompt_ids)
         for _ in range(asked.max_new_tokens):
@@ -94,7 +94,7 @@ def test_log_probs_are_those_of_a_full_forward_for_many_requests_at_once(
     model: Any, rng: random.Random, rows: int
 ) -> None:
     requests = mixed(rng, 40)
-    results = serve(Engine(model, rows, length=64), requests)
+    results = serve(EmbeddedEngine(model, rows, length=64), requests)
     assert_faithful(model, requests, results)
     lengths = {len(result.token_ids) for result in results.values()}
     assert lengths == {one.max_new_tokens for one in requests}
@@ -104,7 +104,7 @@ def test_requests_that_join_while_others_run_are_served_the_same(
     model: Any, rng: random.Random
 ) -> None:
     requests, results = mixed(rng, 24), Results()
-    engine, waiting = Engine(model, rows=5, length=64), list(requests)
+    engine, waiting = EmbeddedEngine(model, rows=5, length=64), list(requests)
     while engine.busy or waiting:
         joining = [waiting.pop() for _ in range(min(len(waiting), rng.randrange(3)))]
         put(engine, joining, results)
@@ -114,7 +114,7 @@ def test_requests_that_join_while_others_run_are_served_the_same(
 
 def test_log_probs_are_those_of_the_trainers_padded_forward(model: Any, rng: random.Random) -> None:
     requests = mixed(rng, 12, temperature=0.7)
-    results = serve(Engine(model, rows=5, length=64), requests)
+    results = serve(EmbeddedEngine(model, rows=5, length=64), requests)
     rows = [
         torch.tensor(asked.prompt_ids + results[asked.request_id].token_ids) for asked in requests
     ]
@@ -133,15 +133,15 @@ def test_what_a_seed_samples_does_not_depend_on_what_is_batched_beside_it(
     model: Any, rng: random.Random
 ) -> None:
     requests = mixed(rng, 16, temperature=1.0)
-    together = serve(Engine(model, rows=16, length=64), requests)
+    together = serve(EmbeddedEngine(model, rows=16, length=64), requests)
     for asked in requests:
-        alone = serve(Engine(model, rows=1, length=64), [asked])[asked.request_id]
+        alone = serve(EmbeddedEngine(model, rows=1, length=64), [asked])[asked.request_id]
         assert alone.token_ids == together[asked.request_id].token_ids
 
 
 def test_different_seeds_sample_different_continuations(model: Any) -> None:
     requests = [request(f"r{seed}", [1, 2, 3], seed=seed) for seed in range(20)]
-    results = serve(Engine(model, rows=20, length=64), requests)
+    results = serve(EmbeddedEngine(model, rows=20, length=64), requests)
     assert len({tuple(result.token_ids) for result in results.values()}) > 15
 
 
@@ -152,7 +152,7 @@ def test_tokens_are_sampled_as_often_as_the_softmax_says(model: Any, temperature
         request(f"r{seed}", prompt, new=1, temperature=temperature, seed=seed)
         for seed in range(draws)
     ]
-    results = serve(Engine(model, rows=500, length=8), requests)
+    results = serve(EmbeddedEngine(model, rows=500, length=8), requests)
     counts = Counter(result.token_ids[0] for result in results.values())
     expected = draws * torch.softmax(forward(model, prompt)[-1].double() / temperature, -1)
     common = [token for token, times in enumerate(expected.tolist()) if times >= 5]
@@ -168,11 +168,13 @@ def test_tokens_are_sampled_as_often_as_the_softmax_says(model: Any, temperature
 
 
 def test_a_stop_token_is_the_last_id_and_ends_the_request(model: Any, rng: random.Random) -> None:
-    free = serve(Engine(model, rows=4, length=64), [request("free", [4, 2], new=20)])["free"]
+    free = serve(EmbeddedEngine(model, rows=4, length=64), [request("free", [4, 2], new=20)])[
+        "free"
+    ]
     stop = free.token_ids[7]
     first = free.token_ids.index(stop)
     asked = request("stopped", [4, 2], new=20, stop=[399, stop])
-    result = serve(Engine(model, rows=4, length=64), [*mixed(rng, 6), asked])["stopped"]
+    result = serve(EmbeddedEngine(model, rows=4, length=64), [*mixed(rng, 6), asked])["stopped"]
     assert result.token_ids == free.token_ids[: first + 1]
     assert result.stop_reason == "stop"
     assert len(result.logprobs) == len(result.versions) == first + 1
@@ -180,16 +182,16 @@ def test_a_stop_token_is_the_last_id_and_ends_the_request(model: Any, rng: rando
 
 def test_a_request_without_a_stop_ends_at_its_own_length(model: Any) -> None:
     requests = [request(f"r{new}", [1], new=new) for new in (1, 2, 9)]
-    for name, result in serve(Engine(model, rows=2, length=64), requests).items():
+    for name, result in serve(EmbeddedEngine(model, rows=2, length=64), requests).items():
         assert len(result.token_ids) == int(name[1:])
         assert result.stop_reason == "length"
 
 
 def test_a_stop_at_the_last_allowed_token_counts_as_a_stop(model: Any) -> None:
-    free = serve(Engine(model, rows=1, length=64), [request("r", [4, 2], new=3)])["r"]
+    free = serve(EmbeddedEngine(model, rows=1, length=64), [request("r", [4, 2], new=3)])["r"]
     assert free.token_ids[2] not in free.token_ids[:2]
     asked = request("r", [4, 2], new=3, stop=[free.token_ids[2]])
-    assert serve(Engine(model, rows=1, length=64), [asked])["r"].stop_reason == "stop"
+    assert serve(EmbeddedEngine(model, rows=1, length=64), [asked])["r"].stop_reason == "stop"
 
 
 def test_a_request_may_fill_its_row_to_the_last_token(model: Any, rng: random.Random) -> None:
@@ -197,7 +199,7 @@ def test_a_request_may_fill_its_row_to_the_last_token(model: Any, rng: random.Ra
         request(f"r{size}", [rng.randrange(300) for _ in range(size)], new=16 - size)
         for size in range(1, 16)
     ]
-    assert_faithful(model, requests, serve(Engine(model, rows=4, length=16), requests))
+    assert_faithful(model, requests, serve(EmbeddedEngine(model, rows=4, length=16), requests))
 
 
 def test_swapped_weights_label_and_explain_every_later_token(
@@ -206,7 +208,7 @@ def test_swapped_weights_label_and_explain_every_later_token(
     """Requests before, across and after two swaps, with rows that move in between."""
     versions = [build_model(seed) for seed in (1, 2, 3)]
     served, requests, results = build_model(1), mixed(rng, 30), Results()
-    engine, waiting = Engine(served, rows=6, length=64), list(requests)
+    engine, waiting = EmbeddedEngine(served, rows=6, length=64), list(requests)
     for version in range(3):
         if version:
             weights = versions[version].state_dict()
@@ -227,7 +229,7 @@ def test_swapped_weights_label_and_explain_every_later_token(
 
 
 def test_a_swap_drops_no_request_and_needs_none(build_model: Any) -> None:
-    engine, other = Engine(build_model(1), rows=2, length=64), build_model(2).state_dict()
+    engine, other = EmbeddedEngine(build_model(1), rows=2, length=64), build_model(2).state_dict()
     engine.swap(Plain(4, other))
     result = serve(engine, [request("r", [1, 2])])["r"]
     assert result.versions == [4] * 8
@@ -240,16 +242,16 @@ def test_a_swap_drops_no_request_and_needs_none(build_model: Any) -> None:
 
 def test_the_same_closed_batch_gives_the_same_bits(model: Any, rng: random.Random) -> None:
     requests = mixed(rng, 24)
-    first = serve(Engine(model, rows=9, length=64), requests)
-    used = Engine(model, rows=9, length=64)
+    first = serve(EmbeddedEngine(model, rows=9, length=64), requests)
+    used = EmbeddedEngine(model, rows=9, length=64)
     serve(used, mixed(rng, 11))
     used.drop_prefixes()
-    assert serve(Engine(model, rows=9, length=64), requests) == first
+    assert serve(EmbeddedEngine(model, rows=9, length=64), requests) == first
     assert serve(used, requests) == first
 
 
 def test_a_request_that_does_not_fit_is_refused_with_the_repair(model: Any) -> None:
-    engine = Engine(model, rows=1, length=16)
+    engine = EmbeddedEngine(model, rows=1, length=16)
     message = (
         "r needs 10 prompt and 7 new tokens but a row holds 16: raise policy.max_context or lower "
         "generator.max_new_tokens"
@@ -260,7 +262,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_repair(model: Any) -> N
 
 
 def test_outstanding_counts_what_waits_and_what_runs(model: Any) -> None:
-    engine = Engine(model, rows=2, length=64)
+    engine = EmbeddedEngine(model, rows=2, length=64)
     put(engine, [request(f"r{n}", [1, 2], new=2) for n in range(5)], {})
     counts = [engine.outstanding]
     while engine.busy:
@@ -281,4 +283,4 @@ def test_shared_keys_and_values_are_served_faithfully(
     config = build_config(policy={"kv_heads": kv_heads, "layers": 1, "hidden_size": 16})
     model = policy.build_model(config.policy, tokenizer, seed=kv_heads).eval()
     requests = mixed(rng, 10)
-    assert_faithful(model, requests, serve(Engine(model, rows=3, length=64), requests))
+    assert_faithful(model, requests, serve(EmbeddedEngine(model, rows=3, length=64), requests))

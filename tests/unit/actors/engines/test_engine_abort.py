@@ -21,14 +21,14 @@ from composer_mesh.actors.engines import embedded
 from composer_mesh.actors.engines.port import (
     DecodingDeadlineExceeded,
     DuplicateRequest,
-    Engine,
+    GenerationEngine,
     RequestAborted,
 )
-from composer_mesh.actors.engines.vllm_engine import Limits, VllmEngine
+from composer_mesh.actors.engines.vllm_engine import RequestLimits, VllmEngine
 from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
-Make = Callable[[int], Engine]
+Make = Callable[[int], GenerationEngine]
 
 
 def with_vllm(rows: int) -> VllmEngine:
@@ -36,7 +36,7 @@ def with_vllm(rows: int) -> VllmEngine:
         count = asked.max_new_tokens
         return completion([9] * count, [("0", 0, count)])
 
-    return VllmEngine(FakeLlm(), sampling, lambda _: None, Limits(64, 100, rows))
+    return VllmEngine(FakeLlm(), sampling, lambda _: None, RequestLimits(64, 100, rows))
 
 
 @pytest.fixture(params=["embedded", "vllm", "the fake of the tests"])
@@ -44,11 +44,11 @@ def make(request: Any, build_model: Any) -> Make:
     """Makes an engine for so many requests at once."""
     if request.param == "embedded":
         model = build_model(1)
-        return lambda rows: embedded.Engine(model, rows, 64)
+        return lambda rows: embedded.EmbeddedEngine(model, rows, 64)
     return with_vllm if request.param == "vllm" else lambda rows: SteppedEngine(rows=rows)
 
 
-def drain(engine: Engine) -> None:
+def drain(engine: GenerationEngine) -> None:
     while engine.busy:
         engine.step()
 
@@ -142,7 +142,7 @@ def test_requests_and_aborts_of_another_thread_are_each_heeded_once(make: Make) 
 
 def test_what_an_aborted_request_computed_is_reused(build_model: Any) -> None:
     model = build_model(1)
-    engine, answered = embedded.Engine(model, 1, 64), list[GenerationResult]()
+    engine, answered = embedded.EmbeddedEngine(model, 1, 64), list[GenerationResult]()
     prompt = list(range(30))
     engine.submit(ask("given up", prompt, new=20), answered.append)
     for _ in range(3):
@@ -164,7 +164,7 @@ def test_a_closed_batch_without_an_aborted_member_is_the_batch_that_never_had_it
     batch = [ask(f"r{n}", [n, *range(n + 9)], seed=n) for n in range(6)]
 
     def served(given_up: str) -> list[GenerationResult]:
-        engine, results = embedded.Engine(model, 3, 64), list[GenerationResult]()
+        engine, results = embedded.EmbeddedEngine(model, 3, 64), list[GenerationResult]()
         for asked in batch:
             if given_up or asked.request_id != "r2":
                 engine.submit(asked, results.append)

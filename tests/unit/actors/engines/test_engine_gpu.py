@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_requests import Plain, ask, replay_outcome, serve
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.rollouts.generation import GenerationRequest
 
 pytestmark = [
@@ -31,8 +31,8 @@ def requests_of(rng: random.Random, temperature: float) -> list[GenerationReques
 
 def test_greedy_tokens_are_those_of_the_cpu(build_model: Any, rng: random.Random) -> None:
     requests = requests_of(rng, temperature=0.0)
-    expected = serve(Engine(build_model(1), 7, 64), requests)
-    results = serve(Engine(build_model(1).cuda(), 7, 64), requests)
+    expected = serve(EmbeddedEngine(build_model(1), 7, 64), requests)
+    results = serve(EmbeddedEngine(build_model(1).cuda(), 7, 64), requests)
     for name, result in results.items():
         assert result.token_ids == expected[name].token_ids
         assert result.logprobs == pytest.approx(expected[name].logprobs, abs=1e-3)
@@ -43,7 +43,7 @@ def test_bfloat16_log_probs_are_those_of_a_full_forward(
 ) -> None:
     model = build_model(1).cuda().bfloat16()
     requests = requests_of(rng, temperature=1.0)
-    results = serve(Engine(model, 7, 64), requests)
+    results = serve(EmbeddedEngine(model, 7, 64), requests)
     for asked in requests:
         result = results[asked.request_id]
         expected = replay_outcome(model, asked.prompt_ids, result.token_ids)
@@ -52,7 +52,7 @@ def test_bfloat16_log_probs_are_those_of_a_full_forward(
 
 def test_new_weights_serve_the_tokens_that_follow(build_model: Any) -> None:
     served, newer = build_model(1).cuda(), build_model(2).cuda()
-    engine = Engine(served, 3, 64)
+    engine = EmbeddedEngine(served, 3, 64)
     done: list[Any] = []
     asked = ask("r", list(range(20)), new=12)
     engine.submit(asked, done.append)

@@ -20,7 +20,7 @@ from engine_requests import (
 )
 from repetition import crossed
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.embedded_requests import LongPrompt, PromptLimits
 
 LIMITS = PromptLimits(at_once=32, beside_decoding=8)
@@ -31,8 +31,8 @@ def model(build_model: Any) -> Any:
     return build_model(1)
 
 
-def engine_of(model: Any, rows: int = 4, prefix_tokens: int | None = None) -> Engine:
-    return Engine(model, rows, 256, prefix_tokens=prefix_tokens, prompt_limits=LIMITS)
+def engine_of(model: Any, rows: int = 4, prefix_tokens: int | None = None) -> EmbeddedEngine:
+    return EmbeddedEngine(model, rows, 256, prefix_tokens=prefix_tokens, prompt_limits=LIMITS)
 
 
 def ids(rng: random.Random, count: int) -> list[int]:
@@ -68,7 +68,7 @@ def test_steps_of_others_follow_a_piece_until_they_took_as_long() -> None:
 
 def test_steps_between_pieces_change_no_answer(model: Any, rng: random.Random) -> None:
     limits = PromptLimits(at_once=32, beside_decoding=8, step_tokens=2)
-    engine, results = Engine(model, 4, 256, prompt_limits=limits), Results()
+    engine, results = EmbeddedEngine(model, 4, 256, prompt_limits=limits), Results()
     others = [ask(str(number), ids(rng, 10), new=60) for number in range(2)]
     long = ask("long", ids(rng, 120), new=5)
     put(engine, others, results)

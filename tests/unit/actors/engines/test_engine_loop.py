@@ -15,7 +15,7 @@ import pytest
 from fake_host import turns
 from stepped import Plain, SteppedEngine, request
 
-from composer_mesh.actors.engines.loop import EngineLoop, EngineThread, Rounds
+from composer_mesh.actors.engines.loop import BatchRounds, EngineLoop, EngineThread
 from composer_mesh.actors.engines.port import DecodingDeadlineExceeded, RequestAborted
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.generation import GenerationRequest
@@ -268,7 +268,7 @@ async def test_shares_in_any_order_are_one_batch_and_each_gets_its_own(
     order: tuple[int, ...],
 ) -> None:
     engine = Engine()
-    rounds = Rounds(engine)
+    rounds = BatchRounds(engine)
     shares = [asyncio.ensure_future(rounds.share(0, 5, requests(*SHARES[n]), False)) for n in order]
     assert await asyncio.gather(*shares) == [SHARES[n] for n in order]
     assert engine.asked == ["a", "b", "c", "d", "e"]
@@ -276,7 +276,7 @@ async def test_shares_in_any_order_are_one_batch_and_each_gets_its_own(
 
 async def test_a_round_waits_for_its_last_share() -> None:
     engine = Engine()
-    rounds = Rounds(engine)
+    rounds = BatchRounds(engine)
     share = asyncio.ensure_future(rounds.share(0, 2, requests("a"), False))
     await turns()
     assert (share.done(), engine.asked) == (False, [])
@@ -286,7 +286,7 @@ async def test_a_round_waits_for_its_last_share() -> None:
 
 async def test_a_closed_round_asks_what_it_has_and_later_shares_wait_for_nobody() -> None:
     engine = Engine()
-    rounds = Rounds(engine)
+    rounds = BatchRounds(engine)
     early = [asyncio.ensure_future(rounds.share(n, 9, requests(f"{n}"), False)) for n in range(3)]
     await turns()
     rounds.close(1)
@@ -298,7 +298,7 @@ async def test_a_closed_round_asks_what_it_has_and_later_shares_wait_for_nobody(
 
 
 async def test_a_cancelled_share_holds_up_no_other() -> None:
-    rounds = Rounds(Engine())
+    rounds = BatchRounds(Engine())
     one = asyncio.ensure_future(rounds.share(0, 2, requests("a"), False))
     await turns()
     one.cancel()
@@ -306,7 +306,7 @@ async def test_a_cancelled_share_holds_up_no_other() -> None:
 
 
 async def test_an_error_of_the_engine_reaches_every_share() -> None:
-    rounds = Rounds(Engine(broken=True))
+    rounds = BatchRounds(Engine(broken=True))
     shares = [rounds.share(0, 2, requests(name), False) for name in "ab"]
     for found in await asyncio.gather(*shares, return_exceptions=True):
         assert isinstance(found, RuntimeError)

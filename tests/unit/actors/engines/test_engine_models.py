@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from step_batches import batch_of
 from torch import Tensor
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.embedded_forward import PackedForward
 from composer_mesh.actors.engines.embedded_requests import PromptLimits
 from composer_mesh.actors.engines.kv_cache import RowCache
@@ -102,7 +102,7 @@ def test_a_model_is_called_layer_by_layer_only_where_that_is_all_its_forward_doe
     forward = PackedForward(model, RowCache(2, 1, 16))
     assert forward.direct is direct
     requests = requests_of(rng)
-    results = serve(Engine(model, 3, 64), requests)
+    results = serve(EmbeddedEngine(model, 3, 64), requests)
     for asked in requests:
         assert_faithful(model, asked, results[asked.request_id])
 
@@ -113,7 +113,7 @@ def test_a_model_whose_attention_is_its_own_is_refused_with_the_repair(family: s
     with pytest.raises(
         ModelNotServed, match=f'{family}ForCausalLM.*set generator.engine to "vllm"'
     ):
-        Engine(build(family), 3, 64)
+        EmbeddedEngine(build(family), 3, 64)
 
 
 SOUND_PROBE = PackedForward._probe
@@ -135,27 +135,27 @@ def test_rounding_that_a_large_vocabulary_makes_far_is_served_and_a_wrong_positi
         return logits + 0.03 * logits.std() * torch.randn(logits.shape)
 
     monkeypatch.setattr(PackedForward, "_probe", rounded)
-    Engine(model, 3, 64)
+    EmbeddedEngine(model, 3, 64)
     monkeypatch.setattr(PackedForward, "_probe", wrong_at_the_end)
     with pytest.raises(ModelNotServed, match=r"a root mean square, and 0\.1 are allowed"):
-        Engine(model, 3, 64)
+        EmbeddedEngine(model, 3, 64)
 
 
 def test_rounding_of_many_layers_is_served_as_far_as_that_of_the_models_own_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("Llama", num_hidden_layers=40).bfloat16()
-    Engine(model, 3, 64)
+    EmbeddedEngine(model, 3, 64)
     monkeypatch.setattr(PackedForward, "_probe", wrong_at_the_end)
     with pytest.raises(ModelNotServed, match=r"a root mean square, and 0\.3 are allowed"):
-        Engine(model, 3, 64)
+        EmbeddedEngine(model, 3, 64)
 
 
 def test_a_model_that_looks_back_less_than_a_row_is_refused() -> None:
     model = build("Mistral", sliding_window=32)
-    Engine(model, 3, 32)
+    EmbeddedEngine(model, 3, 32)
     with pytest.raises(ModelNotServed, match="looks back 32 tokens but a row has 33"):
-        Engine(model, 3, 33)
+        EmbeddedEngine(model, 3, 33)
 
 
 def test_layers_of_different_shapes_are_refused() -> None:
@@ -172,14 +172,14 @@ def test_a_served_model_answers_others_as_before(rng: random.Random) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     with torch.inference_mode():
         before = model(input_ids=ids, attention_mask=mask).logits
-        serve(Engine(model, 3, 64), requests_of(rng))
+        serve(EmbeddedEngine(model, 3, 64), requests_of(rng))
         assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
 
 
 def test_bfloat16_weights_are_sampled_from_in_float32(rng: random.Random) -> None:
     model = build("Qwen2").to(torch.bfloat16)
     requests = requests_of(rng)
-    results = serve(Engine(model, 3, 64), requests)
+    results = serve(EmbeddedEngine(model, 3, 64), requests)
     for asked in requests:
         result = results[asked.request_id]
         away = torch.tensor(result.logprobs) - replay_outcome(
@@ -237,7 +237,7 @@ def test_an_engine_that_gets_adapters_alone_serves_the_trained_policy(
 ) -> None:
     config = build_config(trainer={"lora": LORA, "lr": 1e-2}, policy={"path": folder})
     learner, engine = Learner(config, folder, Ranks()), make_engine(config, folder)
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, EmbeddedEngine)
     learner.train(batch_of(load_model(folder), random.Random(0)), None)
     published = learner.published()
     assert all(".lora_" in name for name in published)
@@ -302,14 +302,14 @@ def assert_experts(plain: Any, prompt: list[int], result: GenerationResult, star
 def test_experts_of_all_computed_positions_are_those_of_a_plain_forward(
     model: Any, tokenizer: Any, prefix_tokens: int | None, limits: PromptLimits | None
 ) -> None:
-    engine = Engine(model, 4, 256, prefix_tokens=prefix_tokens, prompt_limits=limits)
+    engine = EmbeddedEngine(model, 4, 256, prefix_tokens=prefix_tokens, prompt_limits=limits)
     prompts = [*prompts_of(random.Random(0), 4), [7] * 90, [7] * 90]
     for prompt, result in zip(prompts, answers(engine, prompts), strict=True):
         assert_experts(mixture(tokenizer), prompt, result)
 
 
 def test_a_prompt_whose_keys_are_reused_has_their_experts(model: Any, tokenizer: Any) -> None:
-    engine, (prompt,) = Engine(model, 4, 512), prompts_of(random.Random(0), 1)
+    engine, (prompt,) = EmbeddedEngine(model, 4, 512), prompts_of(random.Random(0), 1)
     (first,) = answers(engine, [prompt])
     later = [*prompt, *first.token_ids, 9, 8, 7]
     (second,) = answers(engine, [later], start=len(prompt) + len(first.token_ids) - 1)
@@ -322,7 +322,7 @@ def test_a_prompt_whose_keys_are_reused_has_their_experts(model: Any, tokenizer:
 def test_after_new_weights_the_experts_are_those_of_the_recomputed_keys(
     model: Any, tokenizer: Any
 ) -> None:
-    engine, found = Engine(model, 4, 256), dict[str, GenerationResult]()
+    engine, found = EmbeddedEngine(model, 4, 256), dict[str, GenerationResult]()
     other = mixture(tokenizer)
     with torch.no_grad():
         for weights in other.parameters():
@@ -338,9 +338,9 @@ def test_after_new_weights_the_experts_are_those_of_the_recomputed_keys(
 
 
 def test_experts_are_told_only_where_they_are_asked_for(model: Any, build_model: Any) -> None:
-    (result,) = answers(Engine(model, 4, 256), [[5] * 20], start=None)
+    (result,) = answers(EmbeddedEngine(model, 4, 256), [[5] * 20], start=None)
     assert result.experts is None
-    dense = Engine(build_model(1), 4, 256)
+    dense = EmbeddedEngine(build_model(1), 4, 256)
     with pytest.raises(ExpertsUnknown, match="one asks for the experts of its tokens, which this"):
         dense.submit(GenerationRequest("one", [5], 3, 1.0, 0, [], experts_from=0), lambda _: None)
     put(dense, [ask("two", [5])], {})
@@ -352,8 +352,8 @@ def test_experts_from_a_position_that_the_prompt_has_not_are_refused(
 ) -> None:
     asked = GenerationRequest("one", [5] * 20, 3, 1.0, 0, [], experts_from=start)
     with pytest.raises(ValueError, match=f"experts from position {start} on, .* from 0 to 19"):
-        Engine(model, 2, 64).submit(asked, lambda _: None)
+        EmbeddedEngine(model, 2, 64).submit(asked, lambda _: None)
 
 
 def test_the_engine_calls_layers_itself_for_a_mixture_too(model: Any, tmp_path: Path) -> None:
-    assert Engine(model, 2, 64)._forward.direct
+    assert EmbeddedEngine(model, 2, 64)._forward.direct

@@ -14,7 +14,7 @@ import torch
 from engine_requests import Plain, ask, assert_faithful, serve
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.embedded_requests import sample, truncated
 from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, Truncation
@@ -44,7 +44,7 @@ def poisoned_token(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-def outcomes(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Any]:
+def outcomes(engine: EmbeddedEngine, requests: list[GenerationRequest]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in requests:
         engine.submit(one, lambda result, name=one.request_id: found.__setitem__(name, result))
@@ -73,9 +73,9 @@ def test_a_row_that_is_not_finite_is_marked_and_changes_no_other(
 
 def test_a_broken_row_of_a_batch_fails_by_name_and_the_others_get_their_tokens(model: Any) -> None:
     others = [ask(name, prompt, 6) for name, prompt in PROMPTS.items()]
-    alone = serve(Engine(model, 8, 64, 3), others)
+    alone = serve(EmbeddedEngine(model, 8, 64, 3), others)
     with poisoned_token(model):
-        engine = Engine(model, 8, 64, 3)
+        engine = EmbeddedEngine(model, 8, 64, 3)
         found = outcomes(engine, [others[0], ask("bad", [5, POISON, 6], 6), *others[1:]])
     failure = found.pop("bad")
     assert isinstance(failure, LogitsNotFinite)
@@ -90,7 +90,7 @@ def test_a_broken_row_of_a_batch_fails_by_name_and_the_others_get_their_tokens(m
 def test_a_broken_row_leaves_nothing_for_those_that_take_its_place(model: Any) -> None:
     """Rows of several lengths read masked positions, where NaN would pass through the mask."""
     with poisoned_token(model):
-        engine = Engine(model, 3, 64, prefix_tokens=0)
+        engine = EmbeddedEngine(model, 3, 64, prefix_tokens=0)
         long = [20 + n for n in range(30)]
         found = outcomes(engine, [ask(f"bad{n}", [*long, POISON], 4) for n in range(3)])
         assert all(isinstance(one, LogitsNotFinite) for one in found.values())
@@ -106,7 +106,7 @@ def test_broken_weights_fail_what_runs_with_their_version_and_the_next_ones_serv
     model = build_model(1)
     state = {name: one.clone() for name, one in model.state_dict().items()}
     broken = {name: torch.full_like(one, torch.nan) for name, one in state.items()}
-    engine = Engine(model, 4, 64)
+    engine = EmbeddedEngine(model, 4, 64)
     found: dict[str, Any] = {}
     for name, prompt in PROMPTS.items():
         engine.submit(ask(name, prompt, 8), lambda one, name=name: found.__setitem__(name, one))

@@ -19,7 +19,7 @@ from engine_requests import (
     serve,
 )
 
-from composer_mesh.actors.engines.embedded import Engine
+from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.port import PromptTokens
 from composer_mesh.rollouts.generation import GenerationRequest
 
@@ -33,15 +33,15 @@ def ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(300) for _ in range(count)]
 
 
-def busy_engine(model: Any, rng: random.Random, rows: int = 4, length: int = 128) -> Engine:
+def busy_engine(model: Any, rng: random.Random, rows: int = 4, length: int = 128) -> EmbeddedEngine:
     """An engine with one long request under way."""
-    engine = Engine(model, rows, length)
+    engine = EmbeddedEngine(model, rows, length)
     put(engine, [ask("long", ids(rng, 3), new=100)], {})
     engine.step()
     return engine
 
 
-def answered(engine: Engine, request: GenerationRequest) -> Any:
+def answered(engine: EmbeddedEngine, request: GenerationRequest) -> Any:
     """Serves a request beside what is under way."""
     results: Results = {}
     put(engine, [request], results)
@@ -54,7 +54,7 @@ def test_equal_prompts_are_computed_once(model: Any, rng: random.Random) -> None
     prompt = ids(rng, 30)
     requests = [ask(f"r{seed}", prompt, seed=seed) for seed in range(6)]
     other = ask("other", ids(rng, 20), seed=9)
-    engine = Engine(model, 8, 64)
+    engine = EmbeddedEngine(model, 8, 64)
     with computed(model) as counts:
         results = serve(engine, [*requests[:3], other, *requests[3:]])
     assert counts == [30 + 20, *[7] * 7]
@@ -66,7 +66,7 @@ def test_equal_prompts_are_computed_once(model: Any, rng: random.Random) -> None
 def test_a_prompt_that_begins_like_a_running_one_is_computed_from_there(
     model: Any, rng: random.Random
 ) -> None:
-    header, engine = ids(rng, 40), Engine(model, 4, 128)
+    header, engine = ids(rng, 40), EmbeddedEngine(model, 4, 128)
     put(engine, [ask("first", [*header, 1, 2], new=60)], {})
     engine.step()
     with computed(model) as counts:
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_known_whole_is_asked_again_from_its_last_token(
 
 
 def test_what_was_used_longest_ago_makes_room_first(model: Any, rng: random.Random) -> None:
-    engine = Engine(model, rows=2, length=64, prefix_tokens=95)
+    engine = EmbeddedEngine(model, rows=2, length=64, prefix_tokens=95)
     old, used, new = (ids(rng, 30) for _ in range(3))
     answered(engine, ask("used", used, new=1))
     answered(engine, ask("old", old, new=1))
@@ -115,7 +115,7 @@ def test_what_was_used_longest_ago_makes_room_first(model: Any, rng: random.Rand
 
 
 def test_no_more_tokens_are_kept_than_the_bound_says(model: Any, rng: random.Random) -> None:
-    engine = Engine(model, rows=4, length=128, prefix_tokens=100)
+    engine = EmbeddedEngine(model, rows=4, length=128, prefix_tokens=100)
     header = ids(rng, 20)
     for number in range(12):
         asked = ask("r", header * (number % 2) + ids(rng, 40 + number), new=9, seed=number)
@@ -127,7 +127,7 @@ def test_no_more_tokens_are_kept_than_the_bound_says(model: Any, rng: random.Ran
 def test_a_header_in_use_outlives_prompts_that_nobody_goes_on_from(
     model: Any, rng: random.Random
 ) -> None:
-    engine, header = Engine(model, rows=2, length=64, prefix_tokens=80), ids(rng, 30)
+    engine, header = EmbeddedEngine(model, rows=2, length=64, prefix_tokens=80), ids(rng, 30)
     for number in range(5):
         for prompt, new_tokens in (([*header, *ids(rng, 9)], 9), (ids(rng, 30), 30)):
             with computed(model) as counts:
@@ -139,7 +139,7 @@ def test_a_header_in_use_outlives_prompts_that_nobody_goes_on_from(
 def test_prefixes_survive_that_the_engine_is_idle_between_turns(
     model: Any, rng: random.Random
 ) -> None:
-    engine, prompt = Engine(model, rows=2, length=256), ids(rng, 30)
+    engine, prompt = EmbeddedEngine(model, rows=2, length=256), ids(rng, 30)
     for turn in range(4):
         asked = ask("turn", list(prompt), new=5, seed=turn)
         with computed(model) as counts:
@@ -152,7 +152,7 @@ def test_prefixes_survive_that_the_engine_is_idle_between_turns(
 
 
 def test_more_sessions_than_rows_lose_no_prefix(model: Any, rng: random.Random) -> None:
-    engine = Engine(model, rows=3, length=128, prefix_tokens=2000)
+    engine = EmbeddedEngine(model, rows=3, length=128, prefix_tokens=2000)
     prompts = [ids(rng, 20) for _ in range(20)]
     for turn in range(3):
         asked = [ask(f"{n}", list(prompt), new=4, seed=n) for n, prompt in enumerate(prompts)]
@@ -167,7 +167,7 @@ def test_more_sessions_than_rows_lose_no_prefix(model: Any, rng: random.Random) 
 def test_samples_of_a_group_that_arrive_one_by_one_compute_the_prompt_once(
     model: Any, rng: random.Random
 ) -> None:
-    engine, prompt, results = Engine(model, rows=2, length=128), ids(rng, 40), Results()
+    engine, prompt, results = EmbeddedEngine(model, rows=2, length=128), ids(rng, 40), Results()
     requests = [ask(f"r{seed}", prompt, seed=seed) for seed in range(8)]
     for asked in requests:
         put(engine, [asked], results)
@@ -185,7 +185,11 @@ def test_a_header_of_prompts_that_join_together_is_computed_once(
 ) -> None:
     header = ids(rng, 30)
     requests = [ask(f"r{n}", [*header, *ids(rng, 5)], seed=n) for n in range(4)]
-    other, engine, results = ask("other", ids(rng, 20), seed=9), Engine(model, 8, 64), Results()
+    other, engine, results = (
+        ask("other", ids(rng, 20), seed=9),
+        EmbeddedEngine(model, 8, 64),
+        Results(),
+    )
     put(engine, [*requests, other], results)
     with computed(model) as counts:
         engine.step()
@@ -225,7 +229,7 @@ def test_a_swap_recomputes_what_running_requests_share_once(
 ) -> None:
     served, newer = build_model(1), build_model(2)
     prompt, results = ids(rng, 200), Results()
-    engine = Engine(served, 8, 256)
+    engine = EmbeddedEngine(served, 8, 256)
     requests = [ask(f"r{seed}", prompt, new=12, seed=seed) for seed in range(8)]
     put(engine, requests, results)
     for _ in range(4):
@@ -249,7 +253,7 @@ def test_sets_of_requests_after_a_drop_give_the_same_bits_again(
     model: Any, rng: random.Random
 ) -> None:
     """Each set but the first follows the answers to the one before and reuses its prefixes."""
-    header, engine = ids(rng, 20), Engine(model, 5, 128)
+    header, engine = ids(rng, 20), EmbeddedEngine(model, 5, 128)
     starts = [[*header, *ids(rng, n % 5)] for n in range(12)]
     news = [[ids(rng, 6) for _ in starts] for _ in range(3)]
 
@@ -279,7 +283,7 @@ def test_sessions_of_many_turns_are_served_as_if_nothing_were_shared(
     model: Any, rng: random.Random, rows: int, kept: int | None
 ) -> None:
     """Groups with a header in common, evictions, rows that move, requests that are given up."""
-    engine, header = Engine(model, rows, 256, prefix_tokens=kept), ids(rng, 12)
+    engine, header = EmbeddedEngine(model, rows, 256, prefix_tokens=kept), ids(rng, 12)
     questions = [header + ids(rng, rng.randint(1, 20)) for _ in range(4)]
     prompts = {f"{group}-{n}": list(questions[group]) for group in range(4) for n in range(3)}
     turns, results, asked = dict.fromkeys(prompts, 4), Results(), {}
@@ -307,18 +311,18 @@ def test_sessions_of_many_turns_are_served_as_if_nothing_were_shared(
 def test_without_sharing_every_prompt_is_computed(model: Any, rng: random.Random) -> None:
     prompt = ids(rng, 30)
     requests = [ask(f"r{seed}", prompt, new=1, seed=seed) for seed in range(4)]
-    engine = Engine(model, 8, 64, prefix_tokens=0)
+    engine = EmbeddedEngine(model, 8, 64, prefix_tokens=0)
     with computed(model) as counts:
         alone = serve(engine, requests)
     assert counts == [4 * 30]
-    shared = serve(Engine(model, 8, 64), requests)
+    shared = serve(EmbeddedEngine(model, 8, 64), requests)
     for name, result in alone.items():
         assert result.token_ids == shared[name].token_ids
 
 
 def test_prompts_join_until_a_forward_has_enough_tokens(model: Any, rng: random.Random) -> None:
     """A forward over more than the caches of a CPU hold takes longer than two."""
-    engine, results = Engine(model, 8, 400), Results()
+    engine, results = EmbeddedEngine(model, 8, 400), Results()
     put(engine, [ask(f"r{n}", ids(rng, 300), new=4, seed=n) for n in range(5)], results)
     with computed(model) as counts:
         sampled = [engine.step() for _ in range(3)]

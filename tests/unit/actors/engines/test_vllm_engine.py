@@ -17,7 +17,7 @@ from stepped import FakeLlm, Plain, completion, request
 from torch import Tensor
 
 from composer_mesh.actors.engines.port import LogitsNotFinite, PromptTokens, RequestTooLong
-from composer_mesh.actors.engines.vllm_engine import EngineFault, Limits, VllmEngine
+from composer_mesh.actors.engines.vllm_engine import EngineFault, RequestLimits, VllmEngine
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS, check_vllm_fits, lora_slot
 from composer_mesh.actors.engines.vllm_weights import (
@@ -31,7 +31,7 @@ from composer_mesh.actors.models.adapter_files import PREFIX, adapter_files
 from composer_mesh.configs.trainer import LoraConfig
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
-LIMITS = Limits(length=16, vocabulary=100, concurrent=2)
+LIMITS = RequestLimits(length=16, vocabulary=100, concurrent=2)
 
 
 def engine(llm: FakeLlm, **outputs: Any) -> VllmEngine:
@@ -275,7 +275,7 @@ def test_a_request_has_the_adapter_without_a_reload_at_each_step() -> None:
     workers, llm = Workers(), FakeLlm()
     adapters = VllmAdapters(workers, Request, LORA, SHAPES)
     ends = completion([9], [("0", 0, 1)])
-    limits = Limits(length=16, vocabulary=100, concurrent=2)
+    limits = RequestLimits(length=16, vocabulary=100, concurrent=2)
     engine = VllmEngine(llm, lambda _: ends, adapters.update, limits, adapters.of_request)
     engine.submit(request("one"), lambda _: None)
     engine.step()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from stepped import FakeLlm, completion
 
 from composer_mesh.actors.engines.port import ExpertsUnknown
-from composer_mesh.actors.engines.vllm_engine import EngineFault, Experts, Limits, VllmEngine
+from composer_mesh.actors.engines.vllm_engine import EngineFault, Experts, RequestLimits, VllmEngine
 from composer_mesh.actors.engines.vllm_expert_slots import ExpertSlots, ExpertsNotNoted
 from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import (
@@ -31,7 +31,7 @@ from composer_mesh.actors.models.expert_routing import numbers_of
 from composer_mesh.planning.model_refusals import UnsupportedRouting
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
-LIMITS = Limits(length=64, vocabulary=100, concurrent=2)
+LIMITS = RequestLimits(length=64, vocabulary=100, concurrent=2)
 ON_GPU = {"generator": {"gpus": 1.0}}
 PROMPT, TOKENS = [1, 2, 3, 4, 5], [9, 8, 7]
 LAYERS = ExpertLayers([0, 2], 2, SimpleNamespace(get_text_config=SimpleNamespace))

@@ -13,7 +13,12 @@ import pytest
 from raised_kinds import NAMES, raised
 
 from composer_mesh.actors.experts.http import LARGEST_REQUEST, Expert, ExpertPanel, ExpertServer
-from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import (
+    ProviderClient,
+    RetryDelays,
+    TeacherEndpoint,
+    Timeouts,
+)
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderRequestError
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Message
@@ -258,7 +263,7 @@ async def test_the_provider_client_and_the_server_speak_the_same_protocol(
         return TeacherEndpoint(f"{model} {env}", server.base_url, model, env)
 
     keys = {"TOKEN": TOKEN, "WRONG": "sk-wrong-wrong"}
-    async with ProviderClient(Timeouts(20.0), Retries(attempts=1), environ=keys) as client:
+    async with ProviderClient(Timeouts(20.0), RetryDelays(attempts=1), environ=keys) as client:
         answer = await client.complete(teacher("never-wrong"), question(8), [], seed=0)
         with pytest.raises(ProviderRequestError, match="'gpt' is not served"):
             await client.complete(teacher("gpt"), question(8), [], seed=0)

@@ -29,7 +29,7 @@ from step_batches import (
 )
 
 from composer_mesh.actors.learning.learner import Learner
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.lora import BaseModel
 from composer_mesh.actors.models.policy import build_model as build_other
@@ -200,7 +200,7 @@ def test_steps_are_those_of_a_reference_and_a_teacher_with_weights_of_their_own(
     config = config_of(build_config, teacher, prefix_sharing=sharing)
     learner, ranks = Learner(config, folder, Ranks()), Ranks()
     model = trained_model(config, folder, ranks)
-    step = ThreeChannelStep(model, frozen_model(config, folder, ranks), config, ranks)
+    step = OptimizerStep(model, frozen_model(config, folder, ranks), config, ranks)
     copied = TeacherModel(
         model,
         config.sdpo,

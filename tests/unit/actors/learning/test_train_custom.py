@@ -20,7 +20,7 @@ from step_batches import (
     weights_of,
 )
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.losses.custom import CustomFunctionError
 
 USERS_MODULE = '''
@@ -77,7 +77,7 @@ def step_of(
         config = build_config(**NARROW, trainer=trainer, loss=loss)
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
         reference = frozen if config.loss.needs_reference else None
-        return model, frozen, ThreeChannelStep(model, reference, config)
+        return model, frozen, OptimizerStep(model, reference, config)
 
     return build
 
@@ -134,7 +134,7 @@ def test_without_reference_true_none_is_loaded_and_none_is_shown(
     config = build_config(loss=custom("to_reference", reference=True))
     assert config.loss.needs_reference
     with pytest.raises(ValueError, match="loss 'custom' needs a reference model: load one"):
-        ThreeChannelStep(build_model(1), None, config)
+        OptimizerStep(build_model(1), None, config)
 
 
 @pytest.mark.parametrize("place", [0, 3, 5])

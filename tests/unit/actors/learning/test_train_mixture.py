@@ -22,7 +22,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.logprob_mismatch import Figures, LogprobMismatch, figures
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.losses.policy import sampling_weights
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
@@ -182,7 +182,7 @@ def run(
 ) -> dict[str, float | None]:
     trainer = {"lr": 1e-9, "microbatch_tokens": budget}
     config = build_config(**NARROW, trainer=trainer, loss=loss)
-    found: dict[str, float | None] = ThreeChannelStep(model, None, config).run(batch, None)
+    found: dict[str, float | None] = OptimizerStep(model, None, config).run(batch, None)
     return {name: value for name, value in found.items() if name.startswith("logprob_mismatch/")}
 
 

@@ -28,7 +28,7 @@ from step_batches import (
 from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.learning.policy_channel import advantages_of
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.channels.policy.samples import policy_sample
 from composer_mesh.losses.policy import (
     aggregate,
@@ -52,7 +52,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
         config = build_config(**sections)
         reference = frozen if config.loss.needs_reference else None
-        return model, frozen, ThreeChannelStep(model, reference, config)
+        return model, frozen, OptimizerStep(model, reference, config)
 
     return build
 
@@ -215,7 +215,7 @@ def test_a_kl_without_a_reference_is_refused_before_the_first_step(
     config = build_config(loss={"type": kind, key: 0.1})
     assert config.loss.needs_reference
     with pytest.raises(ValueError, match=f"loss '{kind}' needs a reference model: load one"):
-        ThreeChannelStep(build_model(1), None, config)
+        OptimizerStep(build_model(1), None, config)
 
 
 def test_a_reference_that_the_loss_does_not_read_is_never_run(
@@ -226,9 +226,9 @@ def test_a_reference_that_the_loss_does_not_read_is_never_run(
     reference.register_forward_hook(lambda *_: runs.append("whole"))
     reference.base_model.register_forward_hook(lambda *_: runs.append("decoder"))
     batch = batch_of(model, rng)
-    ThreeChannelStep(model, reference, build_config()).run(batch, None)
+    OptimizerStep(model, reference, build_config()).run(batch, None)
     assert runs == []
-    ThreeChannelStep(model, reference, build_config(loss={"kl_beta": 0.1})).run(batch, None)
+    OptimizerStep(model, reference, build_config(loss={"kl_beta": 0.1})).run(batch, None)
     assert runs == ["decoder"]
 
 
@@ -242,7 +242,7 @@ def step_of_turns(build_config: Any, build_model: Any) -> Build:
         config = build_config(**NARROW, trainer=trainer, loss=loss)
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
         reference = frozen if config.loss.needs_reference else None
-        return model, ThreeChannelStep(model, reference, config), config
+        return model, OptimizerStep(model, reference, config), config
 
     return build
 

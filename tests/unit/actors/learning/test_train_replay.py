@@ -21,7 +21,7 @@ from step_batches import (
 )
 from torch import Tensor
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.reference import score_pairs
 from composer_mesh.losses.preference import (
@@ -152,7 +152,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
             trainer={"grad_clip": 1e9, "microbatch_tokens": budget},
         )
         model, frozen = build_model(1), nearby(build_model(1)).requires_grad_(False)
-        return model, frozen, ThreeChannelStep(model, None, config)
+        return model, frozen, OptimizerStep(model, None, config)
 
     return build
 
@@ -256,7 +256,7 @@ def test_a_step_never_runs_the_reference_that_the_policy_loss_has(
     config = build_config(
         loss={"kl_beta": 0.1}, replay={**ALL_ON["replay"], "loss": loss, "beta": BETA}
     )
-    step, pairs = ThreeChannelStep(model, reference, config), pairs_of(rng, 3)
+    step, pairs = OptimizerStep(model, reference, config), pairs_of(rng, 3)
     batch = StepBatch(0, [], [], [replace(pair, reference=(-1.0, -2.0)) for pair in pairs])
     assert step.run(batch, None)["loss/replay"] is not None
     assert runs == []
@@ -267,7 +267,7 @@ def test_pairs_without_a_reference_are_refused_by_the_others(
     build_config: Any, build_model: Any, rng: random.Random, loss: str
 ) -> None:
     config = build_config(replay={**ALL_ON["replay"], "loss": loss})
-    step = ThreeChannelStep(build_model(1), None, config)
+    step = OptimizerStep(build_model(1), None, config)
     with pytest.raises(
         ValueError, match=r"2 of 2 pairs have no reference log-probs \(first: p[01]\)"
     ):
@@ -283,7 +283,7 @@ def test_training_raises_the_chosen_answers_over_the_rejected_ones(
     model, pairs = build_model(1), pairs_of(rng, 4)
     with torch.no_grad():
         pairs = scored(pairs, sides_of(model, pairs))
-    step, batch = ThreeChannelStep(model, None, config), StepBatch(0, [], [], pairs)
+    step, batch = OptimizerStep(model, None, config), StepBatch(0, [], [], pairs)
     losses = [step.run(batch, None)["loss/replay"] or 0.0 for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
 

@@ -30,7 +30,7 @@ from step_batches import (
 from torch import Tensor
 from torch.distributions import Categorical
 
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.channels.policy.samples import policy_sample
@@ -266,7 +266,7 @@ def test_no_tensor_of_a_step_holds_the_logits_of_a_microbatch(
         replay=ALL_ON["replay"],
         trainer={"microbatch_tokens": 4 * ROWS},
     )
-    step, batch = ThreeChannelStep(model, reference, config), long_batch(rng)
+    step, batch = OptimizerStep(model, reference, config), long_batch(rng)
     assert batch.action_tokens == batch.sdpo_tokens == ROWS
     before = weights_of(model)
     with LargestTensor() as largest:

@@ -23,7 +23,7 @@ from step_batches import (
     weights_of,
 )
 
-from composer_mesh.actors.learning.weight_update import FiniteChecks, GradientNotFinite, Part
+from composer_mesh.actors.learning.weight_update import FiniteChecks, GradientNotFinite, UpdatePart
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PolicySample
 
@@ -326,9 +326,9 @@ def test_weights_that_are_not_finite_already_are_named_as_the_cause(
 def test_the_first_gradient_that_is_not_finite_is_found_where_all_losses_are() -> None:
     checks, states = FiniteChecks(), [torch.ones(2, 3, requires_grad=True) for _ in range(3)]
     for number, (one, factor) in enumerate(zip(states, (1.0, math.inf, math.nan), strict=True)):
-        checks.watch(Part(f"microbatch {number}", (f"rollout {number}",)), one)
+        checks.watch(UpdatePart(f"microbatch {number}", (f"rollout {number}",)), one)
         (one * factor).sum().backward()
-    checks.note(Part("microbatch 0"), {"policy": 1.0})
+    checks.note(UpdatePart("microbatch 0"), {"policy": 1.0})
     (found,) = checks.found()
     assert str(found) == (
         "the gradient at the model's last states is not finite in microbatch 1 (rollouts rollout 1)"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.step import OWN as OWN_STATE
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.losses.policy import decoupled_ppo_loss, grpo_loss
@@ -46,7 +46,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
             **{**NARROW, "trainer": trainer, "loss": loss, "replay": ALL_ON["replay"]}
         )
         reference = frozen if config.loss.needs_reference else None
-        return model, ThreeChannelStep(model, reference, config, optimizers=plain_descent)
+        return model, OptimizerStep(model, reference, config, optimizers=plain_descent)
 
     return build
 
@@ -203,9 +203,9 @@ def test_the_weights_are_those_of_two_optimizers_one_after_the_other(
 ) -> None:
     trainer = {**TRAINER, "prefix_sharing": sharing}
     own, apart = build_model(1), build_model(1)
-    step = ThreeChannelStep(own, None, build_config(**NARROW, trainer=trainer, replay=OWN))
-    shared = ThreeChannelStep(apart, None, build_config(**NARROW, trainer=trainer))
-    pairs = ThreeChannelStep(
+    step = OptimizerStep(own, None, build_config(**NARROW, trainer=trainer, replay=OWN))
+    shared = OptimizerStep(apart, None, build_config(**NARROW, trainer=trainer))
+    pairs = OptimizerStep(
         apart, None, build_config(**NARROW, trainer=trainer, replay=ALL_ON["replay"])
     )
     for batch in batches(own):
@@ -226,7 +226,7 @@ def test_a_step_without_pairs_leaves_their_optimizer_alone(
     build_config: Any, build_model: Any
 ) -> None:
     model = build_model(1)
-    step = ThreeChannelStep(model, None, build_config(**NARROW, trainer=TRAINER, replay=OWN))
+    step = OptimizerStep(model, None, build_config(**NARROW, trainer=TRAINER, replay=OWN))
     (batch,) = batches(model, 1, pairs=0)
     found = step.run(batch, None)
     assert found["loss/replay"] is None
@@ -242,7 +242,7 @@ def test_the_rate_follows_the_schedule_and_the_loss_does_not(
     for replay in (OWN, falling):
         model = build_model(1)
         config = build_config(**NARROW, trainer=TRAINER, replay=replay, run={"steps": 4})
-        step = ThreeChannelStep(model, None, config)
+        step = OptimizerStep(model, None, config)
         (batch,) = batches(model, 1)
         found = step.run(replace(batch, step=2), None)
         changed.append((found["replay/grad_norm"], found["replay/lr"], found["policy/lr"]))
@@ -257,7 +257,7 @@ def test_each_of_several_updates_is_followed_by_that_of_its_pairs(
 ) -> None:
     model = build_model(1)
     trainer = {**TRAINER, "updates_per_batch": 2}
-    step = ThreeChannelStep(model, None, build_config(**NARROW, trainer=trainer, replay=OWN))
+    step = OptimizerStep(model, None, build_config(**NARROW, trainer=trainer, replay=OWN))
     (batch,) = batches(model, 1)
     groups = [replace(one, group_id=at // 3) for at, one in enumerate(batch.samples)]
     found = step.run(replace(batch, samples=groups), None)

@@ -23,7 +23,11 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import Split
 
 from composer_mesh.actors.models.policy import CHAT_TEMPLATE, build_tokenizer, save_policy
-from composer_mesh.actors.models.template_process import BoundedTokenizer, Limits, TemplateProcess
+from composer_mesh.actors.models.template_process import (
+    BoundedTokenizer,
+    TemplateLimits,
+    TemplateProcess,
+)
 from composer_mesh.actors.models.tokenizer import BackendTokenizer, difference
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.planning.model_folder import UnfitModelFolder
@@ -31,7 +35,7 @@ from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.services.checks.accepting import check_policy_files, check_policy_template
 
-SHORT = Limits(render_cpu_s=1)
+SHORT = TemplateLimits(render_cpu_s=1)
 
 
 ENDLESS = "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

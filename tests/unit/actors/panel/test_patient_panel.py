@@ -15,7 +15,7 @@ from scripted_provider import ENVIRON, ScriptedProvider, answer, state, teacher
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import Retries, Timeouts
+from composer_mesh.actors.provider.client import RetryDelays, Timeouts
 from composer_mesh.actors.provider.request_limiter import RESTS
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.money import dollars
@@ -28,7 +28,7 @@ COST, REST_S = 0.0001, 0.002
 async def opened(provider: ScriptedProvider, **settings: Any) -> AsyncIterator[TeacherPanel]:
     defaults: dict[str, Any] = {
         "teachers": (teacher("a"),),
-        "retries": Retries(1),
+        "retries": RetryDelays(1),
         "timeouts": Timeouts(30.0, line_s=math.inf),
         "budget": BudgetRules(usd=1.0),
     }

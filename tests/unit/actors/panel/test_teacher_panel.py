@@ -18,7 +18,7 @@ from scripted_provider import ENVIRON, KEY, ScriptedProvider, answer, state, tea
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.client import ClientClosed, Retries
+from composer_mesh.actors.provider.client import ClientClosed, RetryDelays
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import BudgetRules
@@ -37,7 +37,7 @@ async def open_panel(tmp_path: Path) -> AsyncIterator[OpenPanel]:
     async def open_one(provider: ScriptedProvider, **settings: Any) -> TeacherPanel:
         defaults: dict[str, Any] = {
             "teachers": THREE,
-            "retries": Retries(1),
+            "retries": RetryDelays(1),
             "budget": BudgetRules(usd=1.0),
             "ledger": tmp_path / "run" / "ledger.sqlite",
             "cache": tmp_path / "run" / "answers.sqlite",

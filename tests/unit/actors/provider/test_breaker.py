@@ -10,7 +10,12 @@ from fake_provider import TickingLoop, in_simulated_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.provider.breaker import Breaker, BreakerRules, BreakerState, Verdict
+from composer_mesh.actors.provider.breaker import (
+    Breaker,
+    BreakerRules,
+    BreakerState,
+    BreakerVerdict,
+)
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.request_limiter import MINUTE_S, StartLimiter
 
@@ -26,16 +31,16 @@ def started(breaker: Breaker, now: float) -> int:
 def tripped(now: float = 0.0) -> Breaker:
     breaker = Breaker(RULES)
     for _ in range(3):
-        breaker.end(started(breaker, now), Verdict.FAILED, now)
+        breaker.end(started(breaker, now), BreakerVerdict.FAILED, now)
     return breaker
 
 
 def test_it_opens_at_the_last_failure_of_a_row_and_not_before() -> None:
     breaker = Breaker(RULES)
     for _ in range(2):
-        breaker.end(started(breaker, 0), Verdict.FAILED, 0)
+        breaker.end(started(breaker, 0), BreakerVerdict.FAILED, 0)
     assert breaker.state(0) is BreakerState.CLOSED
-    breaker.end(started(breaker, 0), Verdict.FAILED, 0)
+    breaker.end(started(breaker, 0), BreakerVerdict.FAILED, 0)
     assert breaker.state(0) is BreakerState.OPEN
     assert (breaker.start(9.99), breaker.opened) == (None, 1)
     assert (breaker.rest_s(4), breaker.rest_s(11)) == (6, 0)
@@ -43,11 +48,17 @@ def test_it_opens_at_the_last_failure_of_a_row_and_not_before() -> None:
 
 def test_an_answer_ends_a_row_and_being_busy_does_not() -> None:
     breaker = Breaker(RULES)
-    verdicts = [Verdict.FAILED, Verdict.FAILED, Verdict.ANSWERED, Verdict.FAILED, Verdict.FAILED]
-    for verdict in [*verdicts, Verdict.BUSY, Verdict.NOTHING]:
+    verdicts = [
+        BreakerVerdict.FAILED,
+        BreakerVerdict.FAILED,
+        BreakerVerdict.ANSWERED,
+        BreakerVerdict.FAILED,
+        BreakerVerdict.FAILED,
+    ]
+    for verdict in [*verdicts, BreakerVerdict.BUSY, BreakerVerdict.NOTHING]:
         breaker.end(started(breaker, 0), verdict, 0)
     assert breaker.state(0) is BreakerState.CLOSED
-    breaker.end(started(breaker, 0), Verdict.FAILED, 0)
+    breaker.end(started(breaker, 0), BreakerVerdict.FAILED, 0)
     assert breaker.state(0) is BreakerState.OPEN
 
 
@@ -56,14 +67,14 @@ def test_after_the_rest_one_request_tries_and_the_others_wait() -> None:
     assert breaker.state(10) is BreakerState.HALF_OPEN
     probe = started(breaker, 10)
     assert breaker.start(11) is None
-    breaker.end(probe, Verdict.ANSWERED, 12)
+    breaker.end(probe, BreakerVerdict.ANSWERED, 12)
     assert breaker.state(12) is BreakerState.CLOSED
     assert breaker.start(12) is not None
 
 
 def test_a_probe_that_fails_opens_it_for_another_rest() -> None:
     breaker = tripped()
-    breaker.end(started(breaker, 10), Verdict.FAILED, 15)
+    breaker.end(started(breaker, 10), BreakerVerdict.FAILED, 15)
     assert breaker.start(24.9) is None
     assert breaker.opened == 2
     assert breaker.start(25) is not None
@@ -71,9 +82,9 @@ def test_a_probe_that_fails_opens_it_for_another_rest() -> None:
 
 def test_a_probe_that_was_never_sent_lets_the_next_one_try() -> None:
     breaker = tripped()
-    breaker.end(started(breaker, 10), Verdict.NOTHING, 11)
+    breaker.end(started(breaker, 10), BreakerVerdict.NOTHING, 11)
     probe = started(breaker, 11)
-    breaker.end(probe, Verdict.BUSY, 12)
+    breaker.end(probe, BreakerVerdict.BUSY, 12)
     assert breaker.state(12) is BreakerState.CLOSED
 
 
@@ -81,13 +92,13 @@ def test_what_began_before_it_opened_neither_closes_nor_prolongs() -> None:
     breaker = Breaker(RULES)
     early = [started(breaker, 0) for _ in range(6)]
     for permit in early[:3]:
-        breaker.end(permit, Verdict.FAILED, 1)
-    breaker.end(early[3], Verdict.ANSWERED, 2)
-    breaker.end(early[4], Verdict.FAILED, 9)
+        breaker.end(permit, BreakerVerdict.FAILED, 1)
+    breaker.end(early[3], BreakerVerdict.ANSWERED, 2)
+    breaker.end(early[4], BreakerVerdict.FAILED, 9)
     assert (breaker.state(9), breaker.rest_s(9)) == (BreakerState.OPEN, 2)
     probe = started(breaker, 11)
-    breaker.end(early[5], Verdict.FAILED, 12)
-    breaker.end(probe, Verdict.ANSWERED, 13)
+    breaker.end(early[5], BreakerVerdict.FAILED, 12)
+    breaker.end(probe, BreakerVerdict.ANSWERED, 13)
     assert breaker.state(13) is BreakerState.CLOSED
 
 
@@ -100,13 +111,14 @@ def test_rules_that_could_not_hold_are_refused(rest_s: float) -> None:
 
 
 EVENTS = st.lists(
-    st.tuples(st.floats(0, 8), st.integers(0, 3), st.sampled_from(list(Verdict))), max_size=120
+    st.tuples(st.floats(0, 8), st.integers(0, 3), st.sampled_from(list(BreakerVerdict))),
+    max_size=120,
 )
 
 
 @given(EVENTS)
 def test_it_never_gives_two_probes_nor_a_permit_before_the_rest_is_over(
-    events: list[tuple[float, int, Verdict]],
+    events: list[tuple[float, int, BreakerVerdict]],
 ) -> None:
     """Each event lets time pass, then starts a request, or ends the one at a place in line."""
     breaker, now = Breaker(RULES), 0.0
@@ -129,18 +141,18 @@ def test_it_never_gives_two_probes_nor_a_permit_before_the_rest_is_over(
             permit, _ = under_way.pop(place % len(under_way))
             breaker.end(permit, verdict, now)
         if breaker.opened > opened:
-            assert verdict is Verdict.FAILED
+            assert verdict is BreakerVerdict.FAILED
             opened_at = now
 
 
-@given(st.lists(st.sampled_from(list(Verdict)), max_size=60))
+@given(st.lists(st.sampled_from(list(BreakerVerdict)), max_size=60))
 def test_one_after_the_other_it_opens_exactly_at_a_row_of_failures(
-    verdicts: list[Verdict],
+    verdicts: list[BreakerVerdict],
 ) -> None:
     breaker, row = Breaker(RULES), 0
     for verdict in verdicts:
         breaker.end(started(breaker, 0), verdict, 0)
-        row = {Verdict.FAILED: row + 1, Verdict.ANSWERED: 0}.get(verdict, row)
+        row = {BreakerVerdict.FAILED: row + 1, BreakerVerdict.ANSWERED: 0}.get(verdict, row)
         assert (breaker.state(0) is BreakerState.OPEN) == (row == RULES.failures)
         if row == RULES.failures:
             return

@@ -24,7 +24,7 @@ from fake_provider import (
 )
 
 from composer_mesh.actors.provider import errors as provider_errors
-from composer_mesh.actors.provider.breaker import Verdict
+from composer_mesh.actors.provider.breaker import BreakerVerdict
 from composer_mesh.actors.provider.client import ProviderClient, Timeouts
 from composer_mesh.actors.provider.errors import (
     ProviderAuthError,
@@ -300,5 +300,5 @@ def test_every_row_of_the_docstrings_table_is_so() -> None:
         kind = getattr(provider_errors, name) if name else kind
         seen.add(kind)
         told = (kind("t", "x").retryable, kind("t", "x", 1.0).retryable)
-        assert (told, kind.verdict) == (retried[again], Verdict(verdicts[breaker])), row
+        assert (told, kind.verdict) == (retried[again], BreakerVerdict(verdicts[breaker])), row
     assert seen >= set(ProviderError.__subclasses__())

@@ -22,7 +22,7 @@ from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.provider.client import (
     BreakerRules,
     ProviderClient,
-    Retries,
+    RetryDelays,
     TeacherEndpoint,
     Timeouts,
 )
@@ -42,7 +42,7 @@ MODELS = {
     "m/nothing": faults.Model(100, 400, "nothing"),
 }
 TIMEOUTS = Timeouts(total_s=2.0, connect_s=1.0, read_s=0.15)
-RETRIES = Retries(attempts=3, base_s=0.005, cap_s=0.02)
+RETRIES = RetryDelays(attempts=3, base_s=0.005, cap_s=0.02)
 RULES = BreakerRules(failures=5, rest_s=0.05)
 WORKERS = 6
 REQUESTS = 800

@@ -20,7 +20,12 @@ import httpx
 import pytest
 from fake_provider import ASK, KEY, PATIENT, CeilingMeter, completion
 
-from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import (
+    ProviderClient,
+    RetryDelays,
+    TeacherEndpoint,
+    Timeouts,
+)
 from composer_mesh.actors.provider.errors import ProviderServerError
 
 
@@ -80,7 +85,7 @@ async def served() -> AsyncIterator[tuple[H2Provider, TeacherEndpoint]]:
 def client() -> ProviderClient:
     return ProviderClient(
         Timeouts(20.0),
-        Retries(attempts=1),
+        RetryDelays(attempts=1),
         PATIENT,
         environ={"TEST_KEY": KEY},
         transport=httpx.AsyncHTTPTransport(http1=False, http2=True),
@@ -157,7 +162,7 @@ async def test_http2_is_offered_over_tls() -> None:
         port = server.sockets[0].getsockname()[1]
         teacher = TeacherEndpoint("t", f"https://127.0.0.1:{port}/v1", "m")
         meter = CeilingMeter()
-        async with ProviderClient(Timeouts(20.0), Retries(attempts=1)) as asking:
+        async with ProviderClient(Timeouts(20.0), RetryDelays(attempts=1)) as asking:
             with pytest.raises(ProviderServerError) as caught:
                 await asking.complete(teacher, ASK, [], seed=0, meter=meter)
     offered = await hello

@@ -22,7 +22,12 @@ from fake_provider import (
 )
 
 from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import ProviderClient, Retries, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import (
+    ProviderClient,
+    RetryDelays,
+    TeacherEndpoint,
+    Timeouts,
+)
 from composer_mesh.actors.provider.errors import (
     ProviderBudgetError,
     ProviderCrowded,
@@ -143,7 +148,7 @@ async def test_requests_refused_together_do_not_return_together() -> None:
         return error(429, retry_after="8")
 
     teacher = TeacherEndpoint("t", "https://x.test", "m", concurrency=4)
-    transport, retries = httpx.MockTransport(refuse_four), Retries(2, base_s=0.0)
+    transport, retries = httpx.MockTransport(refuse_four), RetryDelays(2, base_s=0.0)
     async with ProviderClient(Timeouts(60.0), retries, transport=transport) as asking:
         await asyncio.gather(*(asking.complete(teacher, ASK, [], seed=seed) for seed in range(4)))
     assert times == [0.0] * 4 + [8.0, 8.5, 9.0, 9.5]
@@ -241,7 +246,7 @@ async def test_no_more_requests_are_under_way_than_the_teachers_concurrency() ->
 async def test_a_question_that_gets_no_slot_in_its_time_ends_unsent() -> None:
     busy, teacher = Busy(), TeacherEndpoint("t", "https://x.test", "m", concurrency=1)
     transport = httpx.MockTransport(busy)
-    async with ProviderClient(Timeouts(0.1), Retries(1), transport=transport) as asking:
+    async with ProviderClient(Timeouts(0.1), RetryDelays(1), transport=transport) as asking:
         ends = await asyncio.gather(
             *(asking.complete(teacher, ASK, [], seed=seed) for seed in range(2)),
             return_exceptions=True,
@@ -292,7 +297,10 @@ async def test_a_question_in_line_is_not_sent_to_a_teacher_that_failed_meanwhile
 
     teacher = TeacherEndpoint("t", "https://x.test", "m", concurrency=1)
     async with ProviderClient(
-        Timeouts(60.0), Retries(1), BreakerRules(failures=1), transport=httpx.MockTransport(fail)
+        Timeouts(60.0),
+        RetryDelays(1),
+        BreakerRules(failures=1),
+        transport=httpx.MockTransport(fail),
     ) as asking:
         first, second = (
             asyncio.create_task(asking.complete(teacher, ASK, [], seed=seed)) for seed in range(2)

@@ -7,8 +7,8 @@ import sysconfig
 import pytest
 
 from composer_mesh.actors.task_process.process import (
+    CrashStacks,
     Frame,
-    Stacks,
     TaskFault,
     busiest,
     end,
@@ -23,7 +23,7 @@ USERS, OTHER = Frame("/home/a/task.py", 12, "r"), Frame("/home/a/task.py", 40, "
 MATCH = Frame(f"{LIBRARY}/re/__init__.py", 166, "match")
 OURS = Frame(parsed_stacks.__code__.co_filename, 1, "parsed_stacks")
 MARKS = [CallMark(0xA, 101, 7), CallMark(0xB, 102, 8)]
-STACKS = Stacks({0xA: (OTHER,), 0xB: (MATCH, USERS)})
+STACKS = CrashStacks({0xA: (OTHER,), 0xB: (MATCH, USERS)})
 
 
 def dumped(*threads: str) -> str:
@@ -36,9 +36,9 @@ def test_what_faulthandler_writes_is_read_whole_or_cut_off() -> None:
         'Current thread 0x000000000000000b (most recent call first):\n  File "x", line 4 in <g>'
     )
     found = parsed_stacks(dumped(first, second))
-    assert found == Stacks({10: [Frame("/a b.py", 3, "f")], 11: [Frame("x", 4, "<g>")]}, 11)
+    assert found == CrashStacks({10: [Frame("/a b.py", 3, "f")], 11: [Frame("x", 4, "<g>")]}, 11)
     assert parsed_stacks(dumped(first, second)[:-20]).threads[11] == []
-    assert parsed_stacks("") == Stacks({})
+    assert parsed_stacks("") == CrashStacks({})
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_without_a_thread_that_computes_every_marked_call_may_have_hung() -> Non
         assert (fault.calls, fault.certain) == ({7, 8}, False)
         assert str(OTHER) in fault.reason
         assert str(USERS) in fault.reason
-    assert hang("held it", MARKS[:1], Stacks({}), None) == TaskFault("held it", frozenset({7}))
+    assert hang("held it", MARKS[:1], CrashStacks({}), None) == TaskFault("held it", frozenset({7}))
 
 
 def test_the_thread_that_crashed_ended_the_process() -> None:
-    crashed = Stacks(STACKS.threads, 0xA)
+    crashed = CrashStacks(STACKS.threads, 0xA)
     assert end("Killed(sig=11)", MARKS, crashed).calls == {7}
     assert end("Killed(sig=9)", MARKS, STACKS).calls == {7, 8}
     assert end("it exited with code 3", [], STACKS).calls == frozenset()

@@ -32,14 +32,14 @@ from torch import Tensor
 
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel, StudentRows
-from composer_mesh.actors.learning.step import ThreeChannelStep
+from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models import policy
-from composer_mesh.actors.models.hidden_states import Rows
+from composer_mesh.actors.models.hidden_states import SelectedRows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.sdpo_teacher import SDPOTeacherActor
-from composer_mesh.actors.teacher_outputs.messages import Head, TeacherOutput
+from composer_mesh.actors.teacher_outputs.messages import TeacherHead, TeacherOutput
 from composer_mesh.actors.teacher_outputs.sources import InlineSource, TeacherOutputsLost
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel, blend_from, load_teacher
 from composer_mesh.losses.distillation import generalized_jsd
@@ -100,7 +100,7 @@ def test_a_head_with_more_rows_gives_their_probability_to_the_others() -> None:
     states, weight, bias = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
     for one in (bias, None):
         whole = states @ weight.T + (0 if one is None else one)
-        head = Head(weight, one).fitted(7)
+        head = TeacherHead(weight, one).fitted(7)
         found = states @ head.weight.T + (0 if head.bias is None else head.bias)
         wanted = whole.softmax(-1)[:, :7]
         torch.testing.assert_close(found.softmax(-1), wanted / wanted.sum(-1, keepdim=True))
@@ -110,7 +110,7 @@ def test_a_head_with_fewer_rows_gives_the_missing_ones_no_probability() -> None:
     states, weight, bias = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
     for one in (bias, None):
         whole = states @ weight.T + (0 if one is None else one)
-        head = Head(weight, one).fitted(12)
+        head = TeacherHead(weight, one).fitted(12)
         assert head.bias is not None
         found = (states @ head.weight.T + head.bias).softmax(-1)
         torch.testing.assert_close(found[:, :9], whole.softmax(-1))
@@ -128,7 +128,7 @@ def test_the_loss_is_that_to_the_other_models_distribution_over_the_students_ids
     output = TeacherOutput(teacher.teacher_output(views), teacher.head())
     states = torch.randn(sum(len(view.targets) for view in views), 32, requires_grad=True)
     targets = torch.tensor([target for view in views for target in view.targets])
-    own = StudentRows(LanguageModel(student), Rows.all(states), targets, 1.0)
+    own = StudentRows(LanguageModel(student), SelectedRows.all(states), targets, 1.0)
     found = SdpoChannel(config.sdpo, config.run.steps).loss(own, output, normalizer=len(targets))
     with torch.no_grad():
         other = LanguageModel(model)
@@ -156,7 +156,7 @@ def test_every_output_of_another_model_trains_the_student_with_a_finite_loss(
     teacher = TeacherModel(bigger(padding), config.sdpo, 4096, vocabulary=rows)
     states = torch.randn(sum(len(view.targets) for view in views), 32, requires_grad=True)
     targets = torch.tensor([target for view in views for target in view.targets])
-    own = StudentRows(LanguageModel(student), Rows.all(states), targets, 1.0)
+    own = StudentRows(LanguageModel(student), SelectedRows.all(states), targets, 1.0)
     found = teacher.teacher_output(views, own.top_k(500))
     output = TeacherOutput(found, teacher.head() if teacher_output == "hidden" else None)
     loss = SdpoChannel(config.sdpo, config.run.steps).loss(own, output, normalizer=len(targets))
@@ -398,7 +398,7 @@ class AnotherRankLost(Ranks):
 
 def test_what_another_rank_lost_is_lost_for_all(make: Make) -> None:
     model, plain = make(2, sdpo={"alpha": ALPHA})
-    step = ThreeChannelStep(model, None, plain._config, AnotherRankLost())
+    step = OptimizerStep(model, None, plain._config, AnotherRankLost())
     batch = batch_of(model, random.Random(0))
     states = torch.ones(batch.sdpo_tokens, model.config.hidden_size)
     metrics = step.run(batch, GivenStates(batch, states))

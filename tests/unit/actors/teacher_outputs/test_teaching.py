@@ -19,10 +19,10 @@ from step_batches import batch_of, largest_change, nearby, weights_of
 from torch import Tensor
 
 from composer_mesh.actors.learning.sdpo_channel import StudentRows
-from composer_mesh.actors.models.hidden_states import Rows
+from composer_mesh.actors.models.hidden_states import SelectedRows
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.messages import (
-    Head,
+    TeacherHead,
     WrongVersion,
     WrongViews,
     make_teacher_output,
@@ -50,7 +50,7 @@ def views_of(model: Any) -> list[HintedView]:
     return batch_of(model, random.Random(1), samples=4).views
 
 
-def scores(states: Tensor, head: Head) -> Tensor:
+def scores(states: Tensor, head: TeacherHead) -> Tensor:
     found = states @ head.weight.T
     return found if head.bias is None else found + head.bias
 
@@ -249,7 +249,7 @@ def test_states_are_in_the_views_order_however_they_are_batched(
     assert len(views) > 2
     states = hinted_states(model, views, budget)
     language = LanguageModel(model)
-    found = scores(states, Head(language.weight, language.bias))
+    found = scores(states, TeacherHead(language.weight, language.bias))
     torch.testing.assert_close(found, whole(model, views), rtol=1e-4, atol=1e-4)
 
 
@@ -259,21 +259,21 @@ ROWS, HIDDEN, VOCABULARY = 9, 6, 40
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8]
 
 
-def states_and_head(bias: bool = True) -> tuple[Tensor, Head]:
+def states_and_head(bias: bool = True) -> tuple[Tensor, TeacherHead]:
     generator = torch.Generator().manual_seed(3)
     states = torch.randn(ROWS, HIDDEN, generator=generator)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
     own = torch.randn(VOCABULARY, generator=generator) if bias else None
-    return states, Head(weight, own)
+    return states, TeacherHead(weight, own)
 
 
-def whole_logits(states: Tensor, head: Head) -> Tensor:
+def whole_logits(states: Tensor, head: TeacherHead) -> Tensor:
     scores = states @ head.weight.T
     return scores if head.bias is None else scores + head.bias
 
 
 def teacher_output(
-    states: Tensor, head: Head, choice: Tensor | None = None, **config: Any
+    states: Tensor, head: TeacherHead, choice: Tensor | None = None, **config: Any
 ) -> dict[str, Tensor]:
     targets = torch.arange(len(states)) % len(head.weight)
     return make_teacher_output(SdpoConfig(**config), states, head, targets, choice)
@@ -296,7 +296,7 @@ def test_full_is_all_logits_without_a_temperature(bias: bool) -> None:
 
 def test_full_is_float32_also_for_a_teacher_of_halves() -> None:
     states, head = states_and_head(bias=False)
-    halves, half_head = states.bfloat16(), Head(head.weight.bfloat16(), None)
+    halves, half_head = states.bfloat16(), TeacherHead(head.weight.bfloat16(), None)
     found = teacher_output(halves, half_head, teacher_output="full")["logits"]
     expected = halves.float() @ half_head.weight.float().T
     torch.testing.assert_close(found, expected)
@@ -352,7 +352,7 @@ def test_topk_of_the_students_choice_is_about_the_students_entries() -> None:
 def test_the_student_chooses_its_own_most_likely_entries(build_model: Any) -> None:
     model = LanguageModel(build_model(1))
     hidden = model.hidden([[5, 7, 9, 11]]).computed.detach()
-    rows = StudentRows(model, Rows.all(hidden), torch.zeros(4, dtype=torch.long), 1.0)
+    rows = StudentRows(model, SelectedRows.all(hidden), torch.zeros(4, dtype=torch.long), 1.0)
     expected = (hidden @ model.weight.T).topk(3, dim=-1).indices
     assert torch.equal(rows.top_k(3).long(), expected)
     assert rows.top_k(3).dtype == torch.int32
@@ -361,7 +361,7 @@ def test_the_student_chooses_its_own_most_likely_entries(build_model: Any) -> No
 
 def test_rows_in_many_blocks_tell_what_whole_logits_do() -> None:
     generator = torch.Generator().manual_seed(0)
-    head = Head(torch.randn(50_000, 4, generator=generator), None)
+    head = TeacherHead(torch.randn(50_000, 4, generator=generator), None)
     states = torch.randn(200, 4, generator=generator)
     assert rows_per_block(50_000, default_block(states)) < len(states) / 2
     logits = whole_logits(states, head)

@@ -8,7 +8,7 @@ from pathlib import Path
 from composer_mesh.mesh.sandboxes.box_process import (
     PREFIX,
     BoxGroup,
-    Groups,
+    ControlGroups,
     is_abandoned,
     owner_of,
     writable_groups,
@@ -33,7 +33,7 @@ def test_groups_of_others_are_left_alone(tmp_path: Path) -> None:
     )
     for name in others:
         (tmp_path / name).mkdir()
-    assert Groups([tmp_path], unified=False).remove_abandoned() == []
+    assert ControlGroups([tmp_path], unified=False).remove_abandoned() == []
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted(others)
 
 
@@ -41,7 +41,7 @@ def test_groups_of_dead_keepers_are_removed(tmp_path: Path) -> None:
     namespace, process, started = owner_of(os.getpid()).split("-")
     dead = tmp_path / f"{PREFIX}-{namespace}-{process}-{int(started) - 1}-7"
     dead.mkdir()
-    assert Groups([tmp_path], unified=True).remove_abandoned() == [dead]
+    assert ControlGroups([tmp_path], unified=True).remove_abandoned() == [dead]
     assert list(tmp_path.iterdir()) == []
 
 

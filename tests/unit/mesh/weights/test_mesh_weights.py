@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, TransportError, read
 from composer_mesh.mesh.weights.manifest import (
     ALIGNMENT,
-    Layout,
-    Part,
+    PieceLayout,
+    RankPart,
     TornWeights,
     WeightsHandle,
     WeightsMismatch,
@@ -38,12 +38,12 @@ def tied_model() -> nn.Module:
 def staged(model: nn.Module, version: int, dtype: torch.dtype | None = None) -> StagedWeights:
     """What a receiver has when it has received a model's weights from one rank."""
     rows = own_rows(model.state_dict(), 0, dtype)
-    layout, manifest = Layout.of(rows), manifest_of(rows)
+    layout, manifest = PieceLayout.of(rows), manifest_of(rows)
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for piece, place in layout.views(manifest, memory):
         place.copy_(rows[piece.entry].local)
     stamp(memory, version, 5)
-    part = Part(0, "shm", layout, 5, None)
+    part = RankPart(0, "shm", layout, 5, None)
     return StagedWeights(WeightsHandle(version, manifest, (part,)), (memory,))
 
 

@@ -23,7 +23,7 @@ from composer_mesh.services.directory.claim import (
 )
 from composer_mesh.services.directory.report import read_evaluations, read_metrics
 from composer_mesh.services.directory.status import RunStatus, read_status, write_status
-from composer_mesh.services.inspection.events_command import LONGEST_LINE, Lines
+from composer_mesh.services.inspection.events_command import LONGEST_LINE, FollowedLines
 
 HERE = "http://127.0.0.1:4711"
 
@@ -104,7 +104,7 @@ def test_a_line_that_is_too_long_is_left_out_and_the_next_one_is_read(tmp_path: 
     path = tmp_path / "events.jsonl"
     long = b"x" * (2 * LONGEST_LINE + 5)
     path.write_bytes(b"a\n" + long + b"\nb\n" + long)
-    lines = Lines(path)
+    lines = FollowedLines(path)
     assert list(lines.new()) == ["a", "b"]
     with path.open("ab") as file:
         file.write(b"\nc\n")
@@ -116,7 +116,7 @@ def test_an_endless_line_is_refused(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**41)
     with pytest.raises(UnusableFile, match="without an end"):
-        list(Lines(path).new())
+        list(FollowedLines(path).new())
 
 
 CONTENT = b"[run]\nname = 'mine'\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stored_runs import short_run
 
-from composer_mesh.actors.checkpoints.folder import Draft
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft
 from composer_mesh.actors.panel.configured import ledger_name
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.schema import Config
@@ -53,7 +53,7 @@ def written(root: Path, config: Config) -> None:
     )
     ledger_name("unit", root)
     announce(root / "hosts", Record("gpu-0", "tcp:127.0.0.1:1", "python", 1, "boot"))
-    draft = Draft(root, 1)
+    draft = CheckpointDraft(root, 1)
     (draft.folder / "model").write_text("")
     draft.commit([])
 

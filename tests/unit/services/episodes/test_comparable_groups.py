@@ -15,7 +15,7 @@ from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.rollout import Retries, Rollouts
+from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
 from composer_mesh.tasks.errors import UnusableTask
 
 
@@ -58,7 +58,7 @@ class Scorer:
 
     async def compared(self, *traces: Trace) -> list[Trace]:
         limits = SupervisionConfig(rollout_retries=2, poison_after=2)
-        retries = Retries(limits, self.poisoned.append, lambda *_, **__: None)
+        retries = EpisodeRetries(limits, self.poisoned.append, lambda *_, **__: None)
         return await Rollouts(self, retries).comparable(Ranked.create(), list(traces))  # type: ignore[arg-type]
 
 

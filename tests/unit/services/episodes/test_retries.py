@@ -20,7 +20,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteEr
 from composer_mesh.rollouts.poison import PoisonedInput
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.rollout import PacedEvents, Retries, RolloutsFail
+from composer_mesh.services.episodes.rollout import EpisodeRetries, PacedEvents, RolloutsFail
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskError, TaskProcessEnded
@@ -65,11 +65,11 @@ class Told:
         return [kind for kind, *_ in self.events]
 
 
-def retries(told: Told, **limits: Any) -> Retries:
-    return Retries(SupervisionConfig(**limits), told.poisoned.append, told.record)
+def retries(told: Told, **limits: Any) -> EpisodeRetries:
+    return EpisodeRetries(SupervisionConfig(**limits), told.poisoned.append, told.record)
 
 
-async def sampled(made: Retries, *ends: Callable[[str], Exception]) -> tuple[Any, list[str]]:
+async def sampled(made: EpisodeRetries, *ends: Callable[[str], Exception]) -> tuple[Any, list[str]]:
     attempts = Attempts(list(ends))
     return await made.trial(EPISODE).sample("train-000007-000", attempts), attempts.sessions
 
@@ -231,7 +231,7 @@ async def test_a_poisoned_episode_is_on_disk_with_all_that_is_needed_to_see_it_a
 ) -> None:
     error = RemoteError("environment-0", "step", "Traceback ...\nZeroDivisionError: by zero")
     with RunStore(tmp_path, build_config()) as store:
-        made = Retries(SupervisionConfig(), store.add_poisoned, Told().record)
+        made = EpisodeRetries(SupervisionConfig(), store.add_poisoned, Told().record)
         await sampled(made, *[lambda _: error] * 2)
     line = json.loads((tmp_path / "poisoned.jsonl").read_text())
     assert line["episode"] == {

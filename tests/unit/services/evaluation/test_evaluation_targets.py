@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from composer_mesh.actors.checkpoints.folder import Draft
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.cli import main
 from composer_mesh.services.evaluation.target import EvalRefused, target_of
@@ -24,7 +24,7 @@ def run(tmp_path: Path, build_config: object) -> Path:
     with RunStore(root, config):
         pass
     for step in (1, 2):
-        draft = Draft(root, step)
+        draft = CheckpointDraft(root, step)
         (draft.folder / "config.json").write_text("{}")
         draft.commit([])
     return root

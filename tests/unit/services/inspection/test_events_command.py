@@ -17,7 +17,7 @@ from rich.console import Console
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, goes_on, write_status
 from composer_mesh.services.inspection.events_command import (
-    Lines,
+    FollowedLines,
     Printer,
     event_line,
     events_command,
@@ -69,7 +69,7 @@ def test_a_line_that_is_no_event_stops_nobody(line: str) -> None:
 
 
 def test_a_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
-    lines = Lines(tmp_path / "events.jsonl")
+    lines = FollowedLines(tmp_path / "events.jsonl")
     assert list(lines.new()) == []
     (tmp_path / "events.jsonl").write_text("one\ntw")
     assert list(lines.new()) == ["one"]
@@ -93,7 +93,7 @@ def test_the_lines_written_just_before_the_end_are_read(tmp_path: Path) -> None:
                 file.write("last\n")
         return again
 
-    assert list(Lines(path).until_the_end(more, lambda: None)) == ["first", "last"]
+    assert list(FollowedLines(path).until_the_end(more, lambda: None)) == ["first", "last"]
 
 
 def test_a_finished_run_is_printed_and_left(

@@ -18,7 +18,7 @@ from composer_mesh.services.directory.control import Control
 from composer_mesh.services.directory.status import ActorStatus, RunStatus
 from composer_mesh.services.inspection import inspect_commands
 from composer_mesh.services.inspection.inspect_commands import (
-    Stacks,
+    ProcessStacks,
     all_stacks,
     read_pyspy,
     stack_lines,
@@ -69,7 +69,7 @@ def pyspy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PYSPY, str(program))
 
 
-def names(found: list[Stacks]) -> list[tuple[str, int | None, str]]:
+def names(found: list[ProcessStacks]) -> list[tuple[str, int | None, str]]:
     """Name, pid and call of each process; why there is none for one that was not read."""
     return [(one.process, one.pid, one.error or ", ".join(one.threads[0].frames)) for one in found]
 

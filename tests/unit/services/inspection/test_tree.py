@@ -31,7 +31,13 @@ from composer_mesh.services.directory.status import (
     read_status,
     write_status,
 )
-from composer_mesh.services.inspection.tree import Usage, Viewer, merge, pids_of, tree_command
+from composer_mesh.services.inspection.tree import (
+    ProcessUsage,
+    Viewer,
+    merge,
+    pids_of,
+    tree_command,
+)
 from composer_mesh.services.inspection.tree_page import MeshPage
 
 GUIDE = ROOT / "docs" / "tree.md"
@@ -82,7 +88,9 @@ MANY = dataclasses.replace(
         for place in range(9)
     ),
 )
-HEAVY = Usage(dict.fromkeys(pids_of(MANY), 1234.5), dict.fromkeys(pids_of(MANY), 123_456 << 20))
+HEAVY = ProcessUsage(
+    dict.fromkeys(pids_of(MANY), 1234.5), dict.fromkeys(pids_of(MANY), 123_456 << 20)
+)
 
 
 def drawn(about: dict[str, Any], width: int = 200) -> list[str]:
@@ -141,7 +149,7 @@ def test_the_mesh_and_the_status_are_joined_by_name() -> None:
 
 
 def test_the_system_is_believed_about_memory_and_the_admin_server_where_it_says_nothing() -> None:
-    usage = Usage(cpu_percent={11: 97.5}, rss_bytes={11: 5 << 20})
+    usage = ProcessUsage(cpu_percent={11: 97.5}, rss_bytes={11: 5 << 20})
     controller, trainer, *_ = merge("quick", STATUS, MESH, usage)["hosts"][0]["processes"]
     assert (trainer["cpu_percent"], trainer["rss_bytes"]) == (97.5, 5 << 20)
     assert (controller["cpu_percent"], controller["rss_bytes"]) == (None, 1 << 20)
@@ -155,7 +163,7 @@ def test_a_process_of_another_machine_is_not_taken_for_one_of_this_machine() -> 
 
 
 def test_a_wide_page_says_all_of_a_process() -> None:
-    lines = drawn(merge("quick", WITH_ONE_TO_COME, MESH, Usage({11: 97.4}, {11: 2 << 20})))
+    lines = drawn(merge("quick", WITH_ONE_TO_COME, MESH, ProcessUsage({11: 97.4}, {11: 2 << 20})))
     assert lines[0] == "quick  training  step 3/20  policy v3  restarts 2  transport tcp"
     titles = "process state policy restarts memory cpu queue calls messages pid"
     assert lines[2].split() == titles.split()

@@ -21,7 +21,7 @@ from composer_mesh.services.directory.status import (
     read_status,
     write_status,
 )
-from composer_mesh.services.inspection.tree import Usage, Viewer, merge, pids_of
+from composer_mesh.services.inspection.tree import ProcessUsage, Viewer, merge, pids_of
 from composer_mesh.services.inspection.tree_page import MeshPage
 
 STATUS = RunStatus(
@@ -67,7 +67,9 @@ ON_TWO_HOSTS = dataclasses.replace(
 
 
 def test_hosts_have_the_names_that_the_run_has_for_them_and_what_they_tell_themselves() -> None:
-    about = merge("quick", ON_TWO_HOSTS, TWO_HOSTS, Usage({11: 1.0, 12: 2.0}, {11: 1, 12: 2}))
+    about = merge(
+        "quick", ON_TWO_HOSTS, TWO_HOSTS, ProcessUsage({11: 1.0, 12: 2.0}, {11: 1, 12: 2})
+    )
     assert [host["name"] for host in about["hosts"]] == ["localhost", "node-0", "node-1"]
     used = {
         process["name"]: (process["rss_bytes"], process["cpu_percent"])

@@ -16,7 +16,7 @@ from scripted_provider import ENVIRON, ScriptedProvider, answer, teacher
 from composer_mesh import SyncSession
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.client import Retries
+from composer_mesh.actors.provider.client import RetryDelays
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.rollouts.batches import PairSample
@@ -43,7 +43,7 @@ class ScriptedTeachers(TeacherReplayActor):
     async def load(self, refuses: bool) -> None:  # type: ignore[override]
         provider = ScriptedProvider(say=refuses_b if refuses else None)
         endpoints = tuple(map(teacher, NAMES))
-        settings = PanelSettings(endpoints, retries=Retries(1), budget=BudgetRules(usd=1.0))
+        settings = PanelSettings(endpoints, retries=RetryDelays(1), budget=BudgetRules(usd=1.0))
         self._panel = await TeacherPanel.open(
             settings, environ=ENVIRON, transport=provider.transport
         )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from slow_file import SlowFile
 
-from composer_mesh.actors.checkpoints.folder import Draft, folder_of
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft, folder_of
 from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, write_manifest, written
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
@@ -321,7 +321,7 @@ async def test_the_event_loop_goes_on_while_a_checkpoint_is_checked(
     """A silent controller would lose the hosts that it has attached."""
     with opened(tmp_path, config) as store:
         await filled(store)
-    draft = Draft(tmp_path, DONE)
+    draft = CheckpointDraft(tmp_path, DONE)
     (draft.folder / "state").write_bytes(b"weights")
     checkpoint = draft.commit(written(draft.folder, [draft.folder / "state"]))
     file = SlowFile(checkpoint.folder / MANIFEST_FILE)

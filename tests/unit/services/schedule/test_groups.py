@@ -12,7 +12,7 @@ from controller_world import World, rollouts_of
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hint_sources import Written
+from composer_mesh.rollouts.hint_sources import WrittenHint
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.schedule.groups import Groups, StoredGroup, first_to_finish
@@ -20,7 +20,7 @@ from composer_mesh.services.schedule.step_builder import Group
 from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
 from composer_mesh.tasks.toolbox import ToolboxTask
 
-WORDS = WordedHints({("train-000001-000", 0): Written("Look.", "llm")}, 1, 0.5)
+WORDS = WordedHints({("train-000001-000", 0): WrittenHint("Look.", "llm")}, 1, 0.5)
 
 
 class Keeping(World):

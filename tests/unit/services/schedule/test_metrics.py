@@ -12,7 +12,7 @@ from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
 from composer_mesh.services.replay.late_rewards import Corrections
-from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
@@ -51,7 +51,7 @@ def test_a_step_reports_what_it_trained_on() -> None:
         failures=Counter(rate=2),
         dropped=Counter(length=4),
     )
-    taken = Taken([], replay_outcome, expired=1, waiting=7, usd_total=1.5, saved_usd=0.125)
+    taken = TakenPairs([], replay_outcome, expired=1, waiting=7, usd_total=1.5, saved_usd=0.125)
     corrections = Corrections([(TRACES[0], 1.0)], Counter(rewards=2))
     metrics = step_metrics(batch_of(TRACES), TRACES, taken, corrections, {"loss/total": 0.5})
     assert metrics == {

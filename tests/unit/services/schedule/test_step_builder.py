@@ -11,7 +11,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.replay.late_rewards import LateRewards
-from composer_mesh.services.replay.pair_stream import Taken
+from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.step_builder import Group, StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
@@ -45,7 +45,7 @@ def group_of(group_id: int, *rewards: float) -> Group:
 
 GROUPS = [[group_of(0, 1.0, 0.0), group_of(1, 0.5, 0.25)], [group_of(2, 0.0, 1.0)]]
 OUTCOMES = Counter(student_agrees=1, pair=3, tie=2)
-TAKEN = Taken([], ReplayOutcome(states=6, usd=0.1 + 0.2, outcomes=OUTCOMES), 1, 2, 0.7, 0.3, 4)
+TAKEN = TakenPairs([], ReplayOutcome(states=6, usd=0.1 + 0.2, outcomes=OUTCOMES), 1, 2, 0.7, 0.3, 4)
 
 
 def composer_of(

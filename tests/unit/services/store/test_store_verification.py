@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from stored_runs import short_run
 
-from composer_mesh.actors.checkpoints.folder import Draft
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft
 from composer_mesh.actors.checkpoints.manifest import written
 from composer_mesh.actors.sqlite_file import checksum_of
 from composer_mesh.configs.schema import Config
@@ -47,7 +47,7 @@ def change(run: Path, statement: str) -> None:
 
 
 def checkpoint(run: Path, step: int) -> Path:
-    draft = Draft(run, step)
+    draft = CheckpointDraft(run, step)
     (draft.folder / "shard").write_bytes(b"tensors")
     return draft.commit(written(draft.folder, [draft.folder / "shard"])).folder
 

@@ -12,11 +12,11 @@ from inspected_runs import a_pair, a_trace, listed_of
 from rich.console import Console
 
 from composer_mesh.configs.sdpo import HintsConfig
-from composer_mesh.rollouts.hint_sources import Hint, Written
+from composer_mesh.rollouts.hint_sources import Hint, WrittenHint
 from composer_mesh.rollouts.pairs import FailureKind, Provenance, TeacherVote
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.store.rows import ItemState, LateReward
-from composer_mesh.services.traces.listing import Paired, Rollout
+from composer_mesh.services.traces.listing import ListedRollout, Paired
 from composer_mesh.services.traces.rollout_page import MOST_LINES, RolloutPage
 from composer_mesh.services.traces.text import call_line, content_of, one_line, plain_lines
 from composer_mesh.services.traces.whole import TokenCount, hints_of, tokenizer_folder
@@ -24,15 +24,15 @@ from composer_mesh.services.traces.whole import TokenCount, hints_of, tokenizer_
 EVIL = "[bold]x[/]\x1b[2J\nturn 9 ─────\n\u202ey"
 
 
-def page(rollout: Rollout, width: int = 80, full: bool = False) -> list[str]:
+def page(rollout: ListedRollout, width: int = 80, full: bool = False) -> list[str]:
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
     console.print(RolloutPage(rollout, full).draw())
     return [line.rstrip() for line in out.getvalue().split("\n")]
 
 
-def rollout_of(trace: Trace, **known: Any) -> Rollout:
-    return Rollout(listed_of(trace, step=4), trace, known.pop("group", [trace]), **known)
+def rollout_of(trace: Trace, **known: Any) -> ListedRollout:
+    return ListedRollout(listed_of(trace, step=4), trace, known.pop("group", [trace]), **known)
 
 
 def answering(content: str) -> Trace:
@@ -180,7 +180,7 @@ class TestHints:
         place = (self.TRACE.trace_id, 0)
         for written, expected in (
             ({}, ("Hint: 3 is wrong. Do every step, then copy the last result.", "template")),
-            ({place: Written("Add again.", "llm")}, ("Hint: Add again.", "llm")),
+            ({place: WrittenHint("Add again.", "llm")}, ("Hint: Add again.", "llm")),
         ):
             (hint,), notes = hints_of(
                 self.TRACE, [self.TRACE], HintsConfig(), "12", written, TokenCount(256, no_folder)

@@ -11,7 +11,7 @@ from fake_trainer import Running, batch
 from repetition import repeated
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
-from composer_mesh.actors.learning.weight_update import GradientNotFinite, NotFinite, Part
+from composer_mesh.actors.learning.weight_update import GradientNotFinite, NotFinite, UpdatePart
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.services.training.checkpoint_writes import AverageLost
 
@@ -197,7 +197,7 @@ async def test_an_error_that_does_not_come_again_costs_a_restart(
 
 
 async def test_a_gradient_that_is_not_finite_restarts_nothing(run: Running) -> None:
-    part = Part("microbatch 2 of 4", ("train-000001-003-02",), (3,))
+    part = UpdatePart("microbatch 2 of 4", ("train-000001-003-02",), (3,))
     found = [NotFinite("the policy loss is nan", part)]
     error = GradientNotFinite(1, float("nan"), 1e-5, 0, {}, found)
     run.world.fails["train"] = [None, error]

@@ -5,7 +5,7 @@ same of a trainer in a process of its own.
 
 Work on several ranks: none of them is late while another one, for which it waits, moves.
 
-The port `Teachers` of training: the fake and `RestoredTeachers` keep its contract.
+The port `CheckpointedTeachers` of training: the fake and `RestoredTeachers` keep its contract.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.steps.ports import Training, WeightSync
-from composer_mesh.services.training.checkpoint_writes import AverageLost, Teachers
+from composer_mesh.services.training.checkpoint_writes import AverageLost, CheckpointedTeachers
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
 from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining, MeshWeightSync, RestoredTeachers
@@ -274,14 +274,14 @@ async def over_fake_actors(build_config: Any) -> RestoredTeachers:
 
 
 @pytest.fixture(params=["fake", "RestoredTeachers"])
-async def teachers(request: Any, build_config: Any) -> Teachers:
+async def teachers(request: Any, build_config: Any) -> CheckpointedTeachers:
     if request.param == "RestoredTeachers":
         return await over_fake_actors(build_config)
     return fake_trainer.World(version=VERSION, average=0.0)
 
 
 async def test_teachers_that_follow_have_the_trainers_version_and_write_its_average(
-    teachers: Teachers, tmp_path: Path
+    teachers: CheckpointedTeachers, tmp_path: Path
 ) -> None:
     await teachers.follow()
     await teachers.keep(VERSION)
@@ -289,7 +289,7 @@ async def test_teachers_that_follow_have_the_trainers_version_and_write_its_aver
 
 
 async def test_an_average_at_another_version_is_lost_and_nothing_is_written(
-    teachers: Teachers, tmp_path: Path
+    teachers: CheckpointedTeachers, tmp_path: Path
 ) -> None:
     await teachers.follow()
     await teachers.keep(VERSION)
@@ -298,13 +298,15 @@ async def test_an_average_at_another_version_is_lost_and_nothing_is_written(
     assert await teachers.write(tmp_path) == []
 
 
-async def test_nothing_is_written_that_was_not_kept(teachers: Teachers, tmp_path: Path) -> None:
+async def test_nothing_is_written_that_was_not_kept(
+    teachers: CheckpointedTeachers, tmp_path: Path
+) -> None:
     await teachers.follow()
     assert await teachers.write(tmp_path) == []
 
 
 async def test_the_initial_average_can_be_restored_and_a_checkpoint_without_one_cannot(
-    teachers: Teachers, tmp_path: Path
+    teachers: CheckpointedTeachers, tmp_path: Path
 ) -> None:
     await teachers.follow()
     await teachers.forget()

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from composer_mesh.services.web.bodies import HANDLERS, INLINE_BYTES, Bodies
-from composer_mesh.services.web.connections import Limits
+from composer_mesh.services.web.connections import ServerLimits
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 
 MOST = 1_000_000
@@ -53,7 +53,9 @@ class Served:
 
 
 @asynccontextmanager
-async def served(limits: Limits | None = None) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+async def served(
+    limits: ServerLimits | None = None,
+) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
     server = Served()
     app = Starlette(routes=[Route("/", server.post, methods=["POST"])], exception_handlers=HANDLERS)
     with listening_socket("127.0.0.1", 0) as listener:
@@ -91,7 +93,7 @@ async def test_unfinished_bodies_are_bounded_for_a_client_and_for_all() -> None:
 
 
 async def test_a_body_that_never_ends_is_held_no_longer_than_its_time() -> None:
-    async with served(Limits(body_s=0.2)) as (server, _):
+    async with served(ServerLimits(body_s=0.2)) as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nclient: a\r\ncontent-length: 9\r\n\r\n[")
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")

@@ -20,7 +20,7 @@ from composer_mesh.services.web.connections import (
     WARNINGS,
     WARNINGS_S,
     Connections,
-    Limits,
+    ServerLimits,
     SparseWarnings,
 )
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
@@ -99,7 +99,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(limits: Limits, app: Any = None) -> AsyncIterator[Served]:
+async def served(limits: ServerLimits, app: Any = None) -> AsyncIterator[Served]:
     server = Served()
     config = http_config(app or server.answer, 0, limits)
     config.connections = Connections(limits, user_by_address)
@@ -111,7 +111,7 @@ async def served(limits: Limits, app: Any = None) -> AsyncIterator[Served]:
 
 
 async def test_idle_connections_of_another_user_beyond_the_limit_lock_nobody_out() -> None:
-    limits = Limits(most=8, head_s=LONG_S)
+    limits = ServerLimits(most=8, head_s=LONG_S)
     async with served(limits) as server:
         idle = [await server.connected(OTHERS) for _ in range(5 * limits.most)]
         assert await (await server.connected()).asked() == 200
@@ -120,7 +120,7 @@ async def test_idle_connections_of_another_user_beyond_the_limit_lock_nobody_out
 
 
 async def test_requests_of_another_user_leave_places_for_the_owner() -> None:
-    limits = Limits(most=8, head_s=LONG_S)
+    limits = ServerLimits(most=8, head_s=LONG_S)
     async with served(limits) as server:
         for _ in range(limits.for_others):
             (await server.connected(OTHERS)).send(b"GET /stays HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -132,23 +132,23 @@ async def test_requests_of_another_user_leave_places_for_the_owner() -> None:
 
 
 async def test_the_owners_own_idle_connections_lock_nobody_out() -> None:
-    async with served(Limits(most=8, head_s=LONG_S)) as server:
+    async with served(ServerLimits(most=8, head_s=LONG_S)) as server:
         for _ in range(40):
             await server.connected()
         assert await (await server.connected()).asked() == 200
 
 
 async def test_a_connection_that_sends_nothing_ends() -> None:
-    async with served(Limits(head_s=0.05)) as server:
+    async with served(ServerLimits(head_s=0.05)) as server:
         assert await (await server.connected()).rest() == b""
 
 
 @pytest.mark.parametrize(
     ("limits", "begun", "piece", "part"),
     [
-        (Limits(head_s=0.3), b"GET / HTTP/1.1\r\n", b"x: 1\r\n", "headers"),
+        (ServerLimits(head_s=0.3), b"GET / HTTP/1.1\r\n", b"x: 1\r\n", "headers"),
         (
-            Limits(body_s=0.3),
+            ServerLimits(body_s=0.3),
             b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n",
             b"x",
             "body",
@@ -156,7 +156,7 @@ async def test_a_connection_that_sends_nothing_ends() -> None:
     ],
 )
 async def test_a_request_that_arrives_byte_by_byte_is_refused(
-    limits: Limits, begun: bytes, piece: bytes, part: str
+    limits: ServerLimits, begun: bytes, piece: bytes, part: str
 ) -> None:
     async with served(limits) as server:
         peer = await server.connected()
@@ -170,7 +170,7 @@ async def test_a_request_that_arrives_byte_by_byte_is_refused(
 
 
 async def test_an_answer_may_take_longer_than_its_request() -> None:
-    async with served(Limits(head_s=2.0, body_s=2.0)) as server:
+    async with served(ServerLimits(head_s=2.0, body_s=2.0)) as server:
         peer = await server.connected()
         peer.send(b"GET /late HTTP/1.1\r\nhost: x\r\n\r\n")
         assert await peer.status() == 200
@@ -193,7 +193,7 @@ async def test_a_peer_that_takes_nothing_of_an_answer_loses_its_connection() -> 
             pass
         lost.set()
 
-    async with served(Limits(sending_s=0.2), endless) as server:
+    async with served(ServerLimits(sending_s=0.2), endless) as server:
         (await server.connected()).send(REQUEST)
         await lost.wait()
 
@@ -206,13 +206,13 @@ def test_the_limit_follows_that_of_descriptors(
     soft: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    assert Limits().most == most
-    assert 0 < Limits().for_others < most
+    assert ServerLimits().most == most
+    assert 0 < ServerLimits().for_others < most
 
 
 async def test_a_body_of_many_small_chunks_is_read_no_further() -> None:
     head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    async with served(Limits(head_s=LONG_S, body_s=LONG_S)) as server:
+    async with served(ServerLimits(head_s=LONG_S, body_s=LONG_S)) as server:
         small = await server.connected()
         small.send(head + b"1\r\nx\r\n" * 3 * FREE_CHUNKS)
         assert await small.status() == 400
@@ -223,7 +223,7 @@ async def test_a_body_of_many_small_chunks_is_read_no_further() -> None:
 
 
 async def test_malformed_requests_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async with served(Limits(head_s=LONG_S)) as server:
+    async with served(ServerLimits(head_s=LONG_S)) as server:
         for _ in range(2 * WARNINGS):
             peer = await server.connected()
             peer.send(b"NO HTTP\r\n\r\n")
