@@ -23,7 +23,7 @@ from composer_mesh.mesh.call_server import Endpoint, current_caller
 from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
 from composer_mesh.mesh.supervision import SessionLost
-from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
@@ -55,7 +55,7 @@ class EnvironmentActor(MeshActor):
         self._process: TaskProcess | None = None
         self._starting = asyncio.Lock()
         self._judges: PeerJudges | None = None
-        self._forgetting = BackgroundTasks(told_to_loop)
+        self._forgetting = BackgroundTasks(reported_to_loop)
 
     @concurrent_endpoint
     async def load(self, config: Config, keys: Keys | None = None) -> None:
@@ -127,7 +127,7 @@ class EnvironmentActor(MeshActor):
         self._drop(session_id)
 
     @concurrent_endpoint
-    async def hang_up(self, caller: str) -> None:
+    async def disconnect(self, caller: str) -> None:
         """Drop the sessions of a caller that is dead. Waits for its calls under way."""
         await self.end_calls(caller)
         for session_id in [name for name, one in self._callers.items() if one == caller]:

@@ -5,7 +5,7 @@
 
 Both sides write to a port of the other, which costs a fraction of a call to an endpoint. A
 cancelled call is cancelled at the other end too. Messages to a dead process are lost without an
-error: whoever learns of a death calls `CallStream.lose`, or `StreamServer.hang_up` at the other
+error: whoever learns of a death calls `CallStream.lose`, or `StreamServer.disconnect` at the other
 end. Calls have no deadline of their own.
 """
 
@@ -28,7 +28,7 @@ from composer_mesh.mesh.call_server import (
     messages_of,
 )
 from composer_mesh.mesh.supervision import ActorDied, RemoteError, call
-from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
 
 OPEN_DEADLINE_S = 45.0
 """Longest wait for an actor to take calls. It is known to be alive, and by default counts as hung
@@ -141,7 +141,7 @@ class CallStream(Caller):
         if isinstance(error, ActorDied):
             return  # its owner finds that out too
         if self._failed is None:
-            told_to_loop(name, error)
+            reported_to_loop(name, error)
         else:
             self._failed(error)
 
@@ -165,11 +165,11 @@ class StreamServer(CallServer):
         self._reading[caller].add_done_callback(self._ended)
         return calls
 
-    async def hang_up(self, caller: str) -> None:
+    async def disconnect(self, caller: str) -> None:
         """Cancel the calls of a caller that is dead. Waits until they have ended."""
         if (reading := self._reading.pop(caller, None)) is not None:
             await cancel_and_wait([reading])
-        await super().hang_up(caller)
+        await super().disconnect(caller)
 
     async def _read(self, caller: str, receiver: PortReceiver[list[Item]]) -> None:
         while True:

@@ -32,7 +32,7 @@ from composer_mesh.mesh.supervision import (
     call,
     heard,
 )
-from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
 
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ class MeshHost:
     def _task_failed(self, name: str, error: BaseException) -> None:
         """End the run: an actor must be watched, and killable."""
         if self.supervisor is None:
-            told_to_loop(name, error)
+            reported_to_loop(name, error)
             return
         recorded_by(self.supervisor.note)(name, error)
         self.supervisor.fail(error)

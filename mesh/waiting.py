@@ -248,7 +248,7 @@ class BackgroundTasks:
             failed(task.get_name(), error)
 
 
-def told_to_loop(name: str, error: BaseException) -> None:
+def reported_to_loop(name: str, error: BaseException) -> None:
     """Report an error to the loop's exception handler, which logs it, if there is no recorder."""
     about = {"message": f"{name} failed", "exception": error}
     asyncio.get_running_loop().call_exception_handler(about)

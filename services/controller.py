@@ -38,7 +38,7 @@ from composer_mesh.services.schedule.groups import Groups, ResumeState
 from composer_mesh.services.schedule.metrics import success_of_tasks
 from composer_mesh.services.schedule.outlook import Outlook
 from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder, StepGroups
-from composer_mesh.services.schedule.stopping import StopAsked, Stopping
+from composer_mesh.services.schedule.stopping import Stopping, StopRequested
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
 from composer_mesh.services.steps.ports import JudgeCosts, Store, Training, Watcher, WeightSync
@@ -128,11 +128,11 @@ class Controller:
 
         However it ends, nothing that it started is still running.
         """
-        self.stopping.heeded = True
+        self.stopping.finishes_step = True
         try:
             await self._syncs.guard(self._run())
         finally:
-            self.stopping.take_down()
+            self.stopping.mark_over()
             await self._groups.close()
             await self.ports.rollouts.close()
             if self.ports.replay is not None:
@@ -142,7 +142,7 @@ class Controller:
     async def _run(self) -> None:
         try:
             await self._to_the_end()
-        except StopAsked:
+        except StopRequested:
             await self._leave()
         except JudgesSpent:
             await self._keep_finished()

@@ -5,7 +5,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.models.ranks import Division, Meeting, Ranks, open_store
+from composer_mesh.actors.models.ranks import Division, Ranks, Rendezvous, open_store
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
 
@@ -18,7 +18,7 @@ class RankActor(MeshActor):
         self._store: Any = None
 
     @concurrent_endpoint
-    async def open_rendezvous(self, deadline_s: float, apart: bool) -> Meeting:
+    async def open_rendezvous(self, deadline_s: float, apart: bool) -> Rendezvous:
         """Listen for the other ranks, before `connect`; return the address.
 
         Listens on loopback, or on the cluster address if ranks are `apart`, on other hosts.
@@ -28,7 +28,7 @@ class RankActor(MeshActor):
 
     @concurrent_endpoint
     async def connect(
-        self, rank: int, size: int, rendezvous: Meeting, deadline_s: float, division: Division
+        self, rank: int, size: int, rendezvous: Rendezvous, deadline_s: float, division: Division
     ) -> None:
         """Join the process groups, before `load`, if there are several ranks. Waits for all."""
         self._ranks = await asyncio.to_thread(

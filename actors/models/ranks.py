@@ -44,7 +44,7 @@ class Address:
     port: int
 
 
-Meeting = Path | Address
+Rendezvous = Path | Address
 
 
 def open_store(deadline_s: float, apart: bool = True) -> tuple[Address, dist.Store]:
@@ -64,7 +64,7 @@ def open_store(deadline_s: float, apart: bool = True) -> tuple[Address, dist.Sto
     return Address(host, port), store
 
 
-def join_store(rendezvous: Meeting, size: int, deadline_s: float) -> dist.Store:
+def join_store(rendezvous: Rendezvous, size: int, deadline_s: float) -> dist.Store:
     """Return the store in which `size` ranks find each other. Waits for rank 0's port."""
     timeout = timedelta(seconds=deadline_s)
     if isinstance(rendezvous, Address):
@@ -74,7 +74,9 @@ def join_store(rendezvous: Meeting, size: int, deadline_s: float) -> dist.Store:
     return store
 
 
-def talk_over(rendezvous: Meeting, environ: MutableMapping[str, str] = os.environ) -> None:
+def choose_interfaces(
+    rendezvous: Rendezvous, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Make gloo and NCCL use loopback, or the interface that other hosts can reach."""
     if isinstance(rendezvous, Address):
         near = ipaddress.ip_address(rendezvous.host).is_loopback
@@ -132,7 +134,7 @@ class Ranks:
         cls,
         rank: int,
         size: int,
-        rendezvous: Meeting,
+        rendezvous: Rendezvous,
         deadline_s: float,
         device: torch.device = CPU,
         store: dist.Store | None = None,
@@ -146,7 +148,7 @@ class Ranks:
         """
         timeout = timedelta(seconds=COLLECTIVE_S)
         store = store or join_store(rendezvous, size, deadline_s)
-        talk_over(rendezvous)
+        choose_interfaces(rendezvous)
         backend = BACKENDS[device.type]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = cls(rank, size, device)

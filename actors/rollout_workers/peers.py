@@ -36,7 +36,7 @@ from typing import Any
 from composer_mesh.mesh.call_stream import Calls
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
-from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.pairs import TeacherReply
@@ -112,7 +112,7 @@ class Peers:
         self._open_stream = open_stream
         self._calls: dict[str, Calls] = {}
         self._gone: dict[str, str] = {}
-        self._closing = BackgroundTasks(told_to_loop)
+        self._closing = BackgroundTasks(reported_to_loop)
         self._changed = asyncio.Event()
         self.open: list[str] = []
         """Names of those that take new work."""
@@ -198,7 +198,7 @@ class PeerEnvironments:
         self._environments, self._deadline_s = environments, deadline_s
         self._homes: dict[str, str] = {}
         self._sessions: Counter[str] = Counter()
-        self._forgetting = BackgroundTasks(told_to_loop)
+        self._forgetting = BackgroundTasks(reported_to_loop)
 
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
         """Return an episode with its row, and its verified answer if the task states one."""
@@ -346,7 +346,7 @@ class LockstepGeneration:
         self._waiting: dict[str, Waiting] = {}
         self._told: set[str] = set()
         self._all_wait = asyncio.Event()
-        self._rounds = BackgroundTasks(told_to_loop)
+        self._rounds = BackgroundTasks(reported_to_loop)
 
     async def generate(self, request: GenerationRequest, _group: str) -> GenerationResult:
         """Sample one continuation. Waits for the round that has it."""

@@ -32,7 +32,7 @@ from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.processes import cpu_seconds, end_of_child, kill_group
 from composer_mesh.mesh.programs import reap, start_tied
 from composer_mesh.mesh.supervision import SessionLost, heard
-from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.tasks.calls import MARKS_BYTES, STACKS_SIGNAL, CallMark, read_marks
 from composer_mesh.tasks.errors import PACKAGE, TaskProcessEnded, calls_tasks, is_library
@@ -161,7 +161,7 @@ class TaskProcess:
         self._hang_s, self._silent_s, self._held = hang_s, silent_s, ""
         self._marks, self._stacks = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._marks.truncate(MARKS_BYTES)
-        self._tasks = BackgroundTasks(told_to_loop)
+        self._tasks = BackgroundTasks(reported_to_loop)
         self._watching: list[asyncio.Task[None]] = []
         self._gone = False
         ours, theirs = socket.socketpair()

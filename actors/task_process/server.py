@@ -19,7 +19,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.call_server import Endpoint, PipeCalls
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
-from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
@@ -50,7 +50,7 @@ class TaskServer:
 
     def __init__(self, marks: CallMarks) -> None:
         self._marks, self._sessions = marks, dict[str, RunningEpisode]()
-        self._closing = BackgroundTasks(told_to_loop)
+        self._closing = BackgroundTasks(reported_to_loop)
         self.calls: PipeCalls
         """The connection to the actor; set before the first call arrives."""
 

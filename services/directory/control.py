@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from composer_mesh.mesh.tcp_peer import peer_user
 from composer_mesh.mesh.untrusted_json import parsed_json
-from composer_mesh.mesh.waiting import BackgroundTasks, Failed, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, Failed, reported_to_loop
 from composer_mesh.services.directory.status import RunUnavailable
 
 CONTROL_FILE = "control.sock"
@@ -46,7 +46,7 @@ class Control:
     """
 
     def __init__(
-        self, run: Path, commands: Mapping[str, Command], failed: Failed = told_to_loop
+        self, run: Path, commands: Mapping[str, Command], failed: Failed = reported_to_loop
     ) -> None:
         self._path, self._commands = run / CONTROL_FILE, commands
         self._server: asyncio.Server | None = None

@@ -254,14 +254,14 @@ class RolloutWorkers:
         self._pools.workers.lose(worker, reason)
 
     def _lose(self, worker: str) -> None:
-        self._tasks.start(f"ending the calls of {worker}", self._hang_up(worker))
+        self._tasks.start(f"ending the calls of {worker}", self._disconnect(worker))
         if self._rounds is not None:
             self._rounds.lose(worker)
 
-    async def _hang_up(self, worker: str) -> None:
+    async def _disconnect(self, worker: str) -> None:
         """Have the other actors drop what a worker that is gone asked of them."""
         pools = [self._pools.generators, self._pools.environments]
-        await asyncio.gather(*(call_serving(pool, "hang_up", worker) for pool in pools))
+        await asyncio.gather(*(call_serving(pool, "disconnect", worker) for pool in pools))
         if self._rounds is not None:
             await call_serving(self._pools.generators, "close_round", self._rounds.number)
 

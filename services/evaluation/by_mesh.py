@@ -14,7 +14,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.partial_runs.command import PartialRun
-from composer_mesh.services.run.mesh import Half, RunMesh
+from composer_mesh.services.run.mesh import RunHalf, RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.groups import Sampled, gather_or_cancel
@@ -26,7 +26,7 @@ from composer_mesh.tasks.task import Task
 class EvaluationRun(PartialRun):
     """Held-out samples by the actors of a run; `indices` are the episodes that are left."""
 
-    half: Half = "sampling"
+    half: RunHalf = "sampling"
     indices: Sequence[int] = field(default_factory=list)
     samples: int = 1
 

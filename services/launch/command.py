@@ -73,7 +73,7 @@ from composer_mesh.services.launch.workers import (
     workers_of,
     write_files,
 )
-from composer_mesh.services.schedule.stopping import GRACE_S, TAKE_DOWN_S
+from composer_mesh.services.schedule.stopping import GRACE_S, SHUTDOWN_S
 
 
 def join_command(run: Path, address: str) -> int:
@@ -120,7 +120,7 @@ def _by_who_started_it(run: Path, now: bool, unavailable: RunUnavailable) -> Non
         raise unavailable
     _say(f"the controller does not answer: {handle.kind} {handle.job} is ended")
     try:
-        launcher_of(handle.kind).stop(handle, 0.0 if now else GRACE_S + TAKE_DOWN_S)
+        launcher_of(handle.kind).stop(handle, 0.0 if now else GRACE_S + SHUTDOWN_S)
     except ProgramFailed as failed:
         raise LaunchFailed(str(failed)) from failed
 

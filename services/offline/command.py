@@ -187,11 +187,11 @@ class _Ending:
         """Wait for the job; raise its exception."""
         job, asked = asyncio.create_task(work), asyncio.create_task(self._stop_asking())
         self._stopping.cancels(job)
-        self._stopping.heeded = True
+        self._stopping.finishes_step = True
         try:
             await asyncio.wait([job])
         finally:
-            self._stopping.take_down()
+            self._stopping.mark_over()
             await cancel_and_wait([job, asked])
         if not job.cancelled():
             job.result()

@@ -40,7 +40,7 @@ from composer_mesh.services.partial_runs.stored_steps import (
 )
 from composer_mesh.services.replay.late_rewards import make_late_rewards
 from composer_mesh.services.run.assembly import FAILED, Run
-from composer_mesh.services.run.mesh import Half, RunMesh
+from composer_mesh.services.run.mesh import RunHalf, RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.groups import Groups
@@ -157,7 +157,7 @@ def partial_run_command(
 class PartialRun(Run, ABC):
     """Common base of the two partial runs."""
 
-    half: Half = "sampling"
+    half: RunHalf = "sampling"
     told: str = "nothing was done"
     """Result that is printed for the user."""
 
@@ -190,7 +190,7 @@ class PartialRun(Run, ABC):
 class SamplingRun(PartialRun):
     """Sampling with the generators, without a trainer."""
 
-    half: Half = "sampling"
+    half: RunHalf = "sampling"
     rollouts: RolloutsOnly | None = None
 
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
@@ -215,7 +215,7 @@ class SamplingRun(PartialRun):
 class TrainFromTracesRun(PartialRun):
     """Training on the rollouts stored in `source`."""
 
-    half: Half = "training"
+    half: RunHalf = "training"
     source: RunReader | None = None
     root: Path = Path()
     """Directory of the run that the rollouts are from."""

@@ -24,7 +24,7 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
-from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
+from composer_mesh.services.steps.hint_writing import WrittenHints, worded_from_json
 from composer_mesh.services.steps.logprob_mismatch import Differences, Trained
 from composer_mesh.services.steps.ports import Store, Training, Watcher, WeightSync
 from composer_mesh.services.steps.step_manifest import (
@@ -140,7 +140,7 @@ class StoredSteps:
         except DamagedRecord as damaged:
             raise StoredStepLost(step + 1, str(damaged)) from None
         self._check_ids(traces)
-        return Group(group_id, traces, worded_from_json(worded) if worded else WordedHints())
+        return Group(group_id, traces, worded_from_json(worded) if worded else WrittenHints())
 
     def _check_ids(self, traces: Sequence[Trace]) -> None:
         """Check the first prompt only: token ids match for all rollouts or for none."""

@@ -27,7 +27,7 @@ from composer_mesh.mesh.supervision import (
     HostLost,
     Recorder,
 )
-from composer_mesh.mesh.waiting import Failed, told_to_loop
+from composer_mesh.mesh.waiting import Failed, reported_to_loop
 from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
 from composer_mesh.services.pool.restarts import RestartRules
@@ -194,7 +194,7 @@ class ReplicaSpec:
     @property
     def task_failed(self) -> Failed:
         """What happens with an exception of a service's background task."""
-        return told_to_loop if self.record is record_nothing else recorded_by(self.record)
+        return reported_to_loop if self.record is record_nothing else recorded_by(self.record)
 
     async def start(self, replica: Replica) -> None:
         """Start a replica's process at its current placement. Waits until its actor answers.

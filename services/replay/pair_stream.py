@@ -83,7 +83,7 @@ class Refining:
         return Refined([replace(pair, reference=score) for pair, score in scored], dropped)
 
 
-HEAP = 2
+MOST_BACKLOG = 2
 """A step trains at most this many times the number of pairs that it could have produced itself."""
 
 
@@ -202,7 +202,7 @@ class PairStream:
         self._raise_failure()
         # Late pairs may arrive in a burst: the excess waits, so that no step consists of pairs
         # only.
-        limit = HEAP * self._config.states_per_step
+        limit = MOST_BACKLOG * self._config.states_per_step
         since, asked, usd, states = self._since, self._refined, self._usd, self._states
         self._since = ReplayOutcome()
         pairs, expired = await self._store.take_pairs(step, self._config.max_age, limit)

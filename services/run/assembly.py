@@ -281,14 +281,14 @@ class Run:
                     config = with_member(config, self.store.root)
                     await self._live_on(host, supervisor, config, weights)
         finally:
-            self.stopping.take_down()
+            self.stopping.mark_over()
             await hosts.give_back()
 
     async def _live_on(
         self, host: MeshHost, supervisor: Supervisor, config: Config, weights: Transport
     ) -> None:
         self.event("run_started", "", f"{self.config.run.name}, process {os.getpid()}")
-        supervisor.failure.add_done_callback(lambda _: self.stopping.take_down())
+        supervisor.failure.add_done_callback(lambda _: self.stopping.mark_over())
         # Ends the run at once if its directory is lost, where writes would succeed in vain.
         watching = BackgroundTasks(lambda _task, error: supervisor.fail(error))
         try:
@@ -298,7 +298,7 @@ class Run:
             watching.start("directory", self.store.until_lost())
             await supervisor.guard(self._run_on(host, config, weights))
         finally:
-            self.stopping.take_down()
+            self.stopping.mark_over()
             self.view.phase("stopping actors")
             await watching.close()
 
@@ -332,7 +332,7 @@ class Run:
                 try:
                     await self._train_on(mesh)
                 finally:
-                    self.stopping.take_down()
+                    self.stopping.mark_over()
         finally:
             await mesh.close()
 

@@ -35,7 +35,7 @@ from composer_mesh.tasks.task import Task
 
 DESCRIBE_DEADLINE_S = 5.0
 
-Half = Literal["both", "training", "sampling"]
+RunHalf = Literal["both", "training", "sampling"]
 """Which actors a run has: all, the trainer with its SDPO teachers, or the rollout actors."""
 
 
@@ -49,7 +49,7 @@ class RunMesh:
 
     config: Config
     host: MeshHost
-    half: Half
+    half: RunHalf
     trainers: TrainerRanks
     sampling: tuple[Service, Service, Service] | None
     teachers: SdpoTeachers | None
@@ -90,7 +90,7 @@ class RunMesh:
         host: MeshHost,
         record: Recorder,
         keys: Keys,
-        half: Half = "both",
+        half: RunHalf = "both",
         placements: ProcessPlacements | None = None,
     ) -> "RunMesh":
         """Start all processes concurrently at their placements. Waits until each actor answers.

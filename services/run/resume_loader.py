@@ -26,7 +26,7 @@ from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.replay.teacher_queries import query_record_from_json
 from composer_mesh.services.schedule.groups import ResumeState, StoredGroup
 from composer_mesh.services.schedule.step_builder import Group, StepBuilder
-from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json
+from composer_mesh.services.steps.hint_writing import WrittenHints, worded_from_json
 from composer_mesh.services.steps.logprob_mismatch import Trained
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_from_json
 from composer_mesh.services.store.reading import RunReader
@@ -73,7 +73,7 @@ class ResumeContents:
     def groups_of(self, manifest: StepManifest) -> list[Group]:
         """Return the groups that a step was built from."""
         found = [(group_id, self.groups[group_id]) for group_id in manifest.groups]
-        return [Group(n, one.traces, one.worded or WordedHints()) for n, one in found]
+        return [Group(n, one.traces, one.worded or WrittenHints()) for n, one in found]
 
     def pairs_of(self, manifest: StepManifest) -> list[PreferencePair]:
         """Return the pairs of a step."""

@@ -28,7 +28,7 @@ from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep
-from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints, worded_to_json
+from composer_mesh.services.steps.hint_writing import HintWriting, WrittenHints, worded_to_json
 from composer_mesh.services.steps.logprob_mismatch import Trained
 from composer_mesh.services.steps.ports import Store
 from composer_mesh.tasks.task import Task
@@ -39,7 +39,7 @@ class StoredGroup:
     """A finished group; `worded` is None where no hint texts were requested."""
 
     traces: list[Trace]
-    worded: WordedHints | None = None
+    worded: WrittenHints | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Groups:
         self._query_teachers(group_id, [] if dropped else traces)
         if dropped:
             self._on_drop(group_id)
-            return Group(group_id, traces, before.worded or WordedHints())
+            return Group(group_id, traces, before.worded or WrittenHints())
         if before.worded is not None:
             return Group(group_id, traces, before.worded)
         return Group(group_id, traces, await self._words_for(group_id, traces))
@@ -168,10 +168,10 @@ class Groups:
         elif self._replay is not None:
             self._replay.skip(group_id)
 
-    async def _words_for(self, group_id: int, traces: Sequence[Trace]) -> WordedHints:
+    async def _words_for(self, group_id: int, traces: Sequence[Trace]) -> WrittenHints:
         """Return the hint writer's texts for a group, after storing them. Waits for the writer."""
         if self._hints is None or not traces:
-            return WordedHints()
+            return WrittenHints()
         worded = await self._hints.ask(traces)
         await self._store.add_worded(group_id, worded_to_json(worded))
         return worded

@@ -29,7 +29,7 @@ from composer_mesh.services.replay.late_rewards import Corrections, LateRewards,
 from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.batcher import Batcher
-from composer_mesh.services.steps.hint_writing import WordedHints
+from composer_mesh.services.steps.hint_writing import WrittenHints
 from composer_mesh.services.steps.step_manifest import (
     StepManifest,
     TakenFigures,
@@ -46,7 +46,7 @@ class Group:
 
     group_id: int
     traces: list[Trace]
-    worded: WordedHints
+    worded: WrittenHints
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ class StepBuilder:
         return found
 
 
-def sum_worded(groups: Sequence[Group]) -> WordedHints:
+def sum_worded(groups: Sequence[Group]) -> WrittenHints:
     """Merge the hint texts of all groups."""
-    total = WordedHints()
+    total = WrittenHints()
     for group in groups:
         total += group.worded
     return total

@@ -163,11 +163,11 @@ STOPPED = 128 + signal.SIGTERM
 """Exit status of a run stopped by SIGTERM or by a command."""
 GRACE_S = 60.0
 """Longest time after SIGTERM that a checkpoint is waited for."""
-TAKE_DOWN_S = 30.0
+SHUTDOWN_S = 30.0
 """Part of Slurm's grace period that is reserved for shutting the run down."""
 
 
-class StopAsked(Exception):
+class StopRequested(Exception):
     """Raised when work is abandoned because of a stop request."""
 
 
@@ -176,17 +176,17 @@ def grace_s(config: Config) -> float:
     if config.cluster.kind != "slurm":
         return GRACE_S
     given = config.cluster.slurm.grace_s
-    return max(given - TAKE_DOWN_S, given / 2)
+    return max(given - SHUTDOWN_S, given / 2)
 
 
 class Stopping:
     """A stop request of one run, shared by those that make it and those that honour it.
 
-    While `heeded` is set, a training loop will finish the running step before it stops.
+    While `finishes_step` is set, a training loop will finish the running step before it stops.
     """
 
     def __init__(self) -> None:
-        self.heeded = False
+        self.finishes_step = False
         self.stopped = False
         """Whether the run ends because of a stop request."""
         self._over = False
@@ -206,7 +206,7 @@ class Stopping:
         """Request a stop; return whether a checkpoint is written first. Repeats have no effect."""
         if self._over:
             return False
-        if self.heeded and not now:
+        if self.finishes_step and not now:
             self._asked.set()
             return True
         self.left()
@@ -217,9 +217,9 @@ class Stopping:
     def left(self) -> None:
         """Mark the run as stopped on request, after its work was finished or abandoned."""
         self.stopped = True
-        self.take_down()
+        self.mark_over()
 
-    def take_down(self) -> None:
+    def mark_over(self) -> None:
         """Mark the work as over: later stop requests have no effect."""
         self._over = True
 
@@ -228,12 +228,12 @@ class Stopping:
         await self._asked.wait()
 
     def check(self) -> None:
-        """Raise `StopAsked` if a stop was requested."""
+        """Raise `StopRequested` if a stop was requested."""
         if self.requested:
-            raise StopAsked
+            raise StopRequested
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for work that may be abandoned; raises `StopAsked` when a stop is requested first.
+        """Wait for work that may be abandoned. Raises `StopRequested` once a stop is requested.
 
         Abandoned work keeps running until `close`: rollouts that are sampled together must not lose
         one of them, or the others would differ in their last digits from a run without the stop.
@@ -242,7 +242,7 @@ class Stopping:
         try:
             await asyncio.wait([task, requested], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise StopAsked
+                raise StopRequested
             return task.result()
         finally:
             requested.cancel()

@@ -23,7 +23,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
-from composer_mesh.services.steps.hint_writing import WordedHints, templates_of
+from composer_mesh.services.steps.hint_writing import WrittenHints, templates_of
 from composer_mesh.tasks.task import Task
 
 
@@ -79,7 +79,7 @@ class Batcher:
         step: int,
         groups: Sequence[Sequence[Trace]],
         pairs: Sequence[PreferencePair],
-        worded: WordedHints | None = None,
+        worded: WrittenHints | None = None,
         corrections: Sequence[PolicySample] = (),
         agreement: float | None = None,
     ) -> StepBatch:
@@ -90,7 +90,7 @@ class Batcher:
         """
         most, weight = self.config.policy.max_context, self.config.replay.weight_pairs_by
         packed = pair_samples(pairs, self.chat, most, weight)
-        sites = self._sites(groups, worded or WordedHints()) if self.config.sdpo.on else None
+        sites = self._sites(groups, worded or WrittenHints()) if self.config.sdpo.on else None
         views, counts = (sites.views, sites.counts) if sites else ([], None)
         every = [one for group in groups for trace in group for one in trace.trajectories()]
         channels = self._channels.of([one for one in every if one.turns])
@@ -115,7 +115,7 @@ class Batcher:
             return samples, Skipped()
         return without_zero_advantages(samples, others)
 
-    def _sites(self, groups: Sequence[Sequence[Trace]], worded: WordedHints) -> HintedSites:
+    def _sites(self, groups: Sequence[Sequence[Trace]], worded: WrittenHints) -> HintedSites:
         # Iterates sample by sample over the groups, so that each prompt gets its share of the
         # views.
         found = [trace for row in zip_longest(*groups) for trace in row if trace is not None]

@@ -32,32 +32,32 @@ MOST_REASONS = 8
 
 
 @dataclass
-class WordedHints:
+class WrittenHints:
     """Texts of the hint writer for some groups, with the requests sent and their cost."""
 
     written: dict[Place, WrittenHint] = field(default_factory=dict)
     requests: int = 0
     usd: float = 0.0
 
-    def __iadd__(self, other: "WordedHints") -> "WordedHints":
+    def __iadd__(self, other: "WrittenHints") -> "WrittenHints":
         self.written |= other.written
         self.requests += other.requests
         self.usd += other.usd
         return self
 
 
-def worded_to_json(worded: WordedHints) -> bytes:
+def worded_to_json(worded: WrittenHints) -> bytes:
     """Serialize a group's hint texts as JSON; numbers round-trip bit for bit."""
     written = [[*place, words.text, words.wording] for place, words in worded.written.items()]
     body = {"written": written, "requests": worded.requests, "usd": worded.usd}
     return json.dumps(body, allow_nan=False).encode()
 
 
-def worded_from_json(body: bytes) -> WordedHints:
+def worded_from_json(body: bytes) -> WrittenHints:
     """Read what `worded_to_json` wrote; raise ValueError for anything else."""
     found = _STORED.validate_json(body)
     written = {(trace, turn): WrittenHint(text, how) for trace, turn, text, how in found.written}
-    return WordedHints(written, found.requests, found.usd)
+    return WrittenHints(written, found.requests, found.usd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ class HintWriting:
         hints, templates = config.sdpo.hints, templates_of(task)
         self._sources = hint_sources(chat, attrgetter("answer"), hints, {}, templates)
 
-    async def ask(self, group: Sequence[Trace]) -> WordedHints:
+    async def ask(self, group: Sequence[Trace]) -> WrittenHints:
         """Return the hint texts of one group. Waits for the writer, at most its timeout."""
         asked = self._requests([one for trace in group for one in trace.trajectories()])
         replies = await self._writer.write(list(asked.values())) if asked else []
-        found = WordedHints()
+        found = WrittenHints()
         for place, reply in zip(asked, replies, strict=True):
             found += _worded(place, reply)
             if reply.reason:
@@ -141,7 +141,7 @@ def templates_of(task: Task) -> HintTemplates:
     return TEMPLATES.extended(task.hint_templates) if task.hint_templates else TEMPLATES
 
 
-def _worded(place: Place, reply: HintReply) -> WordedHints:
+def _worded(place: Place, reply: HintReply) -> WrittenHints:
     text = one_line_hint(reply.text)
     written = {place: WrittenHint(text, reply.origin)} if text and reply.origin != "none" else {}
-    return WordedHints(written, int(reply.sent), reply.usd)
+    return WrittenHints(written, int(reply.sent), reply.usd)

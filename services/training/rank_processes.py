@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.models.rank_actor import RankActor
-from composer_mesh.actors.models.ranks import Division, Meeting
+from composer_mesh.actors.models.ranks import Division, Rendezvous
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
@@ -186,7 +186,7 @@ class RankProcesses:
     async def _call(self, one: SpawnedActor, endpoint: str, *args: Any) -> Any:
         return await one.call(endpoint, *args, deadline_s=self._deadline_s)
 
-    async def _rendezvous_at(self, rendezvous: Meeting) -> None:
+    async def _rendezvous_at(self, rendezvous: Rendezvous) -> None:
         size, trainer = len(self.all), self._config.trainer
         divided = Division(trainer.context_parallel, trainer.expert_parallel)
         await together(

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from composer_mesh.configs.validation import validated
-from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.plugins.openenv.server.observations import listed_tools
 from composer_mesh.plugins.openenv.server.session import EnvSession, SessionPool
 from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused, json_object
@@ -169,7 +169,7 @@ class McpSessions:
     def __init__(self, pool: SessionPool, number: int) -> None:
         self._pool, self._number = pool, number
         self._open: dict[str, _Open] = {}
-        self._closing = BackgroundTasks(told_to_loop)
+        self._closing = BackgroundTasks(reported_to_loop)
 
     def owner(self, session_id: str) -> int | None:
         """Return the process that a session id names; None if it is no id."""

@@ -214,7 +214,7 @@ def _name_of(cause: Exception, names: list[str]) -> str:
     return cause.actor if isinstance(cause, DeadlineExceeded) else names[0]
 
 
-ALL_AT_ONCE = 1_000_000
+NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class ServeMesh:
                 n=config.generator.replicas,
                 name="sampler",
                 attempts=1,  # its callers try again, without the others of the lost process
-                max_outstanding=ALL_AT_ONCE,
+                max_outstanding=NO_LIMIT,
                 placement=sampling_placement,
                 host=host,
                 restart=restart_rules(config),

@@ -10,7 +10,7 @@ from in_process_calls import peers
 
 from composer_mesh.actors.engines.loop import BatchRounds
 from composer_mesh.actors.rollout_workers.peers import LockstepGeneration, Round
-from composer_mesh.mesh.waiting import BackgroundTasks, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Environments, EpisodePlayer, Generation, Played, Sample
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
@@ -100,7 +100,7 @@ class LockstepPlayer:
         self.workers = [LockstepWorker(f"rollouts-{n}", generators) for n in range(workers)]
         self.released: list[Round] = []
         self.rounds = LockstepRounds(lambda: sorted(generators), self._release)
-        self._tasks = BackgroundTasks(told_to_loop)
+        self._tasks = BackgroundTasks(reported_to_loop)
         for worker in self.workers:
             self._tasks.start(worker.name, self._hear(worker))
 

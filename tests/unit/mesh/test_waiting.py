@@ -13,7 +13,7 @@ import pytest
 
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.supervision import Supervisor
-from composer_mesh.mesh.waiting import BackgroundTasks, in_thread, told_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, in_thread, reported_to_loop
 
 
 async def turns_of_the_loop() -> None:
@@ -95,7 +95,7 @@ async def test_a_task_may_be_told_to_another_than_its_owner() -> None:
 async def test_without_records_the_loop_is_told() -> None:
     heard = list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, about: heard.append(about))
-    tasks = BackgroundTasks(told_to_loop)
+    tasks = BackgroundTasks(reported_to_loop)
     tasks.start("counting", fails(ValueError("no number")))
     await tasks.wait()
     await asyncio.sleep(0)

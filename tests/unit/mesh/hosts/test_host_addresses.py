@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.models.ranks import IFNAMES, Address, talk_over
+from composer_mesh.actors.models.ranks import IFNAMES, Address, choose_interfaces
 from composer_mesh.mesh.hosts.address import (
     BadAddress,
     NoAddress,
@@ -188,11 +188,11 @@ def test_a_name_that_means_loopback_here_is_refused_with_the_repair() -> None:
 
 def test_ranks_of_one_host_are_left_as_they_were_told(tmp_path: Path) -> None:
     environ = {ADDRESS: "127.0.0.1"}
-    talk_over(tmp_path / "ranks", environ)
+    choose_interfaces(tmp_path / "ranks", environ)
     assert environ.keys() == {ADDRESS}
-    talk_over(Address("10.0.0.9", 1), environ)
+    choose_interfaces(Address("10.0.0.9", 1), environ)
     assert [environ[name] for name in IFNAMES] == ["lo", "lo"]
     with pytest.raises(NoAddress):
-        talk_over(Address("10.0.0.9", 1), elsewhere := {ADDRESS: "203.0.113.7"})
-    talk_over(Address("127.0.0.1", 1), elsewhere)
+        choose_interfaces(Address("10.0.0.9", 1), elsewhere := {ADDRESS: "203.0.113.7"})
+    choose_interfaces(Address("127.0.0.1", 1), elsewhere)
     assert [elsewhere[name] for name in IFNAMES] == ["lo", "lo"]

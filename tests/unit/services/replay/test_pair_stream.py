@@ -24,7 +24,7 @@ from pair_streams import (
 )
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.replay.pair_stream import HEAP, TOO_LONG
+from composer_mesh.services.replay.pair_stream import MOST_BACKLOG, TOO_LONG
 from composer_mesh.services.replay.teacher_queries import query_record_from_json
 from composer_mesh.tasks.toolbox import ToolboxTask
 
@@ -113,7 +113,7 @@ async def test_a_heap_of_late_pairs_is_spread_over_steps(
             run.stream.begin(group_of(toolbox, group))
         await until(lambda: len(run.store.waiting) == 4 * STEPS)
         first = await run.take(0)
-        assert (len(first.pairs), first.waiting) == (HEAP * 2 * PROMPTS, 4)
+        assert (len(first.pairs), first.waiting) == (MOST_BACKLOG * 2 * PROMPTS, 4)
         assert first.replay_outcome.states == 12
         assert (await run.take(1)).replay_outcome.states == 0
 

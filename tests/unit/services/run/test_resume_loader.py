@@ -31,7 +31,7 @@ from composer_mesh.services.run.resume_loader import (
     trained_steps,
 )
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep
-from composer_mesh.services.steps.hint_writing import WordedHints, worded_to_json
+from composer_mesh.services.steps.hint_writing import WrittenHints, worded_to_json
 from composer_mesh.services.steps.step_manifest import ReplayOutcome, StepManifest, manifest_to_json
 from composer_mesh.services.store.group_files import path_of
 from composer_mesh.services.store.writing import RunStore
@@ -94,7 +94,7 @@ async def test_done_steps_the_planned_one_and_finished_groups_are_there(
 ) -> None:
     with opened(tmp_path, config) as store:
         await filled(store, planned=True)
-        await store.add_worded(8, worded_to_json(WordedHints({}, 2, 0.5)))
+        await store.add_worded(8, worded_to_json(WrittenHints({}, 2, 0.5)))
     past, events = await looked(tmp_path, config)
     assert (past.steps, past.checkpoint, events) == (DONE, None, [])
     assert [(manifest.step, metrics["step"]) for manifest, metrics in past.again] == [
@@ -106,7 +106,7 @@ async def test_done_steps_the_planned_one_and_finished_groups_are_there(
     assert past.planned.groups == (6, 7)
     assert sorted(past.waiting) == [8]
     assert past.waiting[8].traces == group_of(8, 3)
-    assert past.waiting[8].worded == WordedHints({}, 2, 0.5)
+    assert past.waiting[8].worded == WrittenHints({}, 2, 0.5)
     assert [group.traces for group in past.groups_of(past.planned)] == [
         group_of(6, 2),
         group_of(7, 2),

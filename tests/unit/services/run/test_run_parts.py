@@ -133,16 +133,16 @@ async def test_weights_are_those_of_the_ranks_that_live_now(
 
 
 class StoppingView:
-    """Requests a stop when training begins; `heeded` is whether training will finish first."""
+    """Requests a stop as training begins; `finishes_step` is whether training ends first."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
-        self.heeded: bool | None = None
+        self.finishes_step: bool | None = None
 
     def phase(self, text: str) -> None:
         if text == "training" and self.run is not None:
-            self.heeded = self.run.stopping.ask()
-            assert self.heeded  # nothing else would end this run
+            self.finishes_step = self.run.stopping.ask()
+            assert self.finishes_step  # nothing else would end this run
 
 
 async def stopped(root: Path, config: Config, task: ToolboxTask, past: ResumeContents) -> Any:
@@ -154,14 +154,14 @@ async def stopped(root: Path, config: Config, task: ToolboxTask, past: ResumeCon
         run: Any = Run(config, store, cast(RunView, view))
         view.run, run._past = run, evaluated
         await run._train_from(mesh, root, task, chat, [0])
-    return SimpleNamespace(run=run, heeded=view.heeded)
+    return SimpleNamespace(run=run, finishes_step=view.finishes_step)
 
 
 async def test_training_heeds_the_stop_of_its_run(
     tmp_path: Path, build_config: Any, toolbox: ToolboxTask
 ) -> None:
     ended = await stopped(tmp_path, build_config(), toolbox, ResumeContents())
-    assert (ended.heeded, ended.run.stopping.stopped) == (True, True)
+    assert (ended.finishes_step, ended.run.stopping.stopped) == (True, True)
 
 
 async def test_a_query_whose_teacher_is_killed_is_made_again_on_another() -> None:

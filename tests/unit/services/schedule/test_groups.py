@@ -17,10 +17,10 @@ from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.schedule.groups import Groups, StoredGroup, first_to_finish
 from composer_mesh.services.schedule.step_builder import Group
-from composer_mesh.services.steps.hint_writing import HintWriting, WordedHints
+from composer_mesh.services.steps.hint_writing import HintWriting, WrittenHints
 from composer_mesh.tasks.toolbox import ToolboxTask
 
-WORDS = WordedHints({("train-000001-000", 0): WrittenHint("Look.", "llm")}, 1, 0.5)
+WORDS = WrittenHints({("train-000001-000", 0): WrittenHint("Look.", "llm")}, 1, 0.5)
 
 
 class Keeping(World):
@@ -133,7 +133,7 @@ async def test_a_group_with_equal_rewards_is_reported_and_not_worded_where_group
     first, again = await collected(
         world, config_of(max_lag, dynamic_sampling=True), stored, dropped.append
     )
-    assert again == Group(1, stored[1].traces, WordedHints())
+    assert again == Group(1, stored[1].traces, WrittenHints())
     assert sorted(dropped) == ([0, 1] if equal_rewards(first.traces) else [1])
     assert world.questions - before == first.worded.requests
 

@@ -15,7 +15,7 @@ from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.step_builder import Group, StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
-from composer_mesh.services.steps.hint_writing import WordedHints
+from composer_mesh.services.steps.hint_writing import WrittenHints
 from composer_mesh.services.steps.step_manifest import (
     ReplayOutcome,
     manifest_from_json,
@@ -40,7 +40,7 @@ def group_of(group_id: int, *rewards: float) -> Group:
         )
         for n, reward in enumerate(rewards)
     ]
-    return Group(group_id, traces, WordedHints())
+    return Group(group_id, traces, WrittenHints())
 
 
 GROUPS = [[group_of(0, 1.0, 0.0), group_of(1, 0.5, 0.25)], [group_of(2, 0.0, 1.0)]]

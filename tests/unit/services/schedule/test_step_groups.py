@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.schedule.step_builder import Group, StepGroups
-from composer_mesh.services.steps.hint_writing import WordedHints
+from composer_mesh.services.steps.hint_writing import WrittenHints
 
 PLAIN = ScheduleConfig(prompts_per_step=2)
 DYNAMIC = ScheduleConfig(prompts_per_step=2, max_lag=1, dynamic_sampling=True, oversampling=2.5)
@@ -22,7 +22,7 @@ def group_of(group_id: int, rewards: Sequence[float], version: int = 3) -> Group
         Trace(f"{group_id}-{n}", group_id, n, "t", "train", 0, [turn], [], reward, False, [])
         for n, reward in enumerate(rewards)
     ]
-    return Group(group_id, traces, WordedHints())
+    return Group(group_id, traces, WrittenHints())
 
 
 FLAT, TEACHING = [1.0, 1.0], [0.0, 1.0]

@@ -18,8 +18,8 @@ from composer_mesh.services.schedule.stopping import (
     STOPPED,
     CommandSignals,
     Interrupted,
-    StopAsked,
     Stopping,
+    StopRequested,
     grace_s,
     until_interrupted,
 )
@@ -36,11 +36,11 @@ class Work:
         self.signals = CommandSignals(clock=lambda: self.now)
 
     async def live(self) -> int:
-        self.stopping.heeded = self.heeds
+        self.stopping.finishes_step = self.heeds
         self.begun.set()
         try:
             await self.stopping.unless(asyncio.Event().wait())
-        except StopAsked:
+        except StopRequested:
             self.asked.set()
             await self.gate.wait()
             self.saved = True
@@ -157,12 +157,12 @@ async def test_what_is_left_ends_at_last_and_what_is_done_counts() -> None:
 
     assert await stopping.unless(done()) == 3
     left = Hangs()
-    with pytest.raises(StopAsked):
+    with pytest.raises(StopRequested):
         await stopping.unless(left.hang())
     assert not left.ended  # what shares something with it must not notice yet
     await stopping.close()
     assert left.ended
-    with pytest.raises(StopAsked):
+    with pytest.raises(StopRequested):
         stopping.check()
 
 

@@ -34,7 +34,7 @@ from composer_mesh.services.replay.teacher_settings import hint_settings
 from composer_mesh.services.schedule.metrics import step_metrics
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
-from composer_mesh.services.steps.hint_writing import FirstReasons, HintWriting, WordedHints
+from composer_mesh.services.steps.hint_writing import FirstReasons, HintWriting, WrittenHints
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 FIELDS = {"error_kind", "facts", "agent_wrote", "environment_answered", "plain_hint"}
@@ -141,7 +141,7 @@ async def test_words_reach_the_batch_and_are_counted(
 ) -> None:
     writer, groups = Writer(), [group_of(toolbox, chat, n, ["quits"] * 3) for n in (0, 1)]
     writing = HintWriting(writer, config, toolbox, chat, silent)
-    worded = WordedHints()
+    worded = WrittenHints()
     for group in groups:
         worded += await writing.ask(group)
     batcher = Batcher(config, toolbox, chat, make_advantages(config.advantage), silent)
@@ -218,7 +218,7 @@ async def test_a_group_without_errors_asks_nobody(
 ) -> None:
     writer = Writer()
     group = group_of(toolbox, chat, 0, ["right", "right"])
-    assert await HintWriting(writer, config, toolbox, chat, silent).ask(group) == WordedHints()
+    assert await HintWriting(writer, config, toolbox, chat, silent).ask(group) == WrittenHints()
     assert writer.asked == []
 
 

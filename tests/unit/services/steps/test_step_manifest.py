@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from composer_mesh.rollouts.hint_sources import WrittenHint
-from composer_mesh.services.steps.hint_writing import WordedHints, worded_from_json, worded_to_json
+from composer_mesh.services.steps.hint_writing import WrittenHints, worded_from_json, worded_to_json
 from composer_mesh.services.steps.step_manifest import (
     ReplayOutcome,
     StepManifest,
@@ -61,5 +61,5 @@ def test_the_recipe_of_another_step_is_refused() -> None:
 
 @given(usd=numbers, text=some.text())
 def test_a_writers_words_come_back_as_they_were(usd: float, text: str) -> None:
-    worded = WordedHints({("train-000001-000", 2): WrittenHint(text, "llm")}, 3, usd)
+    worded = WrittenHints({("train-000001-000", 2): WrittenHint(text, "llm")}, 3, usd)
     assert worded_from_json(worded_to_json(worded)) == worded

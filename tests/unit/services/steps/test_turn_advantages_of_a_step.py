@@ -17,7 +17,7 @@ from composer_mesh.services.replay.late_rewards import LateRewards
 from composer_mesh.services.schedule.step_builder import Group, StepBuilder
 from composer_mesh.services.steps.advantages import make_advantages
 from composer_mesh.services.steps.batcher import Batcher
-from composer_mesh.services.steps.hint_writing import WordedHints
+from composer_mesh.services.steps.hint_writing import WrittenHints
 from composer_mesh.services.steps.step_manifest import manifest_from_json, manifest_to_json
 from composer_mesh.services.store.rows import LateReward
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -147,7 +147,7 @@ def test_a_late_reward_changes_the_advantages_of_turns_and_is_rebuilt_from_the_m
         return StepBuilder(Batcher(config, toolbox, chat, advantages, print), late)
 
     one, again = builder(), builder()
-    groups = [Group(0, GROUP, WordedHints())]
+    groups = [Group(0, GROUP, WrittenHints())]
     _, first = one.compose(0, groups, None, {})
     posted.append(LateReward(0, "a", 13.0, ""))  # an outcome of 12 in place of 4
     planned, manifest = one.compose(1, [], None, {})
