@@ -74,7 +74,7 @@ class GeneratorActor(MeshActor):
         answered are ignored.
         """
         loop = self._serving_loop()
-        return sum(loop.abort(request_id, "its caller asked for it") for request_id in request_ids)
+        return sum(loop.abort(request_id, "its caller requested it") for request_id in request_ids)
 
     @concurrent_endpoint
     async def generate_round(

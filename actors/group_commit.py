@@ -1,7 +1,7 @@
 """Runs transactions on a SQLite file in a thread, many in one commit.
 
-A commit waits for the disk, and what is asked meanwhile is in the next one. A job's result, or its
-error, reaches its caller after the commit that it is part of.
+A commit waits for the disk, and what is requested meanwhile is in the next one. A job's result, or
+its error, reaches its caller after the commit that it is part of.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ class SDPOTeacherActor(MeshActor):
         try:
             async with self._order:
                 self.activity = f"reading {len(views)} hinted contexts"
-                asked = None if choice is None else await read(choice)
+                chosen = None if choice is None else await read(choice)
                 began = time.perf_counter()
-                tensors = await asyncio.to_thread(self._teacher.teacher_output, views, asked)
+                tensors = await asyncio.to_thread(self._teacher.teacher_output, views, chosen)
                 took = time.perf_counter() - began
                 layout, packed = await in_thread(pack, tensors)
                 buffer = await self._slots.write(ticket, packed)

@@ -27,7 +27,7 @@ from composer_mesh.mesh.untrusted_json import MIB, refuse_unusual
 BUSY_S = 30.0
 """Seconds a process waits for others' transactions; each lasts milliseconds."""
 
-BESIDE = ("", "-journal", "-wal", "-shm")
+FILE_SUFFIXES = ("", "-journal", "-wal", "-shm")
 """Suffixes of a database and of the files that SQLite opens with it."""
 LONGEST_VALUE = 256 * MIB
 OBJECTS = ("table", "index", "view", "trigger")
@@ -264,13 +264,13 @@ def _opened(place: str) -> sqlite3.Connection:
 
 
 def _refuse_unusual(path: Path) -> None:
-    for suffix in BESIDE:
+    for suffix in FILE_SUFFIXES:
         refuse_unusual(path.with_name(f"{path.name}{suffix}"))
 
 
 def _refuse_links(path: Path) -> None:
     """Refuse a file that is written where it leads to; SQLite opens by path, and follows links."""
-    for suffix in BESIDE:
+    for suffix in FILE_SUFFIXES:
         if (one := path.with_name(f"{path.name}{suffix}")).is_symlink():
             raise link_refused(one)
 

@@ -47,8 +47,8 @@ class CheckpointFailed(Worded, RuntimeError):
     """A checkpoint that could not be written: its folder and the reason."""
 
     message = (
-        "the checkpoint {0} could not be written ({1}): make room for it and go on with --resume, "
-        "which begins at the one before it"
+        "the checkpoint {0} could not be written ({1}): make room for it and continue with "
+        "--resume, which begins at the one before it"
     )
 
 

@@ -246,7 +246,9 @@ class CheckpointWriter:
     def _write_shards(self, state: TrainingState, folder: Path) -> None:
         if self._ranks.size == 1:
             without_ranks()
-        write_shards(folder, state.tensors, None if self._ranks.size == 1 else self._ranks.beside)
+        write_shards(
+            folder, state.tensors, None if self._ranks.size == 1 else self._ranks.background_group
+        )
 
     def _whole(self, state: TrainingState, folder: Path) -> dict[str, Tensor]:
         """Return the policy's complete tensors, read from all shards if there are several ranks."""

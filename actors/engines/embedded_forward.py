@@ -158,8 +158,8 @@ def rows_attention(
         raise ValueError(
             f"attention looks back {sliding_window} tokens but a row has {packed.cache.length}"
         )
-    if asked := [name for name in MORE if others.get(name) is not None]:
-        raise ValueError(f"attention has {', '.join(asked)}")
+    if unsupported := [name for name in MORE if others.get(name) is not None]:
+        raise ValueError(f"attention has {', '.join(unsupported)}")
     return packed.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 

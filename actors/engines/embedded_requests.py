@@ -82,27 +82,27 @@ T = TypeVar("T")
 AT_ONCE = {"cpu": 512}
 """Prompt tokens per forward after which no other prompt is admitted: more exceed a CPU's caches."""
 AT_ONCE_ELSEWHERE = 8192
-BESIDE_DECODING = {"cpu": 128}
+DURING_DECODING = {"cpu": 128}
 """First tokens of a long prompt per forward while others decode: a pause of theirs."""
-BESIDE_DECODING_ELSEWHERE = 1024
+DURING_DECODING_ELSEWHERE = 1024
 SMALLEST_PIECE = 8
 STEP_TOKENS = {"cpu": 8}
-"""Prompt tokens that take as long as what a step of decoding costs beside its rows."""
+"""Prompt tokens that take as long as what a step of decoding costs without its rows."""
 STEP_TOKENS_ELSEWHERE = 128
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Prompt tokens of one forward; `beside_decoding` are those of a first piece beside others.
+    """Prompt tokens of one forward; `during_decoding` are those of a first piece if others decode.
 
     Later tokens attend to more and take longer: one at position `doubled_at` twice as long as the
-    first. Pieces beside others become shorter by as much. A step of decoding takes as long as
-    `step_tokens` first tokens and one for each row; by that count, and not by a clock, which would
-    make answers depend on it, pieces take half of the time.
+    first. Pieces while others decode become shorter by as much. A step of decoding takes as long
+    as `step_tokens` first tokens and one for each row; by that count, and not by a clock, which
+    would make answers depend on it, pieces take half of the time.
     """
 
     at_once: int
-    beside_decoding: int
+    during_decoding: int
     doubled_at: float = float("inf")
     step_tokens: float = float("inf")
 
@@ -116,14 +116,14 @@ class PromptLimits:
         weights -= model.get_input_embeddings().weight.numel()
         return cls(
             AT_ONCE.get(device, AT_ONCE_ELSEWHERE),
-            BESIDE_DECODING.get(device, BESIDE_DECODING_ELSEWHERE),
+            DURING_DECODING.get(device, DURING_DECODING_ELSEWHERE),
             weights / (2 * config.num_hidden_layers * heads * width),
             STEP_TOKENS.get(device, STEP_TOKENS_ELSEWHERE),
         )
 
-    def beside(self, position: int) -> int:
+    def piece_during_decoding(self, position: int) -> int:
         """Return the length of a piece that begins at a position while others decode."""
-        return max(SMALLEST_PIECE, int(self.beside_decoding / self._cost(position)))
+        return max(SMALLEST_PIECE, int(self.during_decoding / self._cost(position)))
 
     def steps_for(self, piece: range, decoding: Sequence[int]) -> int:
         """Return how many steps of decoding rows of these lengths take as long as a piece."""
@@ -156,7 +156,7 @@ class LongPrompt(Generic[T]):
 
     def next_piece(self, limits: PromptLimits, decoding: Sequence[int]) -> range:
         """Return which tokens this forward computes, while rows of these lengths decode."""
-        most = limits.beside(self.computed) if decoding else limits.at_once
+        most = limits.piece_during_decoding(self.computed) if decoding else limits.at_once
         piece = range(self.computed, min(self.length, self.computed + most))
         self.resting = limits.steps_for(piece, decoding)
         return piece
@@ -180,7 +180,7 @@ class RunningRequest:
 
     @property
     def finished(self) -> StopReason | None:
-        """Why nothing more is sampled; None while it goes on."""
+        """Why nothing more is sampled; None while it continues."""
         if self.token_ids and self.token_ids[-1] in self.request.stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.request.max_new_tokens else None

@@ -80,7 +80,8 @@ class _Round(Generic[T]):
 class BatchRounds(Generic[T]):
     """The closed batches of one engine; `ask` gives it one and returns what is awaited.
 
-    It is told whether the batch continues the one before it, whose prefixes are then reused.
+    Its second argument says whether the batch continues the one before it, whose prefixes are
+    then reused.
     """
 
     def __init__(self, ask: Callable[[list[GenerationRequest], bool], list[T]]) -> None:
@@ -93,7 +94,7 @@ class BatchRounds(Generic[T]):
     ) -> list[T]:
         """Return what `ask` returned for the requests of one share, in order.
 
-        Waits until the round has `size` requests. A share of a closed round is asked at once.
+        Waits until the round has `size` requests. A share of a closed round is sent at once.
         """
         if number <= self._closed:
             return self._ask(requests, True)
@@ -102,8 +103,8 @@ class BatchRounds(Generic[T]):
         turn.requests += requests
         if len(turn.requests) >= size:
             self._start(number)
-        asked = await asyncio.shield(turn.started)
-        return [asked[request.request_id] for request in requests]
+        awaited = await asyncio.shield(turn.started)
+        return [awaited[request.request_id] for request in requests]
 
     def close(self, number: int) -> None:
         """Ask what has arrived of a round, and of every round before it."""
@@ -115,12 +116,12 @@ class BatchRounds(Generic[T]):
         turn = self._open.pop(number)
         ordered = sorted(turn.requests, key=lambda request: request.request_id)
         try:
-            asked = self._ask(ordered, turn.continues)
+            awaited = self._ask(ordered, turn.continues)
         except Exception as error:  # noqa: BLE001  each share's caller must get it
             turn.started.set_exception(error)
             return
         names = [request.request_id for request in ordered]
-        turn.started.set_result(dict(zip(names, asked, strict=True)))
+        turn.started.set_result(dict(zip(names, awaited, strict=True)))
 
 
 Answer = asyncio.Future[GenerationResult]

@@ -26,7 +26,7 @@ class DuplicateRequest(Worded, ValueError):
 
 
 class RequestAborted(Worded, RuntimeError):
-    """A request that an engine was told to give up: its id, and why."""
+    """A request that an engine had to give up: its id, and why."""
 
     failure_class: ClassVar[str] = "infrastructure"
 
@@ -154,15 +154,15 @@ class ExpertsUnknown(Worded, ValueError):
     )
 
 
-def refuse_unknown_experts(request: GenerationRequest, told: bool) -> None:
-    """Raise `ExpertsUnknown` for a request of experts, unless the engine's are `told`.
+def refuse_unknown_experts(request: GenerationRequest, known: bool) -> None:
+    """Raise `ExpertsUnknown` for a request of experts, unless the engine's are `known`.
 
     Raises ValueError where it asks for them from a position on that the prompt does not have.
     """
     start, prompt = request.experts_from, len(request.prompt_ids)
     if start is None:
         return
-    if not told:
+    if not known:
         raise ExpertsUnknown(request.request_id)
     if not 0 <= start < prompt:
         raise ValueError(

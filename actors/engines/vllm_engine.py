@@ -50,7 +50,7 @@ class RequestLimits:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _SubmittedRequest:
     request: GenerationRequest
     done: ResultCallback
     admitted: Admitted | None
@@ -84,9 +84,9 @@ class VllmEngine:
         self._llm, self._sampling, self._update, self._limits = llm, sampling, update, limits
         self._adapter, self._experts = adapter, experts
         self.prompt_tokens = PromptTokens()
-        self._open: OpenRequests[_Asked] = OpenRequests()
-        self._waiting: deque[_Asked] = deque()
-        self._running: dict[str, _Asked] = {}
+        self._open: OpenRequests[_SubmittedRequest] = OpenRequests()
+        self._waiting: deque[_SubmittedRequest] = deque()
+        self._running: dict[str, _SubmittedRequest] = {}
         self._names = count()
         self._dropping = False
         self._label(0)
@@ -120,9 +120,9 @@ class VllmEngine:
                 f"{request.request_id} has the temperature {request.temperature}, but vLLM samples "
                 f"at {COLDEST} whatever is lower: use 0, which is greedy, or {COLDEST} and more"
             )
-        asked = _Asked(request, done, admitted)
-        self._open.add(request.request_id, asked)
-        self._waiting.append(asked)
+        submitted = _SubmittedRequest(request, done, admitted)
+        self._open.add(request.request_id, submitted)
+        self._waiting.append(submitted)
 
     def abort(self, request_id: str) -> None:
         """Give a request up; before the next step vLLM frees its blocks, and keeps their keys."""
@@ -169,7 +169,7 @@ class VllmEngine:
         self._llm.set_weight_version(str(version))
 
     def _free_aborted(self) -> None:
-        names = [name for name, asked in self._running.items() if asked.aborted]
+        names = [name for name, submitted in self._running.items() if submitted.aborted]
         if names:
             self._llm.abort_request(names)
         for name in names:
@@ -177,35 +177,37 @@ class VllmEngine:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._limits.concurrent:
-            asked = self._waiting.popleft()
-            if asked.aborted:
+            submitted = self._waiting.popleft()
+            if submitted.aborted:
                 continue
             name = str(next(self._names))
-            self._running[name] = asked
-            prompt = {"prompt_token_ids": list(asked.request.prompt_ids)}
-            parameters = self._sampling(asked.request)
-            adapter = self._adapter(asked.request)
-            asked.own_name = self._llm.add_request(name, prompt, parameters, lora_request=adapter)
-            if asked.admitted is not None:
-                asked.admitted()
+            self._running[name] = submitted
+            prompt = {"prompt_token_ids": list(submitted.request.prompt_ids)}
+            parameters = self._sampling(submitted.request)
+            adapter = self._adapter(submitted.request)
+            submitted.own_name = self._llm.add_request(
+                name, prompt, parameters, lora_request=adapter
+            )
+            if submitted.admitted is not None:
+                submitted.admitted()
 
-    def _answer(self, asked: _Asked, output: Any) -> int:
+    def _answer(self, submitted: _SubmittedRequest, output: Any) -> int:
         """Answer a finished request that is not aborted; return its token count."""
         cached = output.num_cached_tokens or 0
-        result = _result(asked.request, output.outputs[0], cached)
+        result = _result(submitted.request, output.outputs[0], cached)
         if any(map(math.isnan, result.logprobs)):
-            return self._fail(asked, LogitsNotFinite(result.request_id, self.version))
-        if self._experts is not None and asked.request.experts_from is not None:
-            found = self._experts(asked.own_name, asked.request, output.outputs[0])
+            return self._fail(submitted, LogitsNotFinite(result.request_id, self.version))
+        if self._experts is not None and submitted.request.experts_from is not None:
+            found = self._experts(submitted.own_name, submitted.request, output.outputs[0])
             result = replace(result, experts=found)
-        self.prompt_tokens.admit(len(asked.request.prompt_ids), cached)
-        if self._open.answer(result.request_id, asked):
-            asked.done(result)
+        self.prompt_tokens.admit(len(submitted.request.prompt_ids), cached)
+        if self._open.answer(result.request_id, submitted):
+            submitted.done(result)
         return len(result.token_ids)
 
-    def _fail(self, asked: _Asked, error: RequestAborted) -> int:
-        if self._open.answer(asked.request.request_id, asked):
-            asked.done(error)
+    def _fail(self, submitted: _SubmittedRequest, error: RequestAborted) -> int:
+        if self._open.answer(submitted.request.request_id, submitted):
+            submitted.done(error)
         return 0
 
 

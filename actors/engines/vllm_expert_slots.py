@@ -62,7 +62,7 @@ class ExpertSlots:
         """Return the experts [positions, layers, per_token] of the positions from `start` to before
         `end` of a request, in its blocks.
 
-        Raises `ExpertsNotNoted` if no router told those of a position.
+        Raises `ExpertsNotNoted` if no router reported those of a position.
         """
         positions = torch.arange(start, end)
         slots = torch.tensor(blocks)[positions // self._block] * self._block
@@ -70,7 +70,7 @@ class ExpertSlots:
         missing = int((found < 0).flatten(1).any(1).sum())
         if missing:
             raise ExpertsNotNoted(
-                f"positions {start} to {end - 1}", f"no router told those of {missing} of them"
+                f"positions {start} to {end - 1}", f"no router reported those of {missing} of them"
             )
         return found
 

@@ -148,17 +148,17 @@ def engine_arguments(config: Config, folder: Path, states: bool = False) -> dict
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
-    """Return further arguments for one adapter beside the policy."""
+    """Return further arguments for one adapter in addition to the policy."""
     return {"enable_lora": True, "max_lora_rank": lora_slot(rank)}
 
 
 def expert_arguments(config: Config) -> dict[str, Any]:
-    """Return further arguments for a mixture whose experts are told; on a CPU our worker does."""
+    """Return further arguments for a mixture whose experts are reported; on a CPU by our worker."""
     return {} if flavour_of(config) == "cpu" else {"enable_return_routed_experts": True}
 
 
 def snapshot_arguments(serve: ServeConfig) -> dict[str, Any]:
-    """Return further arguments for the adapters of clients' snapshots beside the policy."""
+    """Return further arguments for the adapters of clients' snapshots, next to the policy."""
     most = serve.snapshots_in_memory
     return adapter_arguments(serve.max_rank) | {"max_loras": most, "max_cpu_loras": most}
 
@@ -286,14 +286,14 @@ def _check_experts(config: Config) -> None:
 
 
 def _check_temperatures(config: Config) -> None:
-    asked = {
+    temperatures = {
         "generator.temperature": config.generator.temperature,
         "eval.temperature": config.eval.temperature,
     }
-    for key, value in asked.items():
+    for key, value in temperatures.items():
         if 0 < value < COLDEST:
             raise VllmUnavailable(
-                f"{key} is {value}, but vLLM samples at {COLDEST} whatever is asked below it: "
+                f"{key} is {value}, but vLLM samples at {COLDEST} whatever is set below it: "
                 f"raise it to {COLDEST} or more"
             )
 

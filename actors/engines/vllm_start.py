@@ -99,7 +99,7 @@ class ExpertLayers:
         Dense layers have rows too, which mean nothing.
         """
         if output.routed_experts is None:
-            raise EngineFault(f"vLLM told no experts of {request.request_id}")
+            raise EngineFault(f"vLLM reported no experts of {request.request_id}")
         numbers = torch.as_tensor(output.routed_experts.astype("int32"))
         return self._choices(request, output, numbers[:, self.numbers])
 
@@ -112,8 +112,8 @@ class ExpertLayers:
         shape = (end - (request.experts_from or 0), len(self.numbers), self.per_token)
         if found.shape != shape:
             raise EngineFault(
-                f"vLLM told the experts {[*found.shape]} (positions, layers, experts of a token) "
-                f"of {request.request_id}, which are {[*shape]}"
+                f"vLLM reported the experts {[*found.shape]} (positions, layers, experts of a "
+                f"token) of {request.request_id}, which are {[*shape]}"
             )
         return choices_of(found, self.config)
 

@@ -3,10 +3,11 @@
 vLLM holds fused and prepacked copies of checkpoint tensors. A partial fused group, or a tied head
 that is not named, would silently leave stale copies: so incomplete weights end the engine.
 
-Updates the adapters of a running vLLM, which computes them beside the weights that it loaded.
+Updates the adapters of a running vLLM, which computes them together with the weights that it
+loaded.
 
 vLLM reads adapters from a folder in peft's format, here in shared memory while it does. One adapter
-has one id for good and is replaced in place, so that requests under way go on with the new one.
+has one id for good and is replaced in place, so that requests under way continue with the new one.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""What vLLM's workers do beside their own: take all of the policy's new weights, tell experts.
+"""What vLLM's workers do in addition: take all of the policy's new weights, report experts.
 
 vLLM imports the class by its name in every worker process and adds its methods to the worker's.
 """

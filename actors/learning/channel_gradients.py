@@ -45,7 +45,7 @@ class ChannelGradients:
         self.norms: dict[str, float] = {}
         """Norms of the channels' gradients in the last update that was measured."""
         if self._bounds or self._every:
-            # What is compiled later gives its buffers away in the backward, unless it is told.
+            # What is compiled later gives its buffers away in the backward, unless this is set.
             torch._functorch.config.donated_buffer = False
 
     def measures(self, step: int) -> bool:

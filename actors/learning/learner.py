@@ -60,7 +60,7 @@ class StepHook(Protocol):
         """Begin before the first step."""
 
     def restore(self, step: int, kept: StoredOptimizerState) -> None:
-        """Go on after the checkpoint of a step, with what it has `kept`."""
+        """Continue after the checkpoint of a step, with what it has `kept`."""
 
     def after_step(self, step: int) -> Mapping[str, float]:
         """Read and change the weights after a step; return figures for its metrics."""

@@ -1,6 +1,6 @@
 """One connection to one MCP server: opened and closed by a task of its own.
 
-HTTP answers of an MCP server that end its connection, rather than being told to the agent.
+HTTP answers of an MCP server that end its connection, rather than being reported to the agent.
 
 The SDK turns a status such as 503, or 404 for a session that the server no longer knows, into an
 error of the call; but it says nothing about the call.
@@ -241,7 +241,7 @@ class McpConnection:
                     name, dict(arguments), read_timeout_seconds=limit_s
                 )
         except MCPError as error:
-            raise self._told(name, error) from error
+            raise self._error_of(name, error) from error
         except TimeoutError:
             raise self._late(name) from None
         except Exception as error:  # whatever broke the connection
@@ -328,7 +328,7 @@ class McpConnection:
             return self._lost(str(error))
         return self._lost(f"it cannot be reached ({_short(error)}){self._said()}")
 
-    def _told(self, name: str, error: MCPError) -> Exception:
+    def _error_of(self, name: str, error: MCPError) -> Exception:
         if error.code == REQUEST_TIMEOUT:
             return self._late(name)
         if error.code == CONNECTION_CLOSED:

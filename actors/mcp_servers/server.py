@@ -1,7 +1,7 @@
 """The connections to one MCP server: shared by all sessions, or one for each.
 
 They live on an event loop in a thread of their own: whatever a server in this process does there,
-its caller goes on. A connection that broke is replaced, later after each failure in a row.
+its caller continues. A connection that broke is replaced, later after each failure in a row.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def with_tools(config: Config, environ: Mapping[str, str] = os.environ) -> Confi
     if all(one.tools is not None for one in servers):
         return config
     refuse_missing(servers, environ)
-    found = asyncio.run(_asked(servers, environ))
+    found = asyncio.run(_with_tools(servers, environ))
     environment = config.environment.model_copy(update={"mcp": tuple(found)})
     return config.model_copy(update={"environment": environment})
 
@@ -102,10 +102,10 @@ def attached(config: Config, task: Task, environ: Mapping[str, str]) -> McpServe
     return servers
 
 
-async def _asked(servers: Sequence[McpServer], environ: Mapping[str, str]) -> list[McpServer]:
+async def _with_tools(servers: Sequence[McpServer], environ: Mapping[str, str]) -> list[McpServer]:
     from composer_mesh.actors.mcp_servers.server import ServerConnections
 
-    async def asked(server: McpServer) -> McpServer:
+    async def with_tools(server: McpServer) -> McpServer:
         if server.tools is not None:
             return server
         connections = ServerConnections(server, environ)
@@ -114,4 +114,4 @@ async def _asked(servers: Sequence[McpServer], environ: Mapping[str, str]) -> li
         finally:
             await connections.close()
 
-    return list(await asyncio.gather(*(asked(one) for one in servers)))
+    return list(await asyncio.gather(*(with_tools(one) for one in servers)))

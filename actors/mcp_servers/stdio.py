@@ -171,34 +171,34 @@ async def _messages(
     writer: asyncio.StreamWriter, reader: asyncio.StreamReader
 ) -> AsyncIterator[TransportStreams]:
     """Yield the SDK's streams of messages; the incoming one ends with the program's output."""
-    heard: Any = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-    said: Any = anyio.create_memory_object_stream[SessionMessage](0)
+    received: Any = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    sent: Any = anyio.create_memory_object_stream[SessionMessage](0)
 
     async def receive() -> None:
-        async with heard[0]:
+        async with received[0]:
             with suppress(
                 ValueError, ConnectionError, anyio.BrokenResourceError, anyio.ClosedResourceError
             ):
                 while line := await reader.readline():
-                    await heard[0].send(_parsed(line))
+                    await received[0].send(_parsed(line))
 
     async def send() -> None:
-        async with said[1]:
+        async with sent[1]:
             try:
-                async for one in said[1]:
+                async for one in sent[1]:
                     text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
                     writer.write(text.encode() + b"\n")
                     await writer.drain()
             except OSError:
-                await heard[0].aclose()  # the calls under way learn that nobody answers
+                await received[0].aclose()  # the calls under way learn that nobody answers
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(receive)
         tasks.start_soon(send)
         try:
-            yield heard[1], said[0]
+            yield received[1], sent[0]
         finally:
-            for stream in (heard[1], said[0]):
+            for stream in (received[1], sent[0]):
                 stream.close()
             tasks.cancel_scope.cancel()
 

@@ -83,5 +83,5 @@ def _call(options: Mapping[str, Any], sizes: tuple[int, int, int], again: bool) 
 
 def computing(calls: tuple[AttentionCall, ...] | None) -> tuple[str, ...]:
     """Return which of `IMPLEMENTATIONS` compute all that these calls ask for."""
-    asked = {name for call in calls or () for name in call.more}
-    return tuple(name for name in IMPLEMENTATIONS if asked <= COMPUTED[name])
+    requested = {name for call in calls or () for name in call.more}
+    return tuple(name for name in IMPLEMENTATIONS if requested <= COMPUTED[name])

@@ -268,11 +268,11 @@ class UsersBackend:
                 "model",
                 "no parameter of its model requires a gradient: leave some that are trained",
             )
-        for key, asked, found in (
+        for key, requested, found in (
             ("context_parallel", self._ranks.context, context_of(model)),
             ("expert_parallel", self._ranks.experts, experts_of(model)),
         ):
-            if asked is not found:
+            if requested is not found:
                 raise self._error(
                     "model",
                     f"its model is not divided among ranks as trainer.{key} asks"

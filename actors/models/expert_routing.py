@@ -252,12 +252,12 @@ def routing_of(
     real = torch.zeros(count, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         real[places[row, : len(sequence)].cpu()] = True
-    told = {row: one for row, one in enumerate(experts) if one is not None}
+    by_row = {row: one for row, one in enumerate(experts) if one is not None}
     given = None
-    if told:
-        first = next(iter(told.values()))
+    if by_row:
+        first = next(iter(by_row.values()))
         given = torch.full((count, first.layers, first.per_token), -1)
-        for row, one in told.items():
+        for row, one in by_row.items():
             given[places[row, : one.positions].cpu()] = numbers_of(one)
         given = given[own].to(device)
     return ExpertRouting(given, None if bool(real.all()) else real[own].to(device), context)

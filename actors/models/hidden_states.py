@@ -230,8 +230,8 @@ def shared_states(
             inputs["past_key_values"] = LevelCache(_followed(cached, level, tree, number))
         if number or level.divides:
             rows = _distinct_rows(level, device)
-            asked, seen = (one.to(device).at(rows) for one in (queries, keys))
-            inputs["attention_mask"] = attention_masks(asked, seen, windows, blocks)
+            query_rows, key_rows = (one.to(device).at(rows) for one in (queries, keys))
+            inputs["attention_mask"] = attention_masks(query_rows, key_rows, windows, blocks)
         states = states_of(
             input_ids=ids.to(device), position_ids=queries.positions.to(device), **inputs
         )

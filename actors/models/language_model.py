@@ -212,7 +212,7 @@ class LanguageModel:
     def _routed(
         self, sequences: Sequence[Sequence[int]], places: Tensor, count: int
     ) -> dict[str, Any]:
-        """Return the argument by which the routers of a mixture are told, and tell, the experts."""
+        """Return the argument by which the routers of a mixture get, and report, the experts."""
         if not routers_of(self.model):
             return {}
         self.routing = routing_of(

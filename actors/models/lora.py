@@ -27,8 +27,8 @@ class OtherAdapters(Worded, ValueError):
     """Adapters of a checkpoint that do not fit the model's."""
 
     message = (
-        "{0} of shape {1} is either only in the checkpoint or only in the model: go on with "
-        "the trainer.lora that the run began with"
+        "{0} of shape {1} is either only in the checkpoint or only in the model: continue "
+        "with the trainer.lora that the run began with"
     )
 
 
@@ -78,17 +78,17 @@ def fitting_layers(model: Any, names: tuple[str, ...], possible: list[str]) -> l
 def linear_layers(model: Any) -> list[str]:
     """Return the names of the decoder's linear layers that can have an adapter.
 
-    Those beside a convolution cannot: fused kernels read their weights past the adapter.
+    Those next to a convolution cannot: fused kernels read their weights past the adapter.
     """
     decoder, found = text_decoder_of(model), []
-    beside = {
+    with_convolution = {
         id(one)
         for one in decoder.modules()
         if any(isinstance(child, nn.Conv1d) for child in one.children())
     }
     for name, layer in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
-        if type(layer) is nn.Linear and id(parent) not in beside:
+        if type(layer) is nn.Linear and id(parent) not in with_convolution:
             found.append((name, layer))
     own = {id(one) for one in decoder.modules()}
     return [name for name, layer in found if id(layer) in own]
@@ -102,7 +102,7 @@ def _unfit(model: Any, name: str) -> str:
                 return f"{whole} is the head, which losses read without adapters"
             if type(layer) is not nn.Linear:
                 return f"{whole} is a {type(layer).__name__}"
-            return f"{whole} is outside of the decoder, or beside a convolution"
+            return f"{whole} is outside of the decoder, or next to a convolution"
     return f"no layer is called {name}"
 
 

@@ -258,8 +258,8 @@ def facts_of(folder: Path) -> dict[str, Any]:
     if not has_weights(folder):
         return {"facts": asdict(_facts(empty_model(folder), folder))}
     names = CheckpointNames(folder)
-    for told in names.differences():
-        return {"error": f"has weights that do not fit its config.json: {told}"}
+    for difference in names.differences():
+        return {"error": f"has weights that do not fit its config.json: {difference}"}
     return {"facts": asdict(_facts(names.model, folder))}
 
 

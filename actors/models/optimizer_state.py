@@ -8,7 +8,7 @@ Optimizer state in the host's memory, which visits the device for each optimizer
     device:  fetch 1, [update 1, fetch 2], [store 1, update 2, fetch 3] ...
 
 The state of two optimizers at most is on the device. With CUDA the host's memory is pinned, and
-copies run beside updates on a stream of their own. Updates compute what they would without.
+copies run during updates on a stream of their own. Updates compute what they would without.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -186,7 +186,9 @@ class StoredForm(Protocol):
 class StateOfOtherWeights(Worded, ValueError):
     """Stored state belongs to other weights than those that are trained."""
 
-    message = "{0} is only {1}: go on with the policy and the trainer.lora that the run began with"
+    message = (
+        "{0} is only {1}: continue with the policy and the trainer.lora that the run began with"
+    )
 
 
 class UnsupportedState(Worded, ValueError):

@@ -61,8 +61,10 @@ def packed_attention(
     """
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
-    if asked := [name for name in MORE if others.get(name) is not None]:
-        raise ValueError(f"attention has {', '.join(asked)}, which packed rows do not compute")
+    if unsupported := [name for name in MORE if others.get(name) is not None]:
+        raise ValueError(
+            f"attention has {', '.join(unsupported)}, which packed rows do not compute"
+        )
     context, lengths = packed.context, packed.chunks(_chunk(module))
     if context is not None:
         key, value = context.repeated(key), context.repeated(value)
@@ -70,8 +72,8 @@ def packed_attention(
         module = _SomeHeads(module, query.shape[1] // key.shape[1])
     queries, keys, values = (one.split(lengths, dim=2) for one in (query, key, value))
     outputs = [
-        _causal(module, asked, seen, taken, sliding_window, others)
-        for asked, seen, taken in zip(queries, keys, values, strict=True)
+        _causal(module, own_queries, own_keys, own_values, sliding_window, others)
+        for own_queries, own_keys, own_values in zip(queries, keys, values, strict=True)
     ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return (output if context is None else context.exchanged(output)), None
@@ -124,11 +126,11 @@ def _windowed(
     block = max(window, LEAST_BLOCK)
     queries, keys, values = (one.split(block, dim=2) for one in (query, key, value))
     outputs = []
-    for number, asked in enumerate(queries):
+    for number, own_queries in enumerate(queries):
         near = slice(max(0, number - 1), number + 1)
         seen = torch.cat(keys[near], dim=2), torch.cat(values[near], dim=2)
-        mask = _window_mask(asked.shape[2], seen[0].shape[2], window, query.device)
-        outputs.append(sdpa_attention_forward(module, asked, *seen, mask, **others)[0])
+        mask = _window_mask(own_queries.shape[2], seen[0].shape[2], window, query.device)
+        outputs.append(sdpa_attention_forward(module, own_queries, *seen, mask, **others)[0])
     return torch.cat(outputs, dim=1)
 
 

@@ -121,7 +121,7 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.beside: Any = None
+        self.background_group: Any = None
         """Process group for work concurrent with steps, so that messages do not mix."""
         self.context: ContextGroup | None = None
         """Those of the ranks that divide the positions of each forward; None for only this one."""
@@ -152,7 +152,7 @@ class Ranks:
         backend = BACKENDS[device.type]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = cls(rank, size, device)
-        ranks.beside = dist.new_group(backend=BACKENDS["cpu"], timeout=timeout)
+        ranks.background_group = dist.new_group(backend=BACKENDS["cpu"], timeout=timeout)
         ranks._timeout = timeout
         ranks.divide(division)
         return ranks
@@ -169,7 +169,9 @@ class Ranks:
             1 if self.experts is None else self.experts.size,
         )
         if found != division:
-            raise ValueError(f"ranks are divided as {found} but {division} is asked: connect so")
+            raise ValueError(
+                f"ranks are divided as {found} but {division} is requested: connect so"
+            )
 
     def _divide_context(self, size: int) -> None:
         """Let each `size` ranks in a row divide the positions of their forwards, from now on."""
@@ -244,8 +246,8 @@ class Ranks:
         except Exception as error:  # noqa: BLE001  raised below, once all ranks know
             failed = error
         with self.waiting_for_each_other():
-            told = self.gather("" if failed is None else f"{type(failed).__name__}: {failed}")
-        for rank, reason in enumerate(told):
+            reasons = self.gather("" if failed is None else f"{type(failed).__name__}: {failed}")
+        for rank, reason in enumerate(reasons):
             if reason:
                 raise failed or FailedElsewhere(rank, reason)
         return found[0]

@@ -94,7 +94,7 @@ class TemplateProcess:
     ) -> ModelFacts:
         """Return the facts of an answer; `what` may exceed the limits."""
         try:
-            found = self._asked(request)
+            found = self._answer(request)
         except ProgramFailed as error:
             why = f"has {what} that exceeds its limits of {self._limits} ({error.said})"
             raise UnfitModelFolder(str(self._folder), why, _REPAIR, key) from None
@@ -111,7 +111,7 @@ class TemplateProcess:
         at most the limit of CPU time.
         """
         try:
-            found = self._asked({"messages": messages, "options": options, "date": date})
+            found = self._answer({"messages": messages, "options": options, "date": date})
         except ProgramFailed as error:
             raise ChatTemplateError(
                 f"the chat template of {self._folder} exceeds its limits of {self._limits} "
@@ -127,7 +127,7 @@ class TemplateProcess:
         """End the process."""
         self._program.close()
 
-    def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         line = json.dumps(request).encode()
         most = MOST_ANSWER_BYTES + MOST_GROWTH * len(line)
         with self._one:  # long messages are encoded in threads

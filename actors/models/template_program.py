@@ -46,12 +46,12 @@ def main(folder: Path, limits: Mapping[str, int], requests: BinaryIO, answers: B
             if tokenizer is not None:
                 answer = _answered(folder, tokenizer, request, limits)
         except BaseException as error:  # noqa: BLE001 a panic is no `Exception`
-            answer = _told(error)
+            answer = _panic_answer(error)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
 
-def _told(error: BaseException) -> dict[str, Any]:
+def _panic_answer(error: BaseException) -> dict[str, Any]:
     """Return the answer to a panic of a tokenizer's native code; raises every other error."""
     if type(error).__name__ != PANIC:
         raise error

@@ -112,7 +112,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if not tokenizer.chat_template:
         raise ValueError(
             f"{folder} has no chat template: use an instruction-tuned model, or put a "
-            "chat_template.jinja beside its tokenizer"
+            "chat_template.jinja next to its tokenizer"
         )
     return cast("PreTrainedTokenizerFast", tokenizer)
 

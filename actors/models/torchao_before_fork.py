@@ -1,8 +1,8 @@
 """Importing this imports torchao, where transformers would, without initializing CUDA.
 
 For fork servers: transformers imports torchao, which asks torch what a GPU can do, and a process
-that has initialized CUDA cannot fork one that uses it. Here torchao is told that there is none, and
-forks lack its kernels for MX formats, which nothing here uses.
+that has initialized CUDA cannot fork one that uses it. Here torchao is informed that there is
+none, and forks lack its kernels for MX formats, which nothing here uses.
 """
 
 from __future__ import annotations

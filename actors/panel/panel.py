@@ -25,7 +25,7 @@ import httpx
 
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
-from composer_mesh.actors.panel.response_cache import ResponseCache, asked_of, question_key
+from composer_mesh.actors.panel.response_cache import ResponseCache, answer_settings, question_key
 from composer_mesh.actors.provider.breaker import BreakerVerdict
 from composer_mesh.actors.provider.client import (
     ClientClosed,
@@ -161,7 +161,7 @@ class TeacherPanel:
         """
         give_up = asyncio.Event() if settings.timeouts.line_s > 0 else None
         async with AsyncExitStack() as opened:
-            # Beside the loop: it reads the certificates of all authorities, half a second of work.
+            # In a thread: it reads the certificates of all authorities, half a second of work.
             client = await asyncio.to_thread(
                 ProviderClient,
                 settings.timeouts,
@@ -206,8 +206,8 @@ class TeacherPanel:
             raise ValueError(
                 f"n is {n}, but {len(self._slots)} teachers are loaded: ask 1 to that many"
             )
-        asked = chosen_teachers(self._slots, state.seed, n)
-        return list(await asyncio.gather(*(self._reply(slot, state) for slot in asked)))
+        queried = chosen_teachers(self._slots, state.seed, n)
+        return list(await asyncio.gather(*(self._reply(slot, state) for slot in queried)))
 
     async def ask_one(self, name: str, messages: Sequence[Message]) -> TeacherReply:
         """Query one teacher by its name. Waits as `ask` does, and returns a failure as a value."""
@@ -270,8 +270,8 @@ class TeacherPanel:
         return reply
 
     def _key(self, slot: TeacherSlot, state: FrozenState) -> str:
-        asked = replace(slot.teacher, base_url="") if self._settings.any_address else slot.teacher
-        key = question_key(asked, slot.copy, state, self._tools(state))
+        queried = replace(slot.teacher, base_url="") if self._settings.any_address else slot.teacher
+        key = question_key(queried, slot.copy, state, self._tools(state))
         return f"{key} {state.seed}" if slot.own else key  # free teachers are queried by seed
 
     async def _find(self, slot: TeacherSlot, state: FrozenState, key: str) -> TeacherReply:
@@ -332,7 +332,7 @@ async def _slots(client: ProviderClient, settings: PanelSettings) -> list[Teache
     )
     slots: list[TeacherSlot] = []
     for teacher in priced:
-        copy = sum(asked_of(teacher) == asked_of(slot.teacher) for slot in slots)
+        copy = sum(answer_settings(teacher) == answer_settings(slot.teacher) for slot in slots)
         shared = _share(teacher, settings.replicas)
         slots.append(TeacherSlot(shared, copy, teacher.name in settings.own))
     return slots

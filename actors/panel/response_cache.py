@@ -28,7 +28,7 @@ def content_key(content: Any) -> str:
 _ADAPTER = fail_fast(TeacherAnswer)
 
 
-def asked_of(teacher: TeacherEndpoint) -> dict[str, Any]:
+def answer_settings(teacher: TeacherEndpoint) -> dict[str, Any]:
     """Return the settings an answer depends on, without the key, limits and prices."""
     routing = teacher.routing
     if routing is not None:
@@ -46,8 +46,8 @@ def question_key(
     teacher: TeacherEndpoint, copy: int, state: FrozenState, tools: list[dict[str, Any]]
 ) -> str:
     """Return the cache key of one request; `copy` numbers teachers with identical settings."""
-    asked = {"copy": copy, "messages": state.messages, "tools": tools}
-    return content_key({**asked_of(teacher), **asked})
+    question = {"copy": copy, "messages": state.messages, "tools": tools}
+    return content_key({**answer_settings(teacher), **question})
 
 
 class ResponseCache:

@@ -294,7 +294,7 @@ def _overcharge_text(bill: Bill) -> str:
     return (
         f"its provider stated ${dollars(bill.overcharge):.6f} for a request that costs "
         f"${dollars(bill.bound or 0):.6f} at most at the prices that it has, so no ceiling could "
-        "hold, and it is not asked again"
+        "hold, and it is not queried again"
     )
 
 
@@ -322,6 +322,6 @@ def _question(
         content = json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
         raise ProviderRequestError(teacher.name, "the question cannot be written as JSON") from None
-    told = hashlib.sha256(teacher.name.encode() + b"\n" + content).hexdigest()[:ID_DIGITS]
+    request_id = hashlib.sha256(teacher.name.encode() + b"\n" + content).hexdigest()[:ID_DIGITS]
     turn = sum(message["role"] == "assistant" for message in messages)
-    return _Question(teacher, content, told, f"call_{turn}")
+    return _Question(teacher, content, request_id, f"call_{turn}")

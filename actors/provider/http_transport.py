@@ -46,7 +46,7 @@ async def bounded_body(response: httpx.Response) -> bytes:
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in PLAIN:
         shown = "".join(filter(str.isprintable, encoding[:SHOWN_CHARS]))
-        raise RefusedReply(f"its answer is encoded as {shown!r}, and no encoding was asked for")
+        raise RefusedReply(f"its answer is encoded as {shown!r}, and no encoding was requested")
     stream, body = response.stream, bytearray()
     assert isinstance(stream, httpx.AsyncByteStream), "an async client gave a sync stream"
     async for chunk in stream:
@@ -96,8 +96,8 @@ class Outgoing:
     def headers(self) -> dict[str, str]:
         if self.content is None:
             return self.secret.headers
-        told = {"Content-Type": "application/json", "X-Request-Id": self.request_id}
-        return {**told, **self.secret.headers}
+        own = {"Content-Type": "application/json", "X-Request-Id": self.request_id}
+        return {**own, **self.secret.headers}
 
 
 @cache

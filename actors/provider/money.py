@@ -132,12 +132,12 @@ def bound(teacher: TeacherEndpoint, body_bytes: int) -> int | None:
     return None if prices is None else prices.bound(body_bytes, teacher.max_tokens)
 
 
-def told_charge(body: Mapping[str, Any] | None, prices: Prices | None) -> int | None:
+def reported_charge(body: Mapping[str, Any] | None, prices: Prices | None) -> int | None:
     """Return a response's reported cost: in dollars, or in tokens with known prices; else None."""
     usage = body.get("usage") if body is not None else None
     if not isinstance(usage, dict):
         return None
-    cost = _told_cost(usage)
+    cost = _reported_cost(usage)
     if cost is not None:
         return cost
     prompt, completion = token_counts(usage)
@@ -148,8 +148,8 @@ def told_charge(body: Mapping[str, Any] | None, prices: Prices | None) -> int | 
 
 def token_counts(usage: Any) -> tuple[int | None, int | None]:
     """Return prompt and completion tokens of a `usage` object, each None if invalid."""
-    told = usage if isinstance(usage, dict) else {}
-    return _count(told.get("prompt_tokens")), _count(told.get("completion_tokens"))
+    reported = usage if isinstance(usage, dict) else {}
+    return _count(reported.get("prompt_tokens")), _count(reported.get("completion_tokens"))
 
 
 def listed_prices(listing: Mapping[str, Any] | None, model: str) -> Prices | None:
@@ -173,7 +173,7 @@ def _prices(pricing: Mapping[str, Any]) -> Prices | None:
     return Prices(prompt, max(completion, thought or Decimal(0)), request)
 
 
-def _told_cost(usage: Mapping[str, Any]) -> int | None:
+def _reported_cost(usage: Mapping[str, Any]) -> int | None:
     """Return OpenRouter's `usage.cost`, plus the upstream provider's bill for a BYOK key."""
     cost = _amount(usage.get("cost"))
     if cost is None or usage.get("is_byok") is not True:

@@ -30,7 +30,7 @@ from composer_mesh.actors.provider.errors import (
     error_class,
 )
 from composer_mesh.actors.provider.keys import Secret
-from composer_mesh.actors.provider.money import highest_prices, token_counts, told_charge
+from composer_mesh.actors.provider.money import highest_prices, reported_charge, token_counts
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.tool_calls import (
@@ -97,9 +97,9 @@ def clean_id(value: Any) -> str:
 
 def provider_id(headers: Mapping[str, str], body: Mapping[str, Any] | None, sent: str) -> str:
     """Return the provider's own request id, or ""; an echo of the sent id does not count."""
-    told = [headers.get(name) for name in ID_HEADERS]
-    told.append(body.get("id") if body is not None else None)
-    return next((found for value in told if (found := clean_id(value)) not in ("", sent)), "")
+    candidates = [headers.get(name) for name in ID_HEADERS]
+    candidates.append(body.get("id") if body is not None else None)
+    return next((found for value in candidates if (found := clean_id(value)) not in ("", sent)), "")
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:
@@ -231,7 +231,7 @@ def read_reply(
     if isinstance(reply, NoResponse):
         return Reading(reply.error, None if reply.sent else 0)
     body = reply.body()
-    charge = told_charge(body, highest_prices(teacher))
+    charge = reported_charge(body, highest_prices(teacher))
     if charge is None and 300 <= reply.status < 500 and reply.status != 408:
         charge = 0  # refused before anything was generated
     try:

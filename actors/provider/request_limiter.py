@@ -201,7 +201,7 @@ class RequestLimiter:
     def _counted(self) -> Iterator[None]:
         """Count one running request, and report its result to the breaker."""
         permit = self._breaker.start(self._clock())
-        assert permit is not None, "a resting teacher was asked"
+        assert permit is not None, "a resting teacher was queried"
         verdict, opened = BreakerVerdict.NOTHING, self._breaker.opened
         self._under_way += 1
         try:

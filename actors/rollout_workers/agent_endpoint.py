@@ -310,7 +310,7 @@ class CapturedAgent:
         captured = [one for one in self._opened.trajectories(session) if one.turns]
         if not captured and session is None:
             raise UnusableTask(
-                "the agent has not asked its endpoint for anything: give it base_url"
+                "the agent has requested nothing from its endpoint: give it base_url"
             )
         won = reward >= 1 if success is None else success
         captured.sort(key=lambda one: -sum(len(turn.action_ids) for turn in one.turns))

@@ -108,7 +108,7 @@ class AgentEpisode:
         self._captured: dict[str, CapturedEpisode] = {}
         self._exchanges: defaultdict[SessionKey, list[Exchange]] = defaultdict(list)
         self._failures: dict[SessionKey, Exception] = {}
-        self._asked = 0
+        self._requested = 0
         self._ended = False
         self.base_url = self.api_key = ""
         """Where an agent reaches it, once an endpoint serves it."""
@@ -127,8 +127,8 @@ class AgentEpisode:
     def trajectories(self, session: str | None = None) -> list[CapturedTrajectory]:
         """Return what the agent, or one session of it, sampled and received, as paths through the
         tree of its requests."""
-        asked = self._captured if session is None else {session} & self._captured.keys()
-        return [path for name in asked for path in self._captured[name].trajectories()]
+        sessions = self._captured if session is None else {session} & self._captured.keys()
+        return [path for name in sessions for path in self._captured[name].trajectories()]
 
     def failures(self) -> list[Exception]:
         """Return the errors of generation at requests that no retry has answered."""
@@ -209,8 +209,8 @@ class AgentEpisode:
                 f"the prompt has {len(prompt.ids)} tokens and the context of this run is "
                 f"{sampling.max_context}: send less, or raise policy.max_context"
             )
-        request_id = f"{self._sample.trace_id}-{self._asked:02d}"
-        self._asked += 1
+        request_id = f"{self._sample.trace_id}-{self._requested:02d}"
+        self._requested += 1
         most = min(sampling.max_new_tokens, remaining)
         return GenerationRequest(
             request_id,
@@ -224,10 +224,10 @@ class AgentEpisode:
         )
 
     def _check_turns(self, wanted: int) -> None:
-        if self._asked + wanted > MOST_TURNS:
+        if self._requested + wanted > MOST_TURNS:
             raise TooManyTurns(
-                f"the episode has asked for {self._asked} answers and may ask for {MOST_TURNS}: "
-                "end it"
+                f"the episode has requested {self._requested} answers and may request "
+                f"{MOST_TURNS}: end it"
             )
 
     async def _sampled(
@@ -248,10 +248,12 @@ class AgentEpisode:
             self._failures[key] = error
             raise
         self._failures.pop(key, None)
-        asked = [(q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)]
+        requested = [
+            (q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)
+        ]
         return [
             _record(captured, question, prompt, result, ask.stops)
-            for (question, prompt), result in zip(asked, results, strict=True)
+            for (question, prompt), result in zip(requested, results, strict=True)
         ]
 
     def _give_up(self, exchange: Exchange) -> None:

@@ -344,7 +344,7 @@ class LockstepGeneration:
     def __init__(self, generators: Peers, playing: Callable[[], int]) -> None:
         self._generators, self._playing = generators, playing
         self._waiting: dict[str, Waiting] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._all_wait = asyncio.Event()
         self._rounds = BackgroundTasks(reported_to_loop)
 
@@ -368,14 +368,14 @@ class LockstepGeneration:
         """Return the names of all waiting requests. Waits until each episode here has one."""
         await self._all_wait.wait()
         self._all_wait.clear()
-        self._told = set(self._waiting)
-        return sorted(self._told)
+        self._reported = set(self._waiting)
+        return sorted(self._reported)
 
     def release(self, turn: Round) -> None:
         """Send this worker's requests of a round."""
         for generator, names in turn.shares.items():
             share = [self._waiting.pop(name) for name in names if name in self._waiting]
-            if len(share) < len(self._told.intersection(names)):  # one was cancelled meanwhile
+            if len(share) < len(self._reported.intersection(names)):  # one was cancelled meanwhile
                 closing = self._generators.call(generator, "close_round", turn.number)
                 self._rounds.start(f"closing round {turn.number} at {generator}", closing)
             if share:

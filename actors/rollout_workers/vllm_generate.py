@@ -85,16 +85,16 @@ class GenerateAnswer:
     @classmethod
     def read(cls, body: bytes, _episode: AgentEpisode, _model: str) -> GenerateAnswer:
         request = read_as(GenerateRequest, body, IGNORED, REFUSED)
-        asked = request.sampling_params
-        check_parameters(asked.model_extra or {}, IGNORED, REFUSED)
+        parameters = request.sampling_params
+        check_parameters(parameters.model_extra or {}, IGNORED, REFUSED)
         if request.stream:
             raise bad_request("ids are not streamed: leave stream out", "stream")
         ask = Ask(
             [TextQuestion(request.token_ids)],
-            asked.n or 1,
-            asked.max_tokens,
-            stop_strings(asked.stop),
-            tuple(asked.stop_token_ids or ()),
+            parameters.n or 1,
+            parameters.max_tokens,
+            stop_strings(parameters.stop),
+            tuple(parameters.stop_token_ids or ()),
         )
         return cls(request, ask)
 

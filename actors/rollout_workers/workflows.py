@@ -214,11 +214,11 @@ class EpisodeEngine:
         requests = [self._request(ids, longest, greedy) for _ in range(n)]
         group = self._sample.group
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            running = [
                 tasks.create_task(self._generation.generate(request, group)) for request in requests
             ]
         chat = self._chat_with(tools)
-        return [self._generated(chat, ids, task.result(), stop) for task in asked]
+        return [self._generated(chat, ids, task.result(), stop) for task in running]
 
     def _generated(
         self, chat: ChatFormat, ids: list[int], result: GenerationResult, stop: Sequence[str]

@@ -41,7 +41,7 @@ PADDING_SCORE = -200.0
 class TeacherOutputsLost(Worded, RuntimeError):
     """The teachers cannot deliver the rest of a step's outputs."""
 
-    message = "the step goes on without its SDPO signals: {0}"
+    message = "the step continues without its SDPO signals: {0}"
 
 
 class WrongVersion(Worded, RuntimeError):
@@ -49,7 +49,7 @@ class WrongVersion(Worded, RuntimeError):
 
     message = (
         "the SDPO signal is of version {0} but the trainer is at {1}: let the teacher pull "
-        "before it is asked"
+        "before it is queried"
     )
 
 

@@ -59,7 +59,7 @@ def rowless(ranks: Ranks, folder: Path) -> bool:
     one, other = updated(0), updated(1)
     written, read = (optimizer.stored(weight) for optimizer, weight in (one, other))
     differed = not runs.equal(runs.complete(written), runs.complete(read))
-    write_shards(folder, written, ranks.beside)
+    write_shards(folder, written, ranks.background_group)
     ShardReader(folder).read(read)
     return differed and runs.equal(runs.complete(written), runs.complete(read))
 

@@ -209,7 +209,7 @@ async def test_an_aborted_request_raises_and_is_counted(generator: InProcessActo
     asked = asyncio.create_task(generator.call("generate", ask("r", [1, 2], NEW)))
     await asyncio.sleep(0)
     assert await generator.call("abort", ["r", "unknown"]) == 1
-    with pytest.raises(RequestAborted, match="r was aborted: its caller asked for it"):
+    with pytest.raises(RequestAborted, match="r was aborted: its caller requested it"):
         await asked
     assert await generator.call("abort", ["r"]) == 0
     described = await details(generator)

@@ -23,7 +23,7 @@ from repetition import crossed
 from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.embedded_requests import LongPrompt, PromptLimits
 
-LIMITS = PromptLimits(at_once=32, beside_decoding=8)
+LIMITS = PromptLimits(at_once=32, during_decoding=8)
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,14 @@ def test_pieces_are_small_beside_others_and_larger_alone() -> None:
 
 
 def test_pieces_beside_others_become_shorter_as_tokens_take_longer() -> None:
-    limits = PromptLimits(at_once=512, beside_decoding=120, doubled_at=1000)
-    assert [limits.beside(position) for position in (0, 1000, 5000, 10**6)] == [120, 60, 20, 8]
-    assert PromptLimits(512, 120).beside(10**6) == 120
+    limits = PromptLimits(at_once=512, during_decoding=120, doubled_at=1000)
+    starts = (0, 1000, 5000, 10**6)
+    assert [limits.piece_during_decoding(one) for one in starts] == [120, 60, 20, 8]
+    assert PromptLimits(512, 120).piece_during_decoding(10**6) == 120
 
 
 def test_steps_of_others_follow_a_piece_until_they_took_as_long() -> None:
-    limits = PromptLimits(at_once=512, beside_decoding=120, doubled_at=1000, step_tokens=8)
+    limits = PromptLimits(at_once=512, during_decoding=120, doubled_at=1000, step_tokens=8)
     assert limits.steps_for(range(120), [0, 0]) == 12
     assert limits.steps_for(range(120), [1000, 4000]) == 8
     assert limits.steps_for(range(1000, 1060), [0, 0]) == 12
@@ -67,7 +68,7 @@ def test_steps_of_others_follow_a_piece_until_they_took_as_long() -> None:
 
 
 def test_steps_between_pieces_change_no_answer(model: Any, rng: random.Random) -> None:
-    limits = PromptLimits(at_once=32, beside_decoding=8, step_tokens=2)
+    limits = PromptLimits(at_once=32, during_decoding=8, step_tokens=2)
     engine, results = EmbeddedEngine(model, 4, 256, prompt_limits=limits), Results()
     others = [ask(str(number), ids(rng, 10), new=60) for number in range(2)]
     long = ask("long", ids(rng, 120), new=5)
@@ -107,7 +108,7 @@ def test_others_decode_in_every_step_while_a_long_prompt_is_computed(
         while "long" not in results:
             sampled.append(engine.step())
     assert sampled == [2] * 14 + [3] * 5
-    assert max(tokens) == LIMITS.beside_decoding + 2
+    assert max(tokens) == LIMITS.during_decoding + 2
     assert sum(tokens) == 2 * len(sampled) + 120 + 4
     while engine.busy:
         engine.step()

@@ -280,7 +280,7 @@ def test_receivers_of_whole_weights_are_refused(
         build_config(trainer={"lora": LORA}, **sections)
 
 
-SMALL_PIECES = PromptLimits(at_once=32, beside_decoding=8)
+SMALL_PIECES = PromptLimits(at_once=32, during_decoding=8)
 
 
 def mixture(tokenizer: Any) -> Any:

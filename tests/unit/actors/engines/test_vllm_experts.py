@@ -76,7 +76,7 @@ def test_returned_experts_are_those_of_the_layers_that_have_some(start: int, kin
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        (None, "told no experts of r"),
+        (None, "reported no experts of r"),
         (rows(1), r"experts \[6, 2, 2\] \(.*\) of r, which are \[7, 2, 2\]"),
         (rows(0)[:, :, :1], r"experts \[7, 2, 1\] .* which are \[7, 2, 2\]"),
     ],
@@ -145,12 +145,12 @@ def test_experts_are_kept_in_the_slots_of_the_keys() -> None:
 def test_positions_of_which_a_layer_told_nothing_are_an_error() -> None:
     kept, at = slots(), torch.tensor([0, 1])
     kept.note(0, torch.zeros(2, 2), at)
-    with pytest.raises(ExpertsNotNoted, match="positions 0 to 1: no router told those of 2 of th"):
+    with pytest.raises(ExpertsNotNoted, match="positions 0 to 1: no router reported those of 2"):
         kept.of([0], 0, 2)
     kept.note(2, torch.zeros(2, 2), at)
     assert kept.of([0], 0, 2).shape == (2, 2, 2)
     kept.clear()
-    with pytest.raises(ExpertsNotNoted, match="no router told those of 2"):
+    with pytest.raises(ExpertsNotNoted, match="no router reported those of 2"):
         kept.of([0], 0, 2)
 
 

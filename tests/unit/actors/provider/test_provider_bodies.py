@@ -77,7 +77,7 @@ async def test_an_encoded_answer_is_refused_unread(
     sent = Sent(gzip.compress(ANSWER))
     failure = await fault(Script(httpx.Response(200, headers=headers, stream=sent)))
     assert type(failure) is ProviderMalformed
-    assert "no encoding was asked for" in failure.text
+    assert "no encoding was requested" in failure.text
     assert failure.text.isprintable()
     assert len(failure.text) < 120
     assert sent.taken == 0

@@ -246,7 +246,7 @@ async def test_a_program_is_an_agent_and_each_of_its_requests_is_trained_once(
     [
         ("import sys; sys.exit('no key')", "ended with status 1: no key"),
         ("import time; time.sleep(600)", r"did not end within 0\.5 s: raise timeout_s"),
-        ("print('Answer: 1')", "has not asked its endpoint"),
+        ("print('Answer: 1')", "has requested nothing from its endpoint"),
     ],
 )
 async def test_a_program_that_fails_hangs_or_asks_nothing_fails_its_attempt(
