@@ -54,7 +54,7 @@ class Ports:
     `save` returns when a checkpoint's bytes are copied, `saved` when they are on disk. `hints` is
     None where hints come from templates only, `logprob_mismatch` where the log-prob mismatch of
     trainer and generators is not monitored, `judges` where there are none. `in_thread` runs
-    blocking work beside the event loop.
+    blocking work alongside the event loop.
     """
 
     rollouts: Rollouts

@@ -1,4 +1,4 @@
-"""`composer-mesh scale`: more or fewer replicas in a run that goes on.
+"""`composer-mesh scale`: more or fewer replicas in a live run.
 
     changed = await scale(Path("runs/quickstart"), generator=3)
 

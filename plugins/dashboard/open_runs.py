@@ -20,7 +20,7 @@ from composer_mesh.plugins.dashboard.series import Columns
 from composer_mesh.services.directory.report import TIMELINE_FILE
 from composer_mesh.services.directory.status import EVENTS_FILE, RunUnavailable
 from composer_mesh.services.inspection.events_command import FollowedLines, event_of
-from composer_mesh.services.inspection.tree import TOLD, Viewer
+from composer_mesh.services.inspection.tree import MESH_CHANGES, Viewer
 
 RUNS_KEPT = 12
 EVENTS_KEPT = 5000
@@ -55,7 +55,7 @@ class OpenRun:
 
     def changes_of_mesh(self) -> list[dict[str, Any]]:
         """Return the events that report deaths, restarts and new sizes, newest first."""
-        return [one for one in self.events() if str(one.get("event", "")).endswith(TOLD)]
+        return [one for one in self.events() if str(one.get("event", "")).endswith(MESH_CHANGES)]
 
 
 class PacedLook:

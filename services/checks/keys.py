@@ -69,15 +69,15 @@ def key_variables(config: Config, kind: str) -> list[str]:
     """Return the names of the variables whose keys a kind of process uses."""
     if kind == "environment":
         return [name for server in config.environment.mcp for name in server.secrets]
-    asked: list[ChatEndpoint] = []
+    endpoints: list[ChatEndpoint] = []
     if kind == "teacher_replay" and config.replay.on:
-        asked += config.replay.teachers
+        endpoints += config.replay.teachers
     if kind == "judge":
-        asked += config.judges.models
+        endpoints += config.judges.models
     writer = config.sdpo.hints.active_writer if config.asks_for_hints else None
     if kind == "hint_writer" and writer is not None:
-        asked.append(writer)
-    return [one.key_variable for one in asked if one.key_variable is not None]
+        endpoints.append(writer)
+    return [one.key_variable for one in endpoints if one.key_variable is not None]
 
 
 def _check(endpoint: ChatEndpoint, who: str, environ: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """Checks of the configured task: that it can do what the config asks, and one dry episode.
 
-Judges of a dry episode: each answers with an example of the wanted form, and none is asked.
+Judges of a dry episode: each answers with an example of the wanted form, and none is called.
 
 Example arguments of a tool, made from its schema: the smallest that are valid where simple.
 
@@ -203,14 +203,14 @@ def _number(schema: Schema, step: float) -> float:
 
 
 class ExampleJudges:
-    """The port `Judges` without a model; `asked` are the names of the judges."""
+    """The port `Judges` without a model; `called` are the names of the judges."""
 
     def __init__(self) -> None:
-        self.asked: set[str] = set()
+        self.called: set[str] = set()
 
     async def ask(self, question: JudgeQuestion) -> JudgeReply:
         """Return an example of the wanted answer."""
-        self.asked.add(question.judge)
+        self.called.add(question.judge)
         return JudgeReply(json.dumps(example_of(question.schema)))
 
 
@@ -269,7 +269,7 @@ class DryRun:
     success: bool
 
 
-def told_of(config: Config, task: Task) -> Iterator[str]:
+def describe_task(config: Config, task: Task) -> Iterator[str]:
     """Yield lines that describe the task; plays a dry episode of it, and raises its errors."""
     judges = ExampleJudges()
     task.use_judges(judges)
@@ -285,10 +285,10 @@ def told_of(config: Config, task: Task) -> Iterator[str]:
         f"task {task.name!r}: a dry episode by {dry.policy} took {dry.turns} turns, reward "
         f"{dry.reward:g}, {success}"
     )
-    if judges.asked:
-        names = ", ".join(sorted(judges.asked))
-        yield f"task {task.name!r}: judge {names} was not asked, its answers are examples"
-    if task.has_expert and not dry.success and not judges.asked:
+    if judges.called:
+        names = ", ".join(sorted(judges.called))
+        yield f"task {task.name!r}: judge {names} was not called, its answers are examples"
+    if task.has_expert and not dry.success and not judges.called:
         yield (
             f"task {task.name!r}: its expert's episode is no success, so a warm start imitates "
             f"failures: mend expert(), the rewards or success_at, which is {task.success_at:g}"

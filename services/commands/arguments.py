@@ -36,7 +36,7 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="host that requests may name beside --host; may be given many times",
+        help="host that requests may name in addition to --host; may be given many times",
     )
     parser.add_argument(
         "--any-address", action="store_true", help="listen on public addresses too, with a token"

@@ -21,7 +21,7 @@ from composer_mesh.services.directory.claim import output_path
         metavar="DIR",
         help="the run's directory, the same on all hosts; runs/NAME when not given",
     ),
-    argument("--resume", action="store_true", help="go on with the run in that directory"),
+    argument("--resume", action="store_true", help="continue the run in that directory"),
     argument("--dry-run", action="store_true", help="print every file and command; change nothing"),
     argument("--detach", action="store_true", help="do not follow the run's output until it ends"),
 )
@@ -114,7 +114,7 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "add a host to a run that goes on",
+    "add a host to a live run",
     argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
     argument(
         "address", metavar="ADDRESS", help="where a worker listens, such as tls://10.0.0.7:22300"

@@ -104,8 +104,8 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         refuse_or_set_aside(output, named=arguments.output is not None)
     with claimed(output):
         who = arguments.model or arguments.policy or ""
-        told = about(target, who, arguments.samples, arguments.max_tokens)
-        config = with_chat_date(config, open_output(output, told, arguments.resume))
+        description = about(target, who, arguments.samples, arguments.max_tokens)
+        config = with_chat_date(config, open_output(output, description, arguments.resume))
         prepare(output, signals)
         from composer_mesh.services.evaluation import command
 
@@ -131,7 +131,7 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
                     signals,
                     max_usd=arguments.max_usd,
                 )
-        command.report(output, told, indices, arguments.samples, arguments.json)
+        command.report(output, description, indices, arguments.samples, arguments.json)
         return code
 
 
@@ -167,7 +167,7 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
             option = name.replace("_", "-")
             raise EvalRefused(f"--{option} is {value} but must be at least 1: raise it")
     if arguments.policy is not None:
-        _refuse_beside_policy(arguments, target)
+        _refuse_with_policy(arguments, target)
     if arguments.samples > 1 and not target.config.eval.temperature:
         raise EvalRefused(
             f"--samples is {arguments.samples} but eval.temperature is 0, so all samples of an "
@@ -185,10 +185,11 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
         check_judge_keys(target.config)
 
 
-def _refuse_beside_policy(arguments: argparse.Namespace, target: Target) -> None:
+def _refuse_with_policy(arguments: argparse.Namespace, target: Target) -> None:
     if target.url is not None:
         raise EvalRefused(
-            f"--policy is {arguments.policy} but {target.url} is asked for actions: name a config"
+            f"--policy is {arguments.policy} but actions are requested from {target.url}: "
+            "name a config"
         )
     if arguments.samples > 1:
         raise EvalRefused(

@@ -39,7 +39,7 @@ def tree(arguments: argparse.Namespace) -> int:
 @command(
     "what happened in a run, or happens now",
     RUN,
-    argument("--follow", action="store_true", help="go on until the run ends"),
+    argument("--follow", action="store_true", help="continue until the run ends"),
     argument("--json", action="store_true", help="print each event as one JSON object"),
 )
 def events(arguments: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def events(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "more or fewer replicas in a run that goes on",
+    "more or fewer replicas in a live run",
     argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
     argument(
         "sizes", nargs="+", metavar="KIND=N", help="replicas to have, for example generator=3"

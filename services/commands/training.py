@@ -31,7 +31,7 @@ from composer_mesh.services.checks.accepting import (
     use_umask,
 )
 from composer_mesh.services.checks.hub import hub_remarks
-from composer_mesh.services.checks.task import facts_of, heldout_of, told_of
+from composer_mesh.services.checks.task import describe_task, facts_of, heldout_of
 from composer_mesh.services.commands.arguments import add_config
 from composer_mesh.services.commands.parser import Add, argument, command, one_of
 from composer_mesh.services.directory.claim import (
@@ -76,7 +76,7 @@ def check(arguments: argparse.Namespace) -> int:
     task, episodes = make_task(config), config.eval.episodes
     with serving(config, task):
         lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools)]
-        lines += told_of(config, task)
+        lines += describe_task(config, task)
     heldout = heldout_of(task, episodes)
     lines += facts_of(config, task, len(heldout))
     if fewer := fewer_episodes(heldout, episodes):
@@ -104,12 +104,12 @@ def _of_run(name: str, *alone: Add) -> tuple[Add, ...]:
             argument(
                 "--resume",
                 action="store_true",
-                help="go on with the run in that directory where it was stopped",
+                help="continue the run in that directory where it was stopped",
             ),
             argument(
                 "--auto-resume",
                 action="store_true",
-                help="go on with the run in that directory, or begin it; a finished one stays as "
+                help="continue the run in that directory, or begin it; a finished one stays as "
                 "it is",
             ),
             *alone,

@@ -47,11 +47,11 @@ def model_card(run: Path, checkpoint: Checkpoint, repository: str) -> str:
     metrics = [one for one in read_metrics(run / METRICS_FILE) if one["step"] <= checkpoint.step]
     found = summarize(metrics, wall_s=0.0)
     active = {name: one["active_steps"] for name, one in found["channels"].items()}
-    told = ", ".join(f"{escaped(name)} ({steps})" for name, steps in active.items() if steps)
+    channels = ", ".join(f"{escaped(name)} ({steps})" for name, steps in active.items() if steps)
     parts.append(
         f"Trained for {checkpoint.step:,} optimizer steps on {found['tokens_trained']:,} tokens of "
         f"{found['rollouts']:,} rollouts. Channels, with the steps in which each was active: "
-        f"{told or 'none'}."
+        f"{channels or 'none'}."
     )
     evaluations = read_evaluations(run / EVALUATIONS_FILE)
     parts += ["## Evaluation", "\n".join(_evaluated(evaluations, checkpoint.step))]

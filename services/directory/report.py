@@ -194,7 +194,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             for name in summary["channels"]
         ),
         ("replay", f"{replay['pairs']:,} pairs for ${replay['usd']:.2f}"),
-        *_asked(replay),
+        *_queries(replay),
         *([("hints", _shown_hints(summary["hints"]))] if "hints" in summary else []),
         *([("judges", _shown_judges(summary["judges"]))] if "judges" in summary else []),
         ("largest lag", f"{summary['lag_max']} versions"),
@@ -213,17 +213,20 @@ def _replay(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**totals, **named}
 
 
-def _asked(replay: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _queries(replay: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the table rows that apply only if teachers were queried."""
     if not replay.get("states"):
         return []
     dropped = ", ".join(f"{count:,} {name}" for name, count in replay["dropped"].items())
     rows = [
         (
-            "asked about",
+            "queried about",
             f"{replay['states']:,} states, {replay['cached']:,} answers from the cache",
         ),
-        ("gate", f"{replay['skipped']:,} states not asked, about ${replay['saved_usd']:.2f} saved"),
+        (
+            "gate",
+            f"{replay['skipped']:,} states not queried, about ${replay['saved_usd']:.2f} saved",
+        ),
         ("filters dropped", dropped or "none"),
     ]
     if replay["expired"]:
@@ -306,10 +309,10 @@ def _shown_hints(hints: Mapping[str, Any]) -> str:
 
 def _judges(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what judges have cost in the run; empty if it has none."""
-    told = [step for step in metrics if "judge/usd_total" in step]
-    if not told:
+    reported = [step for step in metrics if "judge/usd_total" in step]
+    if not reported:
         return {}
-    usd, requests = told[-1]["judge/usd_total"], told[-1]["judge/requests"]
+    usd, requests = reported[-1]["judge/usd_total"], reported[-1]["judge/requests"]
     left_out = _total(metrics, "judge/left_out")
     return {"judges": {"usd": usd, "requests": requests, "left_out": left_out}}
 

@@ -64,7 +64,7 @@ def refuse_unfit(output: Path, config: Config) -> list[Change]:
     if any(one.step >= config.run.steps for one in read_evaluations(output / EVALUATIONS_FILE)):
         raise RunFinished(
             f"--resume {output} has trained all its {config.run.steps} steps: raise run.steps to "
-            "go on, or leave --resume out to start a new run"
+            "continue, or leave --resume out to start a new run"
         )
     return found
 
@@ -118,7 +118,7 @@ def _refusal(output: Path, unsafe: Sequence[Change]) -> str:
     named = "\n  ".join(str(change) for change in unsafe[:MOST_CHANGES])
     more = f"\n  and {len(unsafe) - MOST_CHANGES} more" if len(unsafe) > MOST_CHANGES else ""
     return (
-        f"--resume {output} cannot go on with these changes:\n  {named}{more}\n"
+        f"--resume {output} cannot continue with these changes:\n  {named}{more}\n"
         f"give {output / CONFIG_FILE} as the config, or begin a new run from what this one has "
         f"learned: a checkpoint is a model folder, so set policy.path to {_checkpoint(output)}"
     )
@@ -131,7 +131,7 @@ def describe_resume(output: Path, steps: int) -> str:
     reached = f"stopped after step {done} of {steps}"
     if newest == done:
         where = f"step {done}'s checkpoint" if done else "the beginning"
-        return f"{reached}: a resume goes on from {where}, and trains nothing again"
+        return f"{reached}: a resume continues from {where}, and trains nothing again"
     where = f"step {newest}'s checkpoint" if newest else "the beginning"
     times = "1 step is" if done - newest == 1 else f"{done - newest} steps are"
-    return f"{reached}: a resume goes on from {where}, so {times} trained again"
+    return f"{reached}: a resume continues from {where}, so {times} trained again"

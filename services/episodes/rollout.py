@@ -67,8 +67,8 @@ class PacedEvents:
             return
         self._last[kind] = now
         held = self._held.pop(kind, 0)
-        told = f"{detail} (and {held} more before it)" if held else detail
-        self._record(kind, actor, told, **fields)
+        full_detail = f"{detail} (and {held} more before it)" if held else detail
+        self._record(kind, actor, full_detail, **fields)
 
     def flush(self) -> None:
         """Record the counts of suppressed events."""
@@ -161,10 +161,10 @@ class EpisodeRetries:
                 self._last,
             )
 
-    def check_evaluation(self, step: int, measured: int, asked: int) -> None:
+    def check_evaluation(self, step: int, measured: int, requested: int) -> None:
         """Raise `RolloutsFail` where an evaluation has no episode to measure."""
         if not measured:
-            what = f"none of {asked} held-out episodes could be run after step {step}"
+            what = f"none of {requested} held-out episodes could be run after step {step}"
             raise RolloutsFail(what, self._last)
 
     def failed(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:

@@ -4,7 +4,7 @@
     pools -- members change --> RolloutWorkers --> every worker: the generators and environments
 
 An attempt is lost with its worker, and is then made again like any other that failed. The other
-actors drop what a dead worker asked of them. A worker plays once it was told whom to call.
+actors drop what a dead worker requested. A worker plays once it knows whom to call.
 
 The rounds of a run in lockstep: each is a closed batch of every episode's next request.
 
@@ -241,7 +241,7 @@ class RolloutWorkers:
             self._rounds.check()  # a complete round may have waited for a generator
 
     def _find_open(self) -> None:
-        """Let those workers play that serve and were told whom to call."""
+        """Let those workers play that serve and know whom to call."""
         members = [
             replace(one, open=one.open and one.name in self._connected)
             for one in self._members.peers
@@ -259,7 +259,7 @@ class RolloutWorkers:
             self._rounds.lose(worker)
 
     async def _disconnect(self, worker: str) -> None:
-        """Have the other actors drop what a worker that is gone asked of them."""
+        """Have the other actors drop what a worker that is gone requested of them."""
         pools = [self._pools.generators, self._pools.environments]
         await asyncio.gather(*(call_serving(pool, "disconnect", worker) for pool in pools))
         if self._rounds is not None:

@@ -39,7 +39,7 @@ class EvaluationRun(PartialRun):
             await play_heldout(task, rollouts, self.store, self.indices, self.samples, sampling)
         finally:
             await rollouts.close()
-        self.told = f"{len(self.indices)} episodes played"
+        self.summary = f"{len(self.indices)} episodes played"
 
     def _progress(self) -> tuple[int, int]:
         return (0, self.restarts)

@@ -209,8 +209,8 @@ def tell_of_groups(task: Task, samples: int) -> None:
     """Say which rewards are left out because an episode has one sample."""
     names = sorted({one.name for part in task.parts for one in part.group_rewards})
     if names and samples < SMALLEST_GROUP:
-        told = f"group rewards are left out, which compare samples: {', '.join(names)}"
-        Console().print(f"{told}; add --samples 2 or more", markup=False, highlight=False)
+        notice = f"group rewards are left out, which compare samples: {', '.join(names)}"
+        Console().print(f"{notice}; add --samples 2 or more", markup=False, highlight=False)
 
 
 def _stored(output: Path, indices: set[int]) -> list[Trace]:

@@ -108,7 +108,7 @@ class InProcessEvaluation(ABC):
         return with_group_score(whole, await self._run(scoring), task.reward_weights)
 
     async def _sample(self, index: int, number: int) -> Trace | None:
-        """Play one sample; None if the task's code failed. Raises where no judge may be asked."""
+        """Play one sample; None if the task's code failed. Raises where no judge may be called."""
         async with self._slots:
             try:
                 return await self._play(index, number)
@@ -201,7 +201,7 @@ class EndpointEvaluation(InProcessEvaluation):
     def failure_of(self, error: Exception) -> str:
         """Return what the endpoint failed with, and what to look at in this command."""
         if isinstance(error, ProviderBudgetError):
-            return f"{error.text}: raise --max-usd, and go on with --resume"
+            return f"{error.text}: raise --max-usd, and continue with --resume"
         if not isinstance(error, ProviderError):
             return str(error)
         return (

@@ -1,6 +1,6 @@
 """Shows an evaluation: a table by task, and one JSON object.
 
-The directory of an evaluation: what it is about, so that only the same one goes on in it.
+The directory of an evaluation: what it is about, so that only the same one continues in it.
 
 Figures of an evaluation: success, pass@k and rewards by task, with intervals by episode.
 

@@ -24,12 +24,12 @@ OFF = ("sdpo.alpha=0", "replay.beta=0")
 
 
 class EvalRefused(Exception):
-    """The evaluation cannot be made as asked; the message says why."""
+    """The evaluation cannot be made as requested; the message says why."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated: its name and config; a `url` is asked in place of a model."""
+    """What is evaluated: its name and config; a `url` is queried in place of a model."""
 
     name: str
     config: Config

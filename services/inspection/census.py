@@ -76,8 +76,8 @@ def census(
     of_pools = {line["name"]: line for _, line in lines}
     known = [_joined(actor, of_pools.get(actor.name)) for actor in actors]
     names = {actor.name for actor in known}
-    unheard = [_unheard(kind, line) for kind, line in lines if line["name"] not in names]
-    return tuple(_by_kind([*known, *unheard, *_gone(known, pools, before)]))
+    unanswered = [_unanswered(kind, line) for kind, line in lines if line["name"] not in names]
+    return tuple(_by_kind([*known, *unanswered, *_gone(known, pools, before)]))
 
 
 def _gone(
@@ -104,7 +104,7 @@ def _joined(actor: ActorStatus, line: Mapping[str, Any] | None) -> ActorStatus:
     )
 
 
-def _unheard(kind: str, line: Mapping[str, Any]) -> ActorStatus:
+def _unanswered(kind: str, line: Mapping[str, Any]) -> ActorStatus:
     return ActorStatus(
         line["name"],
         kind,

@@ -130,8 +130,8 @@ def event_line(event: dict[str, Any]) -> Text:
         (f"{plain_text(str(event.get('actor', ''))):<16}  ", "bold"),
         (plain_text(str(event.get("detail", "")), LONGEST), ""),
     ]
-    told = (f"  {plain_text(k)}={plain_text(str(v), LONGEST)}" for k, v in further(event))
-    text = Text.assemble(*parts, ("".join(told), "dim"))
+    fields = (f"  {plain_text(k)}={plain_text(str(v), LONGEST)}" for k, v in further(event))
+    text = Text.assemble(*parts, ("".join(fields), "dim"))
     text.rstrip()
     return text
 

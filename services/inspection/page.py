@@ -196,7 +196,7 @@ def _work(step: Mapping[str, Any]) -> str:
 def _cost(step: Mapping[str, Any], ceiling_usd: float) -> str:
     return (
         f"${_figure(step, 'replay/usd_total', '.4f')} of ${ceiling_usd:,.2f},"
-        f" {_figure(step, 'replay/states', 'd')} states asked,"
+        f" {_figure(step, 'replay/states', 'd')} states queried,"
         f" {_figure(step, 'replay/skipped', 'd')} skipped,"
         f" {_figure(step, 'replay/waiting', 'd')} pairs waiting"
     )

@@ -87,13 +87,13 @@ def merge(
 
 def pids_of(status: RunStatus) -> list[int]:
     """Return the pids of a run's processes on the controller's machine, including its own."""
-    beside = (actor.pid for actor in status.actors if actor.with_controller)
-    return [status.pid, *(pid for pid in beside if pid is not None)]
+    local = (actor.pid for actor in status.actors if actor.with_controller)
+    return [status.pid, *(pid for pid in local if pid is not None)]
 
 
 def owner_of(proc: ProcNode, status: RunStatus) -> ActorStatus | None:
     """Return the actor that a process was started for, found by name; None where there is none."""
-    known = {_told(actor.name): actor for actor in status.actors}
+    known = {_monarch_name(actor.name): actor for actor in status.actors}
     rankless = proc.name.rpartition("-")[0]
     names = (*(actor.name for actor in proc.actors), rankless, proc.name)
     return next((known[name] for name in names if name in known), None)
@@ -104,7 +104,7 @@ def is_controllers(host: HostNode, status: RunStatus) -> bool:
     return host.name.startswith("unix:") or status.hosts.get(host.name) == NAME
 
 
-def _told(name: str) -> str:
+def _monarch_name(name: str) -> str:
     """Convert a name as `mesh.actor.monarch_name` does; this module must not import Monarch."""
     return name.replace(".", "_")
 
@@ -163,14 +163,14 @@ class _Joined:
         if actor.with_controller:
             return self._used(actor.pid, proc)
         used = _Joined(self.status, ProcessUsage())._used(actor.pid, proc)
-        told = {key: getattr(actor, key) for key in OF_ITS_PROCESS}
-        return used | {key: value for key, value in told.items() if value is not None}
+        reported = {key: getattr(actor, key) for key in OF_ITS_PROCESS}
+        return used | {key: value for key, value in reported.items() if value is not None}
 
     def _used(self, pid: int | None, proc: ProcNode | None) -> dict[str, Any]:
-        told = proc.rss_bytes if proc is not None and proc.reachable else None
+        reported = proc.rss_bytes if proc is not None and proc.reachable else None
         return {
             "pid": pid,
-            "rss_bytes": self.usage.rss_bytes.get(pid, told) if pid is not None else told,
+            "rss_bytes": self.usage.rss_bytes.get(pid, reported) if pid is not None else reported,
             "cpu_percent": self.usage.cpu_percent.get(pid) if pid is not None else None,
             "queue_depth": proc.queue_depth if proc is not None and proc.reachable else None,
         }
@@ -183,7 +183,7 @@ class _Joined:
 
 def _node(proc: ProcNode | None, name: str) -> ActorNode | None:
     nodes = proc.actors if proc else ()
-    return next((node for node in nodes if node.name == _told(name)), None)
+    return next((node for node in nodes if node.name == _monarch_name(name)), None)
 
 
 def _actor(actor: ActorStatus, state: str, node: ActorNode | None) -> dict[str, Any]:
@@ -234,7 +234,16 @@ FIRST_LOOK_S = 0.25
 """Interval over which CPU is measured before the first output."""
 LATELY = 8
 """Number of events shown below the mesh."""
-TOLD = ("_died", "_hung", "_given_up", "_failed", "_lost", "_poisoned", "_restarted", "_resized")
+MESH_CHANGES = (
+    "_died",
+    "_hung",
+    "_given_up",
+    "_failed",
+    "_lost",
+    "_poisoned",
+    "_restarted",
+    "_resized",
+)
 """Suffixes of the event kinds that report changes of the mesh."""
 
 
@@ -275,7 +284,7 @@ class Viewer:
         """Return the last events about deaths and recoveries, newest last."""
         for line in self._lines.new():
             event = event_of(line)
-            if event is not None and str(event.get("event", "")).endswith(TOLD):
+            if event is not None and str(event.get("event", "")).endswith(MESH_CHANGES):
                 self._lately.append(event)
         return list(self._lately)
 

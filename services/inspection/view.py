@@ -69,7 +69,7 @@ class RunView:
             plain_text(name), steps, plain_text(transport), time.monotonic(), ceiling_usd
         )
         self._lock = threading.Lock()
-        self._told = threading.Event()
+        self._changed = threading.Event()
         self._closed = threading.Event()
         self._lines: SimpleQueue[Text | None] = SimpleQueue()
         self._live: Live | None = None
@@ -97,7 +97,7 @@ class RunView:
     def close(self) -> None:
         """Draw the last state and restore the terminal; a second call does nothing."""
         self._closed.set()
-        self._told.set()
+        self._changed.set()
         self._lines.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -155,7 +155,7 @@ class RunView:
         """Show the actors' states, on a live page only: they change too often for lines."""
         with self._lock:
             self._shown.actors = tuple(rows)
-        self._told.set()
+        self._changed.set()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the current page for the given width."""
@@ -164,7 +164,7 @@ class RunView:
         yield page
 
     def _tell(self, line: str) -> None:
-        self._told.set()
+        self._changed.set()
         if self._live is None and not self._closed.is_set():
             known = line.encode(self._console.encoding, "backslashreplace")
             self._lines.put(Text(known.decode(self._console.encoding)))
@@ -185,8 +185,8 @@ class RunView:
 
     def _redraw(self) -> None:
         while not self._closed.wait(REFRESH_S):
-            self._told.wait(1 - REFRESH_S)
-            self._told.clear()
+            self._changed.wait(1 - REFRESH_S)
+            self._changed.clear()
             if self._live is not None and not self._closed.is_set():
                 self._draw(self._live.refresh)
 

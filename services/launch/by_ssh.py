@@ -245,5 +245,5 @@ def _pid(command: Sequence[str], said: str) -> int:
     """Parse a process id from the last line of output, as shells may print a greeting before."""
     last = said.strip().rpartition("\n")[2].strip()
     if not last.isdecimal():
-        raise programs.ProgramFailed(command, f"it told no process id but {said.strip()[-200:]!r}")
+        raise programs.ProgramFailed(command, f"it gave no process id but {said.strip()[-200:]!r}")
     return int(last)

@@ -129,7 +129,7 @@ def _own_handle(run: Path) -> Handle | None:
     """Return the handle of a run, None if it was not launched or another machine launched it.
 
     A stop that was forwarded to the controller's host needs none, and may lack the account's key
-    there: the machine that forwarded it has prepared the cluster and goes on with it.
+    there: the machine that forwarded it has prepared the cluster and continues with it.
     """
     try:
         return read_handle(run)
@@ -156,7 +156,7 @@ def _wait_for_the_end(run: Path) -> None:
 def _tell(run: Path) -> int:
     status, handle = read_status(run), _own_handle(run)
     if status is None and handle is not None and handle.run != run.absolute():
-        sys.stdout.write(f"ended; go on with: {resume_command(run)}\n")
+        sys.stdout.write(f"ended; continue with: {resume_command(run)}\n")
         return 0
     if status is None:
         sys.stdout.write("stopped before it had begun\n")
@@ -166,7 +166,9 @@ def _tell(run: Path) -> int:
     if status.state == "finished":
         sys.stdout.write("it had come to its end\n")
         return 0
-    sys.stdout.write(f"{describe_resume(run, status.steps)}\ngo on with: {resume_command(run)}\n")
+    sys.stdout.write(
+        f"{describe_resume(run, status.steps)}\ncontinue with: {resume_command(run)}\n"
+    )
     return 0
 
 

@@ -359,7 +359,7 @@ def follow(launcher: Launcher, handle: Handle, place: Path) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write(
-            "\ncomposer-mesh: not followed any more, and the run goes on: end it with "
+            "\ncomposer-mesh: not followed any more, and the run continues: end it with "
             f"composer-mesh stop {shlex.quote(str(place))}\n"
         )
         return INTERRUPTED

@@ -137,7 +137,7 @@ class Launcher(Protocol):
         """Prepare for a stop that is requested from the controller directly."""
 
     def stopped(self, handle: Handle) -> None:
-        """Release what is left after a controller that was requested to stop has ended."""
+        """Release what remains after a controller that was requested to stop has ended."""
 
 
 def launcher_of(kind: str) -> Launcher:

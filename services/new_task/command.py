@@ -18,7 +18,7 @@ SUFFIX = ".template"
 NAME = re.compile(r"[a-z](?:[a-z0-9_]*[a-z0-9])?")
 LONGEST_NAME = 50
 OWN_FOLDERS = ("tests", "runs", "build", "dist")
-"""Folders that a project has beside its package."""
+"""Folders that a project has next to its package."""
 
 
 class NewTaskRefused(Exception):
@@ -26,7 +26,7 @@ class NewTaskRefused(Exception):
 
 
 def new_task_command(name: str, folder: Path | None) -> int:
-    """Write the package `name` and print how to go on; the exit status is 0."""
+    """Write the package `name` and print how to continue; the exit status is 0."""
     place = folder or Path(name)
     write_package(name, place)
     shown = place if place.is_absolute() else f"./{place}"

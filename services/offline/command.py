@@ -156,11 +156,11 @@ class _Work:
             lines.append(f"left out: {self.index.cut} last line that its writer did not finish")
         if report["state"] == OUT_OF_BUDGET:
             lines.append(
-                "the ceiling kept teachers from some states: go on with the same command and a "
+                "the ceiling kept teachers from some states: continue with the same command and a "
                 "higher --max-usd; what was answered is not paid again"
             )
         elif report["state"] == STOPPED:
-            lines.append("go on with the same command: what was answered is not paid again")
+            lines.append("continue with the same command: what was answered is not paid again")
         for line in lines:
             self.console.print(plain_text(line), markup=False, highlight=False, soft_wrap=True)
 
@@ -185,14 +185,14 @@ class _Ending:
 
     async def of(self, work: Coroutine[Any, Any, bool]) -> None:
         """Wait for the job; raise its exception."""
-        job, asked = asyncio.create_task(work), asyncio.create_task(self._stop_asking())
+        job, stop_request = asyncio.create_task(work), asyncio.create_task(self._stop_asking())
         self._stopping.cancels(job)
         self._stopping.finishes_step = True
         try:
             await asyncio.wait([job])
         finally:
             self._stopping.mark_over()
-            await cancel_and_wait([job, asked])
+            await cancel_and_wait([job, stop_request])
         if not job.cancelled():
             job.result()
 

@@ -72,7 +72,7 @@ def _nobody(traces: TraceIndex, teachers: object, source: str) -> str:
                 "name get no request and no key: name a file of yours with --teachers, or that "
                 "one if you have read whom it asks and with which keys"
             )
-    return f"{source} names no teacher, so nobody can be asked: name some"
+    return f"{source} names no teacher, so nobody can be queried: name some"
 
 
 def _with_teachers(traces: TraceIndex, teachers: str | Sequence[Table] | None) -> tuple[str, Table]:

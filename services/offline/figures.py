@@ -159,7 +159,7 @@ class TeacherFigures(TeacherTally):
     with the majority, where there was one, and with the student.
     """
 
-    asked: int = 0
+    queried: int = 0
     malformed: int = 0
     majority: list[bool] = field(default_factory=list)
     student: list[bool] = field(default_factory=list)
@@ -168,7 +168,7 @@ class TeacherFigures(TeacherTally):
 
     def add_voice(self, voice: TeacherVote, majority: bool) -> None:
         """Count an actual vote's side; `majority` says whether there was a majority."""
-        self.asked += 1
+        self.queried += 1
         self.malformed += voice.kind == "malformed"
         if voice.kind not in ABSTAINED:
             self.student.append(voice.with_student)
@@ -185,7 +185,7 @@ class TeacherFigures(TeacherTally):
     def as_dict(self) -> dict[str, Any]:
         """Return the report's object. Latencies exclude cached answers."""
         return {
-            "asked": self.asked,
+            "asked": self.queried,
             "answered": self.answered + self.cached,
             "cached": self.cached,
             "malformed": self.malformed,

@@ -40,7 +40,7 @@ class _Remembering:
         return replies
 
     def take(self, state_id: str) -> list[TeacherReply] | None:
-        """Return the replies about a state; None if it was not asked."""
+        """Return the replies about a state; None if it was not queried."""
         return self._replies.pop(state_id, None)
 
 
@@ -113,7 +113,7 @@ class _Nobody:
     """A `Teachers` port for state selection only; any query raises."""
 
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
-        raise RuntimeError(f"{n} teachers were asked about {state.state_id}: only choose states")
+        raise RuntimeError(f"{n} teachers were queried about {state.state_id}: only choose states")
 
 
 def selections(

@@ -97,8 +97,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=output_path,
         metavar="FILE",
-        help="where the pairs are written, as JSON lines; what has been paid for is beside it in "
-        "FILE.replay, so that the same command goes on",
+        help="where the pairs are written, as JSON lines; what has been paid for is next to it in "
+        "FILE.replay, so that the same command continues",
     )
     parser.add_argument(
         "--set",

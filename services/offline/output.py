@@ -21,7 +21,7 @@ from composer_mesh.services.offline.options import ReplayRefused
 
 FOLDER_SUFFIX = ".replay"
 JOB_FILE, REPORT_FILE = "job.json", "report.json"
-ASKED_BY = {"name", "kind", "base_url", "model", "error_rate", "max_tokens", "temperature"}
+QUERY_FIELDS = {"name", "kind", "base_url", "model", "error_rate", "max_tokens", "temperature"}
 RULES = {"ask", "agreement_threshold", "gate"}
 Job = dict[str, Any]
 
@@ -85,7 +85,7 @@ def job_of(config: Config, traces: str) -> Job:
     return {
         "traces": traces,
         "teachers": [
-            teacher.model_dump(mode="json", include=ASKED_BY) for teacher in replay.teachers
+            teacher.model_dump(mode="json", include=QUERY_FIELDS) for teacher in replay.teachers
         ],
         "seed": config.run.seed,
         "rules": replay.model_dump(mode="json", include=RULES),

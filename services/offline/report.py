@@ -117,7 +117,7 @@ def plan_lines(plan: ReplayPlan, ceiling: float) -> list[str]:
         names = ", ".join(map(plain_text, plan.unknown))
         lines.append(f"nobody says the prices of {names}, so they are not in these sums")
     if most > ceiling:
-        lines.append("the ceiling is below the most it can cost: it may end before all is asked")
+        lines.append("the ceiling is below the most it can cost: it may end before all is queried")
     return lines
 
 
@@ -135,7 +135,7 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("state", f"{report['state'].replace('_', ' ')} after {report['seconds']:.1f} s"),
         (
             "states",
-            f"{states['asked']:,} of {states['chosen']:,} asked about, {states['answered']:,} "
+            f"{states['asked']:,} of {states['chosen']:,} queried about, {states['answered']:,} "
             f"answered, {states['skipped_by_gate']:,} skipped by the gate",
         ),
         ("outcomes", _counts(report["outcomes"])),

@@ -86,7 +86,7 @@ def refuse_unpayable(teachers: Sequence[TeacherEndpoint], usd: float) -> None:
         if teacher.prices is None or not teacher.prices.free:
             raise ReplayRefused(
                 f"the ceiling is 0 dollars but teacher {teacher.name!r} costs money, so it could "
-                "never be asked: say with --max-usd what this may cost"
+                "never be queried: say with --max-usd what this may cost"
             )
 
 
@@ -171,7 +171,7 @@ class TeacherClient:
     async def query(self, state: FrozenState, n: int) -> list[TeacherReply]:
         """Return the replies of `n` teachers. Waits for a slot and for the panel.
 
-        Raises `Stopped` if the client was stopped before all of them were asked.
+        Raises `Stopped` if the client was stopped before all of them were queried.
         """
         async with self._slots:
             replies = [] if self._stopping else await self._ask(state, n)

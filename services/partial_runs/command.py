@@ -147,7 +147,7 @@ def partial_run_command(
         if source is not None and reader is not None:
             run = TrainFromTracesRun(config, store, view, source=reader, root=source)
         code = run.settled(asyncio.run(until_interrupted(run.live(), signals, run.stopping)))
-    Console().print(Text(f"{config.run.name}: {run.told}"), soft_wrap=True)
+    Console().print(Text(f"{config.run.name}: {run.summary}"), soft_wrap=True)
     if code == FAILED:
         sys.stderr.write(f"composer-mesh: {run.failure}\n")
     return code
@@ -158,7 +158,7 @@ class PartialRun(Run, ABC):
     """Common base of the two partial runs."""
 
     half: RunHalf = "sampling"
-    told: str = "nothing was done"
+    summary: str = "nothing was done"
     """Result that is printed for the user."""
 
     async def _start_mesh(self, config: Config, host: MeshHost) -> RunMesh:
@@ -179,7 +179,7 @@ class PartialRun(Run, ABC):
 
     def _left(self, state: str) -> str:
         """Describe the result: a partial run cannot be resumed."""
-        return self.told if state == "stopped" else ""
+        return self.summary if state == "stopped" else ""
 
     @abstractmethod
     async def _work(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> None:
@@ -202,7 +202,7 @@ class SamplingRun(PartialRun):
 
     def _tell(self, sampled: Sampled) -> None:
         assert self.rollouts is not None
-        self.told = str(self.rollouts.total)
+        self.summary = str(self.rollouts.total)
         fields = {"tokens": sampled.tokens, "tokens_per_s": round(sampled.tokens_per_s, 1)}
         where = f"{sampled.step} of {self.config.run.steps}"
         self.event("rollouts_sampled", "", f"{where}: {sampled}", **fields)
@@ -238,10 +238,10 @@ class TrainFromTracesRun(PartialRun):
             detail = f"{steps.pairs_left_out} stored pairs have no scores of a reference"
             self.event("pairs_left_out", "", detail)
         done, differs = self.training.step, self.training.differences
-        self.told = str(differs)
+        self.summary = str(differs)
         if new := done - differs.steps:
-            self.told = f"{self.told}; {new} trained for the first time"
-        self.event("replayed", "trainer", self.told)
+            self.summary = f"{self.summary}; {new} trained for the first time"
+        self.event("replayed", "trainer", self.summary)
 
     def _steps(self, task: Task, chat: ChatFormat) -> StoredSteps:
         assert self.source is not None

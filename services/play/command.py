@@ -39,7 +39,7 @@ HELP = (
 
 
 class PlayRefused(Exception):
-    """The episode cannot be played as asked; the message says why."""
+    """The episode cannot be played as requested; the message says why."""
 
 
 class BadLine(ValueError):

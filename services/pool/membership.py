@@ -154,7 +154,7 @@ class Membership:
         for replica in (one for one in self.members if one.slot == slot):
             death = None if replica.actor is None else replica.actor.death
             if death is not None and death.done():
-                self._heard_of_death(replica, death)  # its callback may not have run yet
+                self._on_death(replica, death)  # its callback may not have run yet
             return None if self._healer is None else self._healer.under_way(replica)
         return None
 
@@ -192,12 +192,12 @@ class Membership:
     async def _ask(self, call: Call, deadline_s: float) -> dict[Replica, Any]:
         """Return each member's answer or exception, except of members whose death is tolerated."""
         self.dispatch.check_open()
-        asked = [one for one in self.members if one.serving or not self._forgives]
-        calls = (self.dispatch.direct(one, call, deadline_s) for one in asked)
+        receivers = [one for one in self.members if one.serving or not self._forgives]
+        calls = (self.dispatch.direct(one, call, deadline_s) for one in receivers)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return {
             replica: answer
-            for replica, answer in zip(asked, answers, strict=True)
+            for replica, answer in zip(receivers, answers, strict=True)
             if not (self._forgives and isinstance(answer, ActorDied) and replica.ended)
         }
 
@@ -243,7 +243,7 @@ class Membership:
     async def _tell(self, replica: Replica, calls: Sequence[Call], deadline_s: float) -> None:
         for call in calls:
             await self.dispatch.direct(replica, call, deadline_s)
-            replica.told[call.endpoint] = call
+            replica.received[call.endpoint] = call
 
     async def _come_instead(self, dead: Replica) -> Replica:
         newcomer = self._next_in(dead.slot)
@@ -266,14 +266,14 @@ class Membership:
         for replica in newcomers:
             replica.state = ReplicaState.READY
             if replica.actor is not None and replica.actor.death is not None:
-                died = partial(self._heard_of_death, replica)
+                died = partial(self._on_death, replica)
                 replica.actor.death.add_done_callback(died)
         self.router.targets += newcomers
         slots = {one.slot for one in newcomers}
         stay = [one for one in self.members if one.slot not in slots]
         self.members = sorted([*stay, *newcomers], key=lambda one: one.slot)
 
-    def _heard_of_death(self, replica: Replica, death: asyncio.Future[ActorDied]) -> None:
+    def _on_death(self, replica: Replica, death: asyncio.Future[ActorDied]) -> None:
         if not death.cancelled():
             self.lose(replica, death.result().reason)
 

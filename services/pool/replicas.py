@@ -78,10 +78,10 @@ class Call:
 class Replica(RoutingTarget):
     """One process of a service and its calls in flight.
 
-    `generation` counts the processes that have had this slot; `told` are the set-up calls it has
-    received, `caught_up` is the description that the service's own catch-up returned; `host` is the
-    name of its host, None on the controller's machine. A call is in flight until its answer, its
-    deadline or the replica's end, also after its caller was cancelled.
+    `generation` counts the processes that have had this slot; `received` are the set-up calls it
+    has received, `caught_up` is the description that the service's own catch-up returned; `host` is
+    the name of its host, None on the controller's machine. A call is in flight until its answer,
+    its deadline or the replica's end, also after its caller was cancelled.
     """
 
     slot: int = 0
@@ -90,7 +90,7 @@ class Replica(RoutingTarget):
     host: str | None = None
     failures: int = 0
     reason: str = ""
-    told: dict[str, Call] = field(default_factory=dict, repr=False)
+    received: dict[str, Call] = field(default_factory=dict, repr=False)
     caught_up: str = ""
     under_way: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     stirred: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
@@ -255,12 +255,12 @@ class Setups:
     def loads(self, replica: Replica) -> list[Call]:
         """Return the calls that a replica can receive while others are set up: they stay valid."""
         first = takewhile(lambda call: call.endpoint == LOAD, self._calls.values())
-        return [call for call in first if replica.told.get(LOAD) is not call]
+        return [call for call in first if replica.received.get(LOAD) is not call]
 
     def unsent_calls(self, replica: Replica) -> list[Call]:
         """Return the calls that a replica has not received yet."""
         return [
-            call for call in self._calls.values() if replica.told.get(call.endpoint) is not call
+            call for call in self._calls.values() if replica.received.get(call.endpoint) is not call
         ]
 
     async def readable(self, deadline_s: float) -> None:

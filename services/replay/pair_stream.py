@@ -151,13 +151,13 @@ class PairStream:
         self._since = ReplayOutcome()
         self._states, self._usd = 0, 0.0
 
-    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int) -> int:
+    def restore(self, queried: Iterable[TeacherQueryRecord], taken: int) -> int:
         """Restore the queries of an earlier process of the run; return the first group not queried.
 
         Groups come in order of their ids. The first `taken` groups were accounted for in a step;
         from the first missing group on, groups are queried again.
         """
-        for group in asked:
+        for group in queried:
             if group.group_id != self._next:
                 break
             self._replay.restore(group.situations)
@@ -203,12 +203,12 @@ class PairStream:
         # Late pairs may arrive in a burst: the excess waits, so that no step consists of pairs
         # only.
         limit = MOST_BACKLOG * self._config.states_per_step
-        since, asked, usd, states = self._since, self._refined, self._usd, self._states
+        since, queried, usd, states = self._since, self._refined, self._usd, self._states
         self._since = ReplayOutcome()
         pairs, expired = await self._store.take_pairs(step, self._config.max_age, limit)
         waiting = self._waiting() - len(pairs) - expired
         saved = since.saved * (usd / states if states else 0.0)
-        return TakenPairs(pairs, since, expired, waiting, usd, saved, asked)
+        return TakenPairs(pairs, since, expired, waiting, usd, saved, queried)
 
     async def drain(self) -> ReplayOutcome:
         """Wait for all queries in flight; return their outcome since the last step.
@@ -242,10 +242,10 @@ class PairStream:
         replay_outcome = await asyncio.shield(asking.answers)
         refined = await self._refining.refine(replay_outcome.pairs)
         replay_outcome.dropped += refined.dropped
-        asked = TeacherQueryRecord(
+        record = TeacherQueryRecord(
             asking.group_id, asking.situations, replay_outcome, list(replay_outcome.pairs)
         )
-        body = query_record_to_json(asked, refined.pairs)
+        body = query_record_to_json(record, refined.pairs)
         await self._store.add_teacher_queries(asking.group_id, body, refined.pairs)
         self._asking.popleft()
         replay_outcome.pairs = []

@@ -45,16 +45,16 @@ class TeacherQueryRecord:
     candidates: list[PreferencePair]
 
 
-def query_record_to_json(asked: TeacherQueryRecord, kept: Sequence[PreferencePair]) -> bytes:
+def query_record_to_json(record: TeacherQueryRecord, kept: Sequence[PreferencePair]) -> bytes:
     """Serialize a record; `kept` are the candidates that have pair rows of their own."""
     named = {pair.pair_id for pair in kept}
     candidates: list[Any] = [
         pair.pair_id if pair.pair_id in named else json.loads(pair_to_json(pair))
-        for pair in asked.candidates
+        for pair in record.candidates
     ]
     body = {
-        "situations": asked.situations,
-        "figures": figures_of(asked.replay_outcome),
+        "situations": record.situations,
+        "figures": figures_of(record.replay_outcome),
         "candidates": candidates,
     }
     return json.dumps(body, allow_nan=False).encode()
@@ -107,7 +107,7 @@ class Replay:
         self._novelty.restore(situations)
 
     async def ask_about(self, selection: Selection) -> ReplayOutcome:
-        """Return the decisions about some states, asked in the rounds of their selection.
+        """Return the decisions about some states, queried in the rounds of their selection.
 
         Waits for the teachers, at most their timeout in each round.
         """
@@ -147,7 +147,7 @@ def replay_of(config: Config, teachers: Teachers) -> Replay:
 def _decided_too(
     state: StudentState, replies: Sequence[TeacherReply], threshold: int
 ) -> ReplayOutcome:
-    """Return the outcome of replies that were asked for about another state of the context."""
+    """Return the outcome of replies that were requested about another state of the context."""
     decision = decide(state, replies, threshold)
     pairs = [decision.pair] if decision.pair else []
     return ReplayOutcome(pairs, outcomes=Counter([decision.outcome.value]))

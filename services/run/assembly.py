@@ -96,7 +96,7 @@ def with_member(config: Config, root: Path) -> Config:
     if len(member) != DIGITS or set(member) - set("0123456789abcdef"):
         raise RunDirectoryError(
             f"{file} holds {member[:40]!r} but must hold {DIGITS} hexadecimal digits: put it back "
-            "from a copy, or remove it, and the run goes on from the newest common weights"
+            "from a copy, or remove it, and the run continues from the newest common weights"
         )
     islands = config.islands.model_copy(update={"member": member})
     return config.model_copy(update={"islands": islands})

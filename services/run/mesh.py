@@ -242,10 +242,10 @@ class RunMesh:
 
     async def describe(self) -> list[ActorStatus]:
         """Return each actor's status; one that does not answer in seconds, or fails, is busy."""
-        told = await asyncio.gather(*(_describe(actor) for actor in self.host.actors))
-        used = {actor.name: seconds for actor, seconds in told if seconds is not None}
+        described = await asyncio.gather(*(_describe(actor) for actor in self.host.actors))
+        used = {actor.name: seconds for actor, seconds in described if seconds is not None}
         percent = self._cpu.look(used)
-        return [replace(actor, cpu_percent=percent.get(actor.name)) for actor, _ in told]
+        return [replace(actor, cpu_percent=percent.get(actor.name)) for actor, _ in described]
 
 
 async def _if(wanted: bool, start: Callable[..., Awaitable[Any]], *args: Any) -> Any:
@@ -261,7 +261,7 @@ async def _describe(actor: SpawnedActor) -> tuple[ActorStatus, float | None]:
         return replace(known, state="busy", activity="does not answer now"), None
     except ActorDied as died:
         return replace(known, state="dead", activity=died.reason), None
-    except Exception as error:  # noqa: BLE001  whatever was raised there; the others are told
+    except Exception as error:  # noqa: BLE001  whatever was raised there; the others are reported
         return replace(known, state="busy", activity=f"describe failed: {cause_of(error)}"), None
     now = replace(
         known,

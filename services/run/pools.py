@@ -73,7 +73,7 @@ class MeshHintWriter:
 
 @dataclass
 class MeshJudges:
-    """The pool of judge actors, and the environments that are told of it."""
+    """The pool of judge actors, and the environments that are informed of it."""
 
     pool: Service
     environments: Service
@@ -81,7 +81,7 @@ class MeshJudges:
     keys: Keys = field(repr=False)
     record: Recorder = field(repr=False)
     _spent: int = 0
-    _told: set[str] = field(default_factory=set)
+    _informed: set[str] = field(default_factory=set)
     _judges: PoolPeers = field(init=False, repr=False)
     _tasks: BackgroundTasks = field(init=False, repr=False)
 
@@ -121,13 +121,13 @@ class MeshJudges:
     def _update(self) -> None:
         changed = self._judges.refresh()
         environments = {one.name: one for one in _serving(self.environments)}
-        for name in self._told - environments.keys():
+        for name in self._informed - environments.keys():
             ending = call_serving(self.pool, "disconnect", name)
             self._tasks.start(f"ending the questions of {name}", ending)
-        to_tell = environments.keys() if changed else environments.keys() - self._told
+        to_tell = environments.keys() if changed else environments.keys() - self._informed
         for name in to_tell:
             self._tasks.start(f"judges of {name}", self._tell(environments[name]))
-        self._told = set(environments)
+        self._informed = set(environments)
 
     async def _tell(self, environment: Replica) -> None:
         assert environment.actor is not None
@@ -137,7 +137,7 @@ class MeshJudges:
         except ActorDied:
             return
         except Exception as error:  # noqa: BLE001  supervision boundary: it is replaced
-            reason = f"it cannot be told of the judges: {cause_of(error)}"
+            reason = f"it cannot be informed of the judges: {cause_of(error)}"
             self.environments.lose(environment.name, reason)
 
 

@@ -143,7 +143,7 @@ def trained_steps(
         groups = _needed(reader, stored, [manifest for manifest, _ in again])
     except _Lost as lost:
         raise RunDirectoryError(
-            f"step {(lost.step or 0) + 1} cannot be trained again ({lost.why}): go on with "
+            f"step {(lost.step or 0) + 1} cannot be trained again ({lost.why}): continue with "
             "--resume, which trains it and those after it anew"
         ) from None
     known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
@@ -159,12 +159,12 @@ def restore_teacher_queries(
 
     Groups before `past.next_group` count as well; those that a step has dropped are not queried.
     """
-    asked = (
+    records = (
         query_record_from_json(row.group_id, row.body, past.pairs)
         for row in reader.teacher_queries()
     )
     dropped = {row.group_id for row in reader.groups(GroupState.FINISHED)}
-    for group_id in range(stream.restore(asked, past.taken), max(first, past.next_group)):
+    for group_id in range(stream.restore(records, past.taken), max(first, past.next_group)):
         if group_id not in dropped and (traces := _traces(reader, group_id)):
             stream.begin(traces)
         else:

@@ -1,6 +1,6 @@
-"""The trackers of a run: they hear of each step and evaluation that its display hears of.
+"""The trackers of a run: they receive each step and evaluation that its display receives.
 
-None of them is waited for while the run goes on. What they tell becomes events of the run.
+None of them is waited for while the run continues. What they tell becomes events of the run.
 
 What a run leaves when it ends: its summary, printed and written, and its reward curve.
 """
@@ -102,7 +102,7 @@ class RunTrackers:
             self._offer(TrackedStep(evaluation.step, time.time(), values))
 
     async def close(self, state: str) -> None:
-        """Let each tracker take what is left. Waits for the slowest, at most its `finish_s`."""
+        """Let each tracker take the rest. Waits for the slowest, at most its `finish_s`."""
         ends = [partial(one.close, state, section.finish_s) for section, one in self._deliveries]
         self._deliveries = []
         await asyncio.gather(*(asyncio.to_thread(end) for end in ends))

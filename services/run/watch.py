@@ -95,7 +95,7 @@ class Scaling:
 
     def _check(self, kind: str, count: Any) -> None:
         if kind in FIXED:
-            raise ControlRefused(f"{kind} does not scale while a run goes on: {FIXED[kind]}")
+            raise ControlRefused(f"{kind} does not scale during a run: {FIXED[kind]}")
         scalable = [name for name in SCALABLE if name in self._pools]
         if kind not in scalable:
             raise ControlRefused(
@@ -204,7 +204,7 @@ class RunWatch:
         async def scale(**wanted: Any) -> dict[str, dict[str, int]]:
             changes = await scaling.scale(**wanted)
             try:
-                await self._look(mesh)  # whoever asked finds the new replicas in the tree
+                await self._look(mesh)  # whoever requested it finds the new replicas in the tree
             except OSError as error:  # the pools have changed nevertheless
                 self._cannot_tell(error)
             return changes

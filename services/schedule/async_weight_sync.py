@@ -44,7 +44,7 @@ class AsyncWeightSync:
         """Start a background sync of the newest version. Waits for the previous sync first."""
         await self.finish()
         self._may_train = asyncio.Event()
-        self._task = asyncio.create_task(self._beside(self._may_train))
+        self._task = asyncio.create_task(self._sync_in_background(self._may_train))
 
     async def now(self) -> int:
         """Sync the newest version, wait until it is served, and return it."""
@@ -73,7 +73,7 @@ class AsyncWeightSync:
         self._waited_s = self._took_s = 0.0
         return found
 
-    async def _beside(self, on_snapshot: asyncio.Event) -> None:
+    async def _sync_in_background(self, on_snapshot: asyncio.Event) -> None:
         began = _now()
         try:
             version = await self._weights.sync(on_snapshot.set)

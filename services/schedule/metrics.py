@@ -130,7 +130,7 @@ def _named(prefix: str, counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _left_out(traces: Sequence[Trace]) -> dict[str, int]:
-    """Return how many rollouts do without a reward whose judge could not be asked."""
+    """Return how many rollouts do without a reward whose judge could not be called."""
     count = sum(bool(trace.left_out) for trace in traces)
     return {"judge/left_out": count} if count else {}
 

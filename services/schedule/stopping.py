@@ -11,10 +11,10 @@ once. The shutdown itself is never interrupted.
 
 Signals of a command, from its start until its process has ended:
 
-    before `hold`       nothing is started yet: the first signal raises `Interrupted`
-    after `hold`        no signal raises; signals are queued for `check` or `heard_by`
-    in `heard_by`       each is passed to a listener, on the event loop
-    after `heard_by`    ignored: the shutdown that the first one started is being completed
+    before `hold`         nothing is started yet: the first signal raises `Interrupted`
+    after `hold`          no signal raises; signals are queued for `check` or `delivered_to`
+    in `delivered_to`     each is passed to a listener, on the event loop
+    after `delivered_to`  ignored: the shutdown that the first one started is being completed
 
 So only the first signal can raise, and only before anything is started. A hung run is killed, as by
 SIGKILL, by a third signal that arrives long after the second.
@@ -69,7 +69,7 @@ class CommandSignals:
         self._clock, self._kill = clock, kill
         self._received: list[int] = []
         self._times: list[float] = []
-        self._unheard: deque[int] = deque()
+        self._pending: deque[int] = deque()
         self._wake: Callable[[], object] | None = None
         self._held = self._caught = False
 
@@ -85,7 +85,7 @@ class CommandSignals:
             return
         self._received.append(number)
         self._times.append(now)
-        self._unheard.append(number)
+        self._pending.append(number)
         if len(self._times) > 2 and now - self._times[1] > KILL_AFTER_S:
             self._kill()
         if self._wake is not None:
@@ -119,7 +119,7 @@ class CommandSignals:
             raise Interrupted(self._received[0])
 
     @contextmanager
-    def heard_by(self, listener: Callable[[int], None]) -> Iterator[None]:
+    def delivered_to(self, listener: Callable[[int], None]) -> Iterator[None]:
         """Pass each signal to the listener on the running loop, including queued ones.
 
         Callbacks scheduled before this call run before the listener does.
@@ -127,8 +127,8 @@ class CommandSignals:
         loop = asyncio.get_running_loop()
 
         def tell() -> None:
-            while self._unheard and self._wake is not None:
-                listener(self._unheard.popleft())
+            while self._pending and self._wake is not None:
+                listener(self._pending.popleft())
 
         with self._wakes(loop):
             self._held, self._wake = True, lambda: loop.call_soon_threadsafe(tell)
@@ -190,13 +190,13 @@ class Stopping:
         self.stopped = False
         """Whether the run ends because of a stop request."""
         self._over = False
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._work: asyncio.Future[Any] | None = None
         self._left: list[asyncio.Future[Any]] = []
 
     @property
     def requested(self) -> bool:
-        return self._asked.is_set()
+        return self._requested.is_set()
 
     def cancels(self, work: asyncio.Future[Any]) -> None:
         """Set the task to cancel when no training loop honours the request."""
@@ -207,7 +207,7 @@ class Stopping:
         if self._over:
             return False
         if self.finishes_step and not now:
-            self._asked.set()
+            self._requested.set()
             return True
         self.left()
         if self._work is not None:
@@ -225,7 +225,7 @@ class Stopping:
 
     async def until_requested(self) -> None:
         """Wait until a stop is requested."""
-        await self._asked.wait()
+        await self._requested.wait()
 
     def check(self) -> None:
         """Raise `StopRequested` if a stop was requested."""
@@ -277,7 +277,7 @@ async def until_interrupted(
         if waits and patience_s is not None:
             loop.call_later(patience_s, wish.ask, True)
 
-    with signals.heard_by(interrupt):
+    with signals.delivered_to(interrupt):
         try:
             return await task
         except asyncio.CancelledError:

@@ -78,14 +78,14 @@ class Dataset:
     def __str__(self) -> str:
         ids = sum(len(one.ids) for one in self.rows)
         learnt = sum(sum(one.learn) for one in self.rows)
-        told = f"{len(self.rows):,} conversations of {ids:,} tokens, {learnt:,} of them imitated"
+        summary = f"{len(self.rows):,} conversations of {ids:,} tokens, {learnt:,} of them imitated"
         if self.held_out:
-            told = f"{told}; held out by the column 'split': {self.held_out:,}"
+            summary = f"{summary}; held out by the column 'split': {self.held_out:,}"
         if not self.too_long:
-            return told
+            return summary
         more = ", …" if len(self.too_long) > MOST_NAMED else ""
         return (
-            f"{told}; {len(self.too_long):,} longer than policy.max_context are left out: "
+            f"{summary}; {len(self.too_long):,} longer than policy.max_context are left out: "
             f"{', '.join(self.too_long[:MOST_NAMED])}{more}"
         )
 

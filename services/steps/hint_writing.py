@@ -108,10 +108,10 @@ class HintWriting:
 
     async def ask(self, group: Sequence[Trace]) -> WrittenHints:
         """Return the hint texts of one group. Waits for the writer, at most its timeout."""
-        asked = self._requests([one for trace in group for one in trace.trajectories()])
-        replies = await self._writer.write(list(asked.values())) if asked else []
+        requests = self._requests([one for trace in group for one in trace.trajectories()])
+        replies = await self._writer.write(list(requests.values())) if requests else []
         found = WrittenHints()
-        for place, reply in zip(asked, replies, strict=True):
+        for place, reply in zip(requests, replies, strict=True):
             found += _worded(place, reply)
             if reply.reason:
                 self._report(reply.reason)
@@ -120,14 +120,14 @@ class HintWriting:
     def _requests(self, group: Sequence[Trace]) -> Mapping[Place, HintRequest]:
         """Return the requests for the turns whose best hint comes from the error source."""
         places = ordered_sites(group, lambda trace: self._sources.turns(trace, group), self._sites)
-        asked: dict[Place, HintRequest] = {}
+        requests: dict[Place, HintRequest] = {}
         for trace, turn in islice(places, self._share(group[0].group_id)):
             hint = next(self._sources.hints(trace, turn, group, HintCounts()), None)
             if hint is not None and hint.site is not None:
                 request = hint_request(trace, hint.site, hint.text, trace.answer)
                 if request is not None:
-                    asked[trace.trace_id, turn] = request
-        return asked
+                    requests[trace.trace_id, turn] = request
+        return requests
 
     def _share(self, group_id: int) -> int:
         """Return the group's share of `max_sites_per_step`; the shares of a step add up to it."""

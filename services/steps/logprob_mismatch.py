@@ -105,7 +105,7 @@ class LogprobMismatchMonitor:
 
     def __init__(self, config: LogprobMismatchConfig, record: Recorder) -> None:
         self._config, self._record = config, record
-        self._quiet_until, self._untold = 0, 0
+        self._quiet_until, self._silent_steps = 0, 0
 
     def judge(self, metrics: Mapping[str, Any]) -> LogprobMismatchTooLarge | None:
         """Record an alarm if the step has one; return it if it must end the run.
@@ -120,7 +120,7 @@ class LogprobMismatchMonitor:
         if stops or metrics["step"] >= self._quiet_until:
             self._tell(alarm, metrics)
         else:
-            self._untold += 1
+            self._silent_steps += 1
         return alarm if stops else None
 
     def _alarm(self, metrics: Mapping[str, Any]) -> LogprobMismatchTooLarge | None:
@@ -134,10 +134,11 @@ class LogprobMismatchMonitor:
         return None
 
     def _tell(self, alarm: LogprobMismatchTooLarge, metrics: Mapping[str, Any]) -> None:
-        more = f" (and in {self._untold} steps since the alarm before)" if self._untold else ""
+        steps = self._silent_steps
+        more = f" (and in {steps} steps since the alarm before)" if steps else ""
         figures = {n: v for n, v in metrics.items() if n.startswith("logprob_mismatch/")}
         self._record(
             "logprob_mismatch_alarm", "trainer", f"{alarm}{more}", step=metrics["step"], **figures
         )
         self._quiet_until = metrics["step"] + self._config.cooldown_steps
-        self._untold = 0
+        self._silent_steps = 0

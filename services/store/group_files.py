@@ -3,7 +3,7 @@
     traces/000/000012.safetensors     ids: every trace's ids in order, contexts and actions
                                       logprobs: of the sampled ids, in the same order
                                       versions, runs: their policy versions, run-length encoded
-                                      experts: those of a mixture, if its engine told them
+                                      experts: those of a mixture, if its engine reported them
                                       body: JSON; lengths and stop reasons of turns, messages, ...
 
 Contents are restored bit for bit: log-probs are stored in 32 bits if that is exact, else in 64. A
@@ -88,7 +88,7 @@ FOLDER = "traces"
 SUFFIX = ".safetensors"
 GROUPS_IN_A_FOLDER = 1000
 FORMAT = "composer-mesh group 1"
-REPAIR = "train --resume moves it to quarantine/ and goes on without it"
+REPAIR = "train --resume moves it to quarantine/ and continues without it"
 MOST = 1 << 30
 """Size in bytes of the largest group's file that is read."""
 IDS = ("uint16", "int32", "int64")
@@ -104,7 +104,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What the body states of a trajectory, beside the fields of its trace.
+    """What the body states of a trajectory, in addition to the fields of its trace.
 
     `turns` are lengths of context and action, and the stop; `untrained` are those that are context
     only. One that is `further` is another trajectory of the episode before it.

@@ -113,8 +113,8 @@ def errors_query(where: Where) -> Query:
 
 
 def _tests(where: Where) -> Query:
-    asked = {name: value for name in TESTS if (value := getattr(where, name)) is not None}
-    return " AND ".join(TESTS[name] for name in asked) or "TRUE", tuple(asked.values())
+    given = {name: value for name in TESTS if (value := getattr(where, name)) is not None}
+    return " AND ".join(TESTS[name] for name in given) or "TRUE", tuple(given.values())
 
 
 PAGE = 64

@@ -26,12 +26,12 @@ from composer_mesh.services.store.rows import (
 )
 from composer_mesh.services.store.schema import COLUMNS
 
-REPAIR = "train --resume moves it to quarantine/, or says what cannot go on without it"
+REPAIR = "train --resume moves it to quarantine/, or says what cannot continue without it"
 Row = TypeVar("Row")
 Values = tuple[Any, ...]
 
 _GROUP, _TRACE, _PAIR = fail_fast(GroupRow), fail_fast(TraceRow), fail_fast(PairRow)
-_REWARD, _STEP, _ASKED = fail_fast(LateReward), fail_fast(StepRow), fail_fast(TeacherQueryRow)
+_REWARD, _STEP, _QUERY = fail_fast(LateReward), fail_fast(StepRow), fail_fast(TeacherQueryRow)
 _EVALUATION, _OBJECT = fail_fast(Evaluation), fail_fast(dict[str, Any])
 
 
@@ -74,7 +74,7 @@ def step_row(row: Values) -> StepRow:
 
 
 def teacher_query_row(row: Values, pairs: tuple[str, ...]) -> TeacherQueryRow:
-    return _checked(_ASKED, "asked", row[0], _named("asked", row) | {"pairs": pairs})
+    return _checked(_QUERY, "asked", row[0], _named("asked", row) | {"pairs": pairs})
 
 
 def evaluation_row(row: Values) -> Evaluation:

@@ -101,7 +101,7 @@ def _triggers(table: str) -> tuple[str, str]:
 
 KIND = FileKind(
     purpose="keep the state of the run",
-    repair="free the disk or correct its permissions, then go on with train --resume",
+    repair="free the disk or correct its permissions, then continue with train --resume",
     application_id=0x434D5255,
     version=1,
     tables=(*TABLES, *(trigger for table in COLUMNS for trigger in _triggers(table))),

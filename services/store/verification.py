@@ -44,9 +44,9 @@ from composer_mesh.services.store.schema import COLUMNS, WHY, damaged_rows
 from composer_mesh.services.store.schema import REPAIR as NEW_RUN
 from composer_mesh.services.store.writing import CONFIG_FILE, EVENTS_FILE, POISONED_FILE
 
-GO_ON = "train --resume moves it to quarantine/ and goes on without it"
+CONTINUES = "train --resume moves it to quarantine/ and continues without it"
 AGAIN = "train --resume moves it to quarantine/ and samples the group again"
-TRAINED = "train --resume goes on, from the step before where it must be trained again"
+TRAINED = "train --resume continues, from the step before where it must be trained again"
 WAITS = "train --resume keeps the reward until the rollout is sampled again, or lets it expire"
 COPIES = "train --resume makes it again from run.sqlite"
 FROM_A_COPY = "take it from a copy of the run, or leave it: no part of a run reads it"
@@ -107,7 +107,7 @@ def _outward_links(root: Path) -> Iterator[Finding]:
 
 
 def _repair(path: Path) -> str:
-    return f"move {path.name} away: what it keeps is asked or counted anew"
+    return f"move {path.name} away: what it keeps is queried or counted anew"
 
 
 def _store(root: Path, live: bool) -> list[Finding]:
@@ -125,7 +125,7 @@ def _store(root: Path, live: bool) -> list[Finding]:
 
 def _rows(reader: RunReader) -> Iterator[Finding]:
     for row in damaged_rows(reader.file):
-        repair = NEW_RUN if row.table == "steps" else GO_ON
+        repair = NEW_RUN if row.table == "steps" else CONTINUES
         yield Finding("damaged", str(row), WHY, repair)
 
 
@@ -186,7 +186,7 @@ def _rewards(reader: RunReader) -> Iterator[Finding]:
 def _left(root: Path, reader: RunReader) -> Iterator[Finding]:
     """Report what a stop leaves behind and a resume cleans up."""
     for path in orphans(root, reader):
-        yield Finding("orphaned", str(path.relative_to(root)), NO_ROW, GO_ON)
+        yield Finding("orphaned", str(path.relative_to(root)), NO_ROW, CONTINUES)
     for draft in sorted(root.glob(f"{FOLDER}/*/.*")):
         why = "its writer was stopped"
         yield Finding("orphaned", str(draft.relative_to(root)), why, "train --resume removes it")

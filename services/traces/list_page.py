@@ -260,8 +260,8 @@ class ListPage:
 def question(trace: Trace) -> str:
     """Return the last user message before the policy's first action, on one line."""
     before = acted(trace).opening
-    asked = [content_of(message) for message in before if message.get("role") == "user"]
-    return one_line(asked[-1], LONGEST_QUESTION) if asked else ""
+    questions = [content_of(message) for message in before if message.get("role") == "user"]
+    return one_line(questions[-1], LONGEST_QUESTION) if questions else ""
 
 
 def tally_line(tally: RolloutTotals, shown: int) -> Text:

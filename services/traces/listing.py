@@ -194,7 +194,7 @@ class ListedRollout:
     """One rollout. `group` holds all rollouts of its prompt, including itself.
 
     `answer` is the verified answer, None if the task is not available. `hints` are those that the
-    SDPO channel prefers, one per turn. `asked` holds the figures of the teacher queries about the
+    SDPO channel prefers, one per turn. `teacher_queries` holds the figures of the queries about the
     group's states, empty if there were none. `notes` state what is missing, and why.
     """
 
@@ -205,7 +205,7 @@ class ListedRollout:
     hints: Sequence[Hint] = ()
     pairs: Sequence[Paired] = ()
     rewards: Sequence[LateReward] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    teacher_queries: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class ListedRollout:
                 }
                 for one in self.rewards
             ],
-            "asked": dict(self.asked),
+            "asked": dict(self.teacher_queries),
             "group": [
                 {"trace_id": t.trace_id, "reward": t.reward, "success": t.success}
                 for t in self.group

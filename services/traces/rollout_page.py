@@ -122,8 +122,8 @@ class RolloutPage:
             yield Text(
                 f"late reward {late.reward:g}{source} · {late.state}{taken}", style="magenta"
             )
-        if asked := asked_line(self.rollout):
-            yield asked
+        if queries := queries_line(self.rollout):
+            yield queries
 
     @property
     def _most(self) -> int | None:
@@ -135,9 +135,9 @@ def outcome_text(paired: Paired) -> str:
     return paired.state if paired.step is None else f"{paired.state} in step {paired.step}"
 
 
-def asked_line(rollout: ListedRollout) -> Text:
+def queries_line(rollout: ListedRollout) -> Text:
     """Format the outcomes of the teacher queries about the group; empty if there were none."""
-    outcomes = rollout.asked.get("outcomes")
+    outcomes = rollout.teacher_queries.get("outcomes")
     if not isinstance(outcomes, dict) or not outcomes:
         return Text()
     counts = ", ".join(
@@ -181,7 +181,7 @@ def _pair(paired: Paired) -> QuotedText:
     for voice in pair.provenance.voices:
         text.append("\n").append(_voice(voice))
     remark = (
-        f"{len(pair.teachers)} of {pair.votes} votes, {pair.asked} asked · "
+        f"{len(pair.teachers)} of {pair.votes} votes, {pair.asked} queried · "
         f"${pair.usd:.4f}{'' if pair.usd_known else ' at least'} · {outcome_text(paired)}"
     )
     return QuotedText("teachers", text, "blue", remark)

@@ -82,7 +82,7 @@ def hints_of(
         elif counts.faults:
             notes.append(f"turn {turn} has no hint: {next(iter(counts.faults))}")
         elif counts.refused:
-            notes.append(f"turn {turn} has no hint: each one would have told the answer")
+            notes.append(f"turn {turn} has no hint: each one would have stated the answer")
     return found, notes
 
 
@@ -125,16 +125,16 @@ def whole_rollout(
                 "no tokenizer of a run of this account was found, so a hint may be shown longer "
                 "than it was used"
             )
-    asked = _asked(reader, one.row.group_id)
+    queries = _teacher_queries(reader, one.row.group_id)
     return ListedRollout(
         one,
         trace,
         group,
         answer,
         hints,
-        [*_pairs(reader, trace), *_dropped(asked, trace)],
+        [*_pairs(reader, trace), *_dropped(queries, trace)],
         [late for late in reader.rewards(None) if late.trace_id == trace.trace_id],
-        figures if isinstance(figures := asked.get("figures"), dict) else {},
+        figures if isinstance(figures := queries.get("figures"), dict) else {},
         notes,
     )
 
@@ -161,15 +161,15 @@ def _pairs(reader: RunReader, trace: Trace) -> list[Paired]:
     ]
 
 
-def _asked(reader: RunReader, group_id: int) -> dict[str, Any]:
+def _teacher_queries(reader: RunReader, group_id: int) -> dict[str, Any]:
     """Return the stored outcome of a group's teacher queries, empty if there were none."""
     body = reader.teacher_query_of(group_id) or b"{}"
     return object_row("asked", (group_id, body))
 
 
-def _dropped(asked: dict[str, Any], trace: Trace) -> list[Paired]:
+def _dropped(queries: dict[str, Any], trace: Trace) -> list[Paired]:
     """Return the pairs of a rollout that a filter dropped; only the query outcome has them."""
-    candidates = asked.get("candidates")
+    candidates = queries.get("candidates")
     found = candidates if isinstance(candidates, list) else []
     try:
         pairs = [pair_from_json(json.dumps(one)) for one in found if isinstance(one, dict)]

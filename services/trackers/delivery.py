@@ -2,8 +2,8 @@
 
     run -- offer, never waits --> queue of bounded length --> thread --> tracker
 
-What does not fit into the queue is left out and counted. The first failure is told; a tracker that
-fails to start, or MOST_FAILURES times in a row, gets nothing more. At the end the tracker has
+What does not fit into the queue is left out and counted. The first failure is reported; a tracker
+that fails to start, or MOST_FAILURES times in a row, gets nothing more. At the end the tracker has
 `finish_s` seconds to take the rest; the thread of one that blocks for ever is left behind, and ends
 with the process.
 """
@@ -58,7 +58,7 @@ class Delivery:
                 )
 
     def close(self, state: str, within_s: float) -> None:
-        """Let the tracker take what is left, for at most so many seconds. Waits for that."""
+        """Let the tracker take the rest, for at most so many seconds. Waits for that."""
         until = time.monotonic() + within_s
         if not self._given_up.is_set():
             with suppress(queue.Full):
@@ -79,7 +79,7 @@ class Delivery:
             if where := tracker.start(self._run):
                 self._tell("tracker_started", where)
             self._log_all(tracker)
-        except Exception as error:  # noqa: BLE001  supervision boundary: the run goes on
+        except Exception as error:  # noqa: BLE001  supervision boundary: the run continues
             self._give_up("failed and gets nothing more", error)
 
     def _log_all(self, tracker: Tracker) -> None:

@@ -43,7 +43,7 @@ class Tracker(Protocol):
     """Receives the figures of one run."""
 
     def start(self, run: TrackedRun) -> str:
-        """Begin, or go on with a resumed run; return where people find it, or an empty text."""
+        """Begin, or continue a resumed run; return where people find it, or an empty text."""
         ...
 
     def log(self, step: TrackedStep) -> None:
@@ -51,7 +51,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self, state: str) -> None:
-        """Write what is left. `state` is finished, stopped or failed."""
+        """Write what remains. `state` is finished, stopped or failed."""
         ...
 
 

@@ -105,17 +105,17 @@ class CheckpointWrites:
 
     async def _keep_average(self, step: int) -> None:
         if self._teachers is not None:
-            with self._told(step):
+            with self._reporting_lost_average(step):
                 await self._teachers.keep(step)
 
     async def _write_average(self, draft: CheckpointDraft) -> list[WrittenFile]:
         if self._teachers is not None:
-            with self._told(draft.step):
+            with self._reporting_lost_average(draft.step):
                 return await self._teachers.write(draft.folder)
         return []
 
     @contextmanager
-    def _told(self, step: int) -> Iterator[None]:
+    def _reporting_lost_average(self, step: int) -> Iterator[None]:
         """Turn `AverageLost` into an event: the checkpoint is written without the average."""
         try:
             yield
@@ -143,10 +143,10 @@ class CheckpointWrites:
     def _failed(self, step: int, error: Exception) -> None:
         self._failures += 1
         reason = error.args[1] if isinstance(error, CheckpointFailed) else str(error)
-        told = CheckpointFailed(str(folder_of(self._root, step)), reason)
+        failure = CheckpointFailed(str(folder_of(self._root, step)), reason)
         if self._failures >= FAILURES or step == self._config.run.steps:
-            raise told from error
-        self._record("checkpoint_failed", "trainer", str(told))
+            raise failure from error
+        self._record("checkpoint_failed", "trainer", str(failure))
 
 
 async def newest_undamaged(root: Path, record: Recorder) -> Checkpoint | None:

@@ -124,7 +124,7 @@ class FaultTolerantTrainer:
         if self._behind:
             differs = await self._ranks.guard(self._retrain(self._due()))
             if differs.steps:
-                detail = f"{differs}, goes on at version {self._version}"
+                detail = f"{differs}, continues at version {self._version}"
                 self._record("run_caught_up", self._ranks.names()[0], detail)
         self._behind = False
 
@@ -216,8 +216,8 @@ class FaultTolerantTrainer:
             again = await asyncio.to_thread(self._earlier, resumed_from, first)
             if [one.batch.step for one in again] != list(range(resumed_from, first)):
                 raise RuntimeError(
-                    f"the run's store has not all steps from {resumed_from} to {first}: go on with "
-                    "--resume, which begins where it has them"
+                    f"the run's store has not all steps from {resumed_from} to {first}: continue "
+                    "with --resume, which begins where it has them"
                 )
             self._since = [*again, *self._since]
 
@@ -278,7 +278,7 @@ class FaultTolerantTrainer:
     def _tell(self, cause: Exception, resumed_from: int, differs: Differences) -> None:
         where = f"step {resumed_from}'s checkpoint" if resumed_from else "the start"
         detail = (
-            f"{one_line(cause)}; began again from {where}, {differs}, goes on at version "
+            f"{one_line(cause)}; began again from {where}, {differs}, continues at version "
             f"{self._version}"
         )
         self._record("trainer_restarted", self._ranks.names()[0], detail)

@@ -125,7 +125,7 @@ def keep_none(_step: int, _divergences: Sequence[TurnDivergences]) -> None:
 class MeshTraining:
     """Trains steps on the trainer's ranks with the outputs of the SDPO teachers.
 
-    `record` is told what happened to the rounds of an island.
+    `record` receives what happened to the rounds of an island.
     """
 
     def __init__(

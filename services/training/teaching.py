@@ -42,7 +42,7 @@ from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.pool.routing import Router
 
-ASKED = 2
+QUEUED = 2
 """Requests queued at a teacher, so that it continues without waiting for the controller."""
 
 
@@ -82,18 +82,18 @@ class StepWork:
         Two requests are queued at the teacher, so that it computes while the output before is
         delivered.
         """
-        todo, asked = list(left), deque[asyncio.Task[TeacherOutputHandle]]()
+        todo, requested = list(left), deque[asyncio.Task[TeacherOutputHandle]]()
         delivering: list[asyncio.Task[None]] = []
         try:
             for place, request in enumerate(todo):
-                for following in todo[place + len(asked) : place + ASKED]:
-                    asked.append(asyncio.create_task(self._teacher_output(teacher, following)))
-                handle = await asked.popleft()
+                for following in todo[place + len(requested) : place + QUEUED]:
+                    requested.append(asyncio.create_task(self._teacher_output(teacher, following)))
+                handle = await requested.popleft()
                 await asyncio.gather(*delivering)
                 delivering = [asyncio.create_task(self._deliver(teacher, request, handle, left))]
             await asyncio.gather(*delivering)
         finally:
-            await cancel_and_wait([*asked, *delivering])
+            await cancel_and_wait([*requested, *delivering])
 
     async def lose(self, rank: SpawnedActor, reason: str) -> None:
         """Notify a rank that no more teacher outputs of this step will arrive."""
@@ -248,8 +248,8 @@ class SdpoTeachers:
             await self._replaced()
             if not (teachers := self.alive()):
                 raise self._members.last_death()
-            asked = (self._restored(teacher, version, average) for teacher in teachers)
-            if all(await asyncio.gather(*asked)) and self.alive() == teachers:
+            restores = (self._restored(teacher, version, average) for teacher in teachers)
+            if all(await asyncio.gather(*restores)) and self.alive() == teachers:
                 return
 
     async def ready(self, step: int, required: bool = False) -> list[SpawnedActor]:

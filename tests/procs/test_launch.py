@@ -116,14 +116,14 @@ def test_a_launched_run_outlives_its_launcher_stops_with_a_checkpoint_and_goes_o
     assert stopped.returncode == 0, stopped.stderr
     steps = len(run.metrics())
     assert f"stopped after step {steps} of 1000" in stopped.stdout
-    assert f"goes on from step {steps}'s checkpoint, and trains nothing again" in stopped.stdout
+    assert f"continues from step {steps}'s checkpoint, and trains nothing again" in stopped.stdout
     assert (run.root / "checkpoints" / f"step-{steps}").is_dir()
     wait_until(lambda: not run.living(), "end of every process", END_DEADLINE_S)
     status = read_status(run.root)
     assert status is not None
     assert status.state == "stopped"
 
-    resume = stopped.stdout.splitlines()[-1].removeprefix("go on with: composer-mesh ").split()
+    resume = stopped.stdout.splitlines()[-1].removeprefix("continue with: composer-mesh ").split()
     ended = composer_mesh(*resume, "--set", f"run.steps={steps + 1}")
     assert ended.returncode == 0, ended.stderr
     assert "run_finished" in ended.stdout

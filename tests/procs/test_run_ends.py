@@ -49,7 +49,7 @@ def test_ctrl_c_from_the_start_of_the_mesh_to_the_last_line_ends_cleanly(
     assert run.stderr == ""
     assert run.summary()["steps"] == 0
     assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert "a resume goes on from the beginning" in run.stdout
+    assert "a resume continues from the beginning" in run.stdout
     assert len(run.events("run_stopped")) == 1
 
 

@@ -16,7 +16,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.planning.mesh_layout import plan_mesh
 from composer_mesh.services.checks.keys import MissingKey, check_keys, key_variables
 from composer_mesh.services.checks.local_judges import local_judges
-from composer_mesh.services.checks.task import told_of
+from composer_mesh.services.checks.task import describe_task
 
 JUDGE = {
     "name": "quality",
@@ -78,8 +78,8 @@ def test_judges_have_actors_of_their_own_in_the_plan(build: Any) -> None:
 
 
 def test_a_check_asks_no_judge_and_says_so(build: Any) -> None:
-    told = list(told_of(build(), Story.create()))
-    assert "task 'story': judge quality was not asked, its answers are examples" in told
+    told = list(describe_task(build(), Story.create()))
+    assert "task 'story': judge quality was not called, its answers are examples" in told
 
 
 def test_a_command_asks_judges_in_its_own_process_within_the_ceiling(

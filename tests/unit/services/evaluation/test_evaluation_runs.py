@@ -187,7 +187,7 @@ def test_a_ceiling_holds_over_all_commands_of_an_evaluation(
     first, again = Model(toolbox), Model(toolbox)
     assert play(first, 4, 1, 0.005) == 1
     assert 0 < spent() <= 0.005
-    assert "raise --max-usd, and go on with --resume" in capsys.readouterr().err
+    assert "raise --max-usd, and continue with --resume" in capsys.readouterr().err
     assert play(again, 4, 1, 0.005) == 1
     assert again.asked == []
     assert spent() <= 0.005

@@ -84,7 +84,7 @@ def test_the_page_shows_everything_it_was_told_within_its_width(width: int) -> N
         "policy -0.0100  sdpo off  replay 0.6800",
         "1 versions at most",
         "32, 5 error sites, 4 pairs trained",
-        "$1.2500 of $10.00, 12 states asked",
+        "$1.2500 of $10.00, 12 states queried",
         "1,600 tokens/s",
         "RDMA over TCP",
         "generator[0]",

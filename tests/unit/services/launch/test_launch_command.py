@@ -252,7 +252,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(
 ) -> None:
     handle = Handle("slurm", folder, "17", "python", folder)
     assert follow(Told(["one"], "", interrupt=True), handle, folder) == 130
-    assert f"the run goes on: end it with composer-mesh stop {folder}" in capsys.readouterr().err
+    assert f"the run continues: end it with composer-mesh stop {folder}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ async def test_figures_count_every_state_once_and_every_pair(
     assert figures.kept == len(job.pairs)
     assert figures.outcomes["pair"] == figures.kept + sum(figures.dropped.values())
     hasty = figures.teachers["hasty"]
-    assert hasty.asked == hasty.answered + sum(hasty.failed.values()) == 16
+    assert hasty.queried == hasty.answered + sum(hasty.failed.values()) == 16
     assert share_of(figures.teachers["careful"].majority) > 0.9
     assert hasty.failed["rate"] > 0
 

@@ -133,7 +133,7 @@ def test_an_unknown_price_is_named_and_counts_as_what_the_config_assumes() -> No
 
 
 def test_a_ceiling_below_the_bound_is_said_before_anything_is_asked() -> None:
-    assert any("it may end before all is asked" in line for line in plan_lines(plan(), 0.0001))
+    assert any("it may end before all is queried" in line for line in plan_lines(plan(), 0.0001))
     assert len(plan_lines(plan(), 1.0)) == 1
 
 

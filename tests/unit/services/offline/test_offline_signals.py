@@ -100,7 +100,7 @@ def test_an_interrupted_replay_waits_for_what_is_paid_and_goes_on_where_it_was(
     provider.gate.set()
     rest, _ = interrupted.communicate(timeout=DEADLINE_S)
     assert interrupted.returncode == 130, rest
-    assert "go on with the same command" in rest
+    assert "continue with the same command" in rest
     asked = len(provider.questions)
     assert asked < 48
     kept = rows_of(tmp_path / "pairs.jsonl")

@@ -28,7 +28,7 @@ from composer_mesh.services.store.schema import KIND
 from composer_mesh.services.store.writing import RunStore
 
 Fault = Callable[[Path], None]
-REPAIR = "free the disk or correct its permissions, then go on with train --resume"
+REPAIR = "free the disk or correct its permissions, then continue with train --resume"
 
 
 class NoWatch:

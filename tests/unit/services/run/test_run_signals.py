@@ -213,7 +213,7 @@ def test_any_signals_in_any_phase_leave_a_summary_and_the_first_ones_status(
     assert (played.events[-1], played.run.watch.state) == ("run_stopped", "stopped")
     said = capsys.readouterr()
     assert said.err == ""
-    assert "a resume goes on from" in said.out
+    assert "a resume continues from" in said.out
 
 
 @pytest.mark.parametrize(("phase", "case"), crossed(AFTER, SERIES))

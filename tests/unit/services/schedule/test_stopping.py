@@ -214,7 +214,7 @@ async def test_held_signals_are_heard_first_and_each_one_once() -> None:
     signals, heard = CommandSignals(), list[int]()
     signals.hold()
     signals(signal.SIGINT)
-    with signals.heard_by(heard.append):
+    with signals.delivered_to(heard.append):
         signals(signal.SIGINT)
         assert heard == []  # what listens runs on the loop, not within what it interrupts
         await asyncio.sleep(0)
@@ -227,7 +227,7 @@ async def test_held_signals_are_heard_first_and_each_one_once() -> None:
 async def test_a_real_signal_wakes_a_loop_that_sleeps() -> None:
     signals, heard = CommandSignals(), asyncio.Event()
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with signals.caught(), signals.heard_by(lambda _: heard.set()):
+    with signals.caught(), signals.delivered_to(lambda _: heard.set()):
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
         await heard.wait()
     assert signals.status == 143

@@ -56,7 +56,7 @@ def test_a_page_has_all_that_is_known_of_a_rollout() -> None:
         hints=[Hint(0, "error", "Hint: count again", "llm")],
         pairs=[Paired(a_pair(trace), "trained", 5)],
         rewards=[late],
-        asked={"outcomes": {"pair": 1, "tie": 2}},
+        teacher_queries={"outcomes": {"pair": 1, "tie": 2}},
         notes=["something is left out"],
     )
     text = "\n".join(page(rollout))
@@ -73,7 +73,7 @@ def test_a_page_has_all_that_is_known_of_a_rollout() -> None:
         "   error │ wrong_answer  answer: 3",
         "    hint error, llm",
         "         │ Hint: count again",
-        "teachers 2 of 3 votes, 3 asked · $0.0010 · trained in step 5",
+        "teachers 2 of 3 votes, 3 queried · $0.0010 · trained in step 5",
         '         │ lookup(key="lamp")',
         'near  with the majority  lookup {"key":"lamp"}  $0.0010',
         "far  with the majority",
@@ -192,7 +192,7 @@ class TestHints:
         count = TokenCount(256, no_folder)
         hints, (note,) = hints_of(self.TRACE, [self.TRACE], HintsConfig(), "3", {}, count)
         assert hints == []
-        assert "turn 0 has no hint: each one would have told the answer" in note
+        assert "turn 0 has no hint: each one would have stated the answer" in note
 
     def test_a_long_hint_is_cut_with_the_policys_tokenizer(
         self, tokenizer: Any, tmp_path: Path

@@ -275,8 +275,8 @@ async def test_a_resumed_run_trains_the_steps_since_the_checkpoint_again_and_goe
     told = [event[2] for event in run.world.events if event[0] == "run_caught_up"]
     count = stopped - resumed_from
     assert told == [
-        f"{count} step{'s' * (count > 1)} trained again to the same losses and gradients, goes on "
-        f"at version {stopped}"
+        f"{count} step{'s' * (count > 1)} trained again to the same losses and gradients, "
+        f"continues at version {stopped}"
     ] * bool(count)
 
 

@@ -51,7 +51,7 @@ async def test_only_the_steps_since_the_newest_checkpoint_are_trained_again(run:
     (told,) = run.told()
     assert told == (
         "trainer died: killed by signal 9; began again from step 4's checkpoint, 2 steps trained "
-        "again to the same losses and gradients, goes on at version 6"
+        "again to the same losses and gradients, continues at version 6"
     )
 
 
@@ -89,7 +89,7 @@ async def test_a_moving_average_goes_back_to_the_checkpoint_and_follows_from_the
     run.world.fails[where] = [*[None] * (when if where in ("train", "sync") else when % 3), DEATH]
     await run.steps(0, 12)
     assert run.trainer.restarts == 1
-    assert run.told()[0].endswith(f"goes on at version {run.told()[0].split()[-1]}")
+    assert run.told()[0].endswith(f"continues at version {run.told()[0].split()[-1]}")
     assert "without their SDPO signals" not in run.told()[0]
     other = await undisturbed(build_config, tmp_path, 12, sdpo={"teacher": "ema"})
     assert run.world.weight == other
