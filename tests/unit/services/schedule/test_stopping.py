@@ -152,7 +152,7 @@ async def test_what_is_left_ends_at_last_and_what_is_done_counts() -> None:
     stopping = Stopping()
 
     async def done() -> int:
-        stopping._asked.set()
+        stopping._requested.set()
         return 3
 
     assert await stopping.unless(done()) == 3
