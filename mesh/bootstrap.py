@@ -7,7 +7,7 @@ host. Its arguments are the actor's name, for `ps`, a token of the run and that 
 applies its resource limits before anything counts cores or GPUs, and refuses connections of other
 users before it listens. All other set-up is done by the actor's `load` endpoint. With a fork server
 (`mesh.fork_server`) a fork of that does all of this, or this program in place of the fork, whose
-fourth argument is the pid of the process that asked for it.
+fourth argument is the pid of the process that requested it.
 """
 
 from __future__ import annotations

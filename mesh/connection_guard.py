@@ -4,7 +4,7 @@ Whoever may send messages to a Monarch process can run code in it. On one machin
 abstract Unix sockets, which have no owner and no mode, and its admin server on a loopback port:
 every user of the machine can connect to both, and Monarch has no setting against it. So `accept4`,
 by which its native library accepts connections, is replaced in that library's table of imported
-functions: a connection of another user is closed before Monarch hears of it.
+functions: a connection of another user is closed before Monarch notices it.
 
 The dynamic linker fills that table (the global offset table) when it loads the library. Only 64-bit
 Linux is known here.

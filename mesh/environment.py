@@ -59,8 +59,8 @@ def prepare_environment() -> None:
     os.environ[SAFE_PATH] = "1"
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if (beside := beside_python("py-spy")) is not None:
-        os.environ.setdefault(PYSPY, beside)
+    if (path := program_next_to_python("py-spy")) is not None:
+        os.environ.setdefault(PYSPY, path)
 
 
 def python_module(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
@@ -77,7 +77,7 @@ def python_code(code: str, *arguments: str, python: str = sys.executable) -> lis
     return [python, "-I", "-c", code, *arguments]
 
 
-def beside_python(program: str) -> str | None:
+def program_next_to_python(program: str) -> str | None:
     """Return the path of a program in this Python's own folder, which may not be on PATH."""
     path = Path(sys.executable).with_name(program)
     return str(path) if path.exists() else None

@@ -65,7 +65,7 @@ class ActivityLog:
                 self._ended.append(Busy(*key, found.began, self._clock()))
 
     def take(self) -> list[Busy]:
-        """Return the intervals since the last call; one that goes on is divided now."""
+        """Return the intervals since the last call; one that continues is divided now."""
         now, ended = self._clock(), list(self._ended)
         self._ended.clear()
         for key, one in self._open.items():

@@ -139,8 +139,8 @@ class LoopWatchdog:
     def _count(self) -> None:
         """Count until the loop answers; report a block above the limit, with the loop's stack."""
         silent, stack = SilentTime(self._period_s, self._computed_s()), ""
-        asked, queued = time.monotonic(), queued_by_thread()
-        before = asked
+        began, queued = time.monotonic(), queued_by_thread()
+        before = began
         while not self._answered.wait(self._period_s) and not self._stopped.is_set():
             if self._loop.is_closed():
                 return
@@ -160,7 +160,7 @@ class LoopWatchdog:
             silent.end(self._at_answer)
         if silent.seconds > self._limit_s:
             stack = stack or "not seen: the interpreter was held all the time\n"
-            all_s = time.monotonic() - asked
+            all_s = time.monotonic() - began
             self._report(silent.seconds, f"{stack}{all_s:.1f} s without an answer in all\n")
 
     def _computed_s(self) -> float:
@@ -180,7 +180,7 @@ class LoopWatchdog:
         """Return where the other threads are, one of which may hold the GIL."""
         own = (self._ident, threading.get_ident())
         frames = [frame for ident, frame in sys._current_frames().items() if ident not in own]
-        return "".join(f"beside it:\n{_in_lines(frame, OTHERS_DEEPEST)}" for frame in frames)
+        return "".join(f"another thread:\n{_in_lines(frame, OTHERS_DEEPEST)}" for frame in frames)
 
     def _frame(self) -> FrameType | None:
         """Return what the loop's thread executes; waiting for events or the GIL it is `_SELECT`."""
@@ -244,8 +244,8 @@ def watch_this_loop(name: str) -> None:
     file = Path(folder) / f"{name}-{os.getpid()}.jsonl"
 
     def report(seconds: float, stack: str) -> None:
-        told = {"event": "event_loop_blocked", "process": name, "seconds": round(seconds, 3)}
+        event = {"event": "event_loop_blocked", "process": name, "seconds": round(seconds, 3)}
         with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({**told, "stack": stack}) + "\n")
+            lines.write(json.dumps({**event, "stack": stack}) + "\n")
 
     LoopWatchdog(float(os.environ.get(LIMIT_S, "0.5")), report).start()

@@ -76,7 +76,7 @@ def own_private_folder(environ: MutableMapping[str, str] = os.environ) -> Path:
     with _one_at_a_time:
         folder = _own_folder(environ)
     environ["TMPDIR"] = str(folder)
-    tempfile.tempdir = None  # it was chosen before, if anything asked for it
+    tempfile.tempdir = None  # it was chosen before, if anything requested it
     return folder
 
 
@@ -216,7 +216,7 @@ def _remove(own: _Own) -> None:
 
 
 def _remove_all_of(folder: Path) -> None:
-    """Remove a folder, its owner's file last: the next start goes on where this one is killed."""
+    """Remove a folder, its owner's file last: the next start continues where this one is killed."""
     with contextlib.suppress(OSError):
         for one in sorted(folder.iterdir()):
             if one.is_dir() and not one.is_symlink():

@@ -154,16 +154,16 @@ async def end_of_child(pid: int) -> str | None:
     Returns None if another thread collected it first, or if it is not a child. Waits in a thread,
     because only a blocking wait sees the end before Monarch collects the process.
     """
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
     found: list[str | None] = []
 
     def wait() -> None:
         found.append(wait_for_child(pid))
         with contextlib.suppress(RuntimeError):  # the loop may be closed by then
-            loop.call_soon_threadsafe(told.set)
+            loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=wait, name=f"end of {pid}", daemon=True).start()
-    await told.wait()
+    await ended.wait()
     return found[0]
 
 

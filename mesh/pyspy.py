@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from composer_mesh.mesh.environment import PYSPY, beside_python
+from composer_mesh.mesh.environment import PYSPY, program_next_to_python
 from composer_mesh.mesh.processes import is_alive, stands_still
 from composer_mesh.mesh.programs import ProgramFailed, ProgramNotStarted, run
 
@@ -21,7 +21,7 @@ DUMP_S, NATIVE_S = 10.0, 20.0
 """Longest run of py-spy; for calls of C code it reads the symbols of every library."""
 LONGEST_ERROR = 200
 NOT_FOUND = (
-    "py-spy was not found: pip install py-spy beside composer-mesh on this machine, or set "
+    "py-spy was not found: pip install py-spy next to composer-mesh on this machine, or set "
     f"{PYSPY} to its path"
 )
 
@@ -39,8 +39,8 @@ class StackDump(TypedDict, total=False):
 
 
 def find_pyspy() -> str | None:
-    """Return the path of py-spy: of `PYSPY_BIN`, beside this Python, or on PATH."""
-    return os.environ.get(PYSPY) or beside_python("py-spy") or shutil.which("py-spy")
+    """Return the path of py-spy: of `PYSPY_BIN`, next to this Python, or on PATH."""
+    return os.environ.get(PYSPY) or program_next_to_python("py-spy") or shutil.which("py-spy")
 
 
 async def dump_stacks(pids: Sequence[int], native: bool = False) -> list[StackDump]:

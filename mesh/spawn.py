@@ -282,11 +282,11 @@ class MeshHost:
         killed too.
         """
         host, pid = spawned.host, spawned.pid
-        asked = spawned.alive and not is_lost(host)
+        can_stop = spawned.alive and not is_lost(host)
         self._spawned.pop(spawned.name, None)
         self._expect(spawned.name)
         await cancel_and_wait(self._watches.pop(spawned.name, []))
-        if asked and not await host.wait_gone(pid, 0):
+        if can_stop and not await host.wait_gone(pid, 0):
             await self._stop_procs(spawned.procs)
             await host.wait_gone(pid, self._stop_deadline_s)
         if not is_lost(host):

@@ -1,6 +1,6 @@
 """The user at the other end of a TCP connection of the same machine.
 
-Reads the owner of a TCP socket from `/proc/net/tcp`, where the kernel cannot be asked for one.
+Reads the owner of a TCP socket from `/proc/net/tcp`, where the kernel cannot be queried for one.
 
 It is a list of all sockets in text: slow where there are many, and a reading may miss one while
 others come and go. `socket_diag` is exact.
@@ -88,7 +88,7 @@ def diag_is_available() -> bool:
     with socket.create_server(("127.0.0.1", 0)) as known:
         here = (ipaddress.ip_address("127.0.0.1"), known.getsockname()[1])
         try:
-            _asked(here, here)
+            _diag_message(here, here)
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 return False
@@ -99,7 +99,7 @@ def diag_is_available() -> bool:
 def diag_owner(local: End, remote: End) -> SocketOwner | None:
     """Return the owner of the TCP socket with these addresses; None if this machine has none."""
     try:
-        ports, user, inode = REPLY.unpack_from(_asked(local, remote))
+        ports, user, inode = REPLY.unpack_from(_diag_message(local, remote))
     except FileNotFoundError:
         return None
     if ports != PORTS.pack(local[1], remote[1]):  # the socket that listens at the local address
@@ -107,7 +107,7 @@ def diag_owner(local: End, remote: End) -> SocketOwner | None:
     return SocketOwner(user, inode != 0)
 
 
-def _asked(local: End, remote: End) -> bytes:
+def _diag_message(local: End, remote: End) -> bytes:
     """Return the kernel's `inet_diag_msg`; raises OSError, FileNotFoundError if it has none."""
     family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
     body = (

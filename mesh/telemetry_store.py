@@ -110,7 +110,7 @@ class QueryServer(socketserver.UnixStreamServer):
         Path(str(self.server_address)).chmod(0o600)
 
     def handle_error(self, *_: object) -> None:
-        """Log an error and go on: a client that disconnects ends nothing."""
+        """Log an error and continue: a client that disconnects ends nothing."""
         sys.stderr.write(f"a request was not answered: {sys.exception()!r}\n")
 
 

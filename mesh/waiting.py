@@ -78,7 +78,7 @@ class _Inbox:
     def put(self, function: Callable[[], None]) -> None:
         """Have a function run there. Raises RuntimeError if the loop is closed."""
         self._functions.append(function)
-        if not self._is_woken:  # asked after the append: who clears it sees the function
+        if not self._is_woken:  # checked after the append: who clears it sees the function
             self._is_woken = True
             self._loop.call_soon_threadsafe(self._run)
 
@@ -164,7 +164,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001  raised where the result is read
             future.set_exception(error)
 
     threading.Thread(target=run, name="background", daemon=True).start()

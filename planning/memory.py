@@ -249,7 +249,7 @@ def _head_gradient(sizes: ModelSizes, how: RankTraining) -> int:
 
 
 def _own_experts(sizes: ModelSizes, how: RankTraining) -> int:
-    """Return the bytes of the experts that a rank computes, beside its rows, and their gradients.
+    """Return the bytes of the experts that a rank computes besides its rows, and their gradients.
 
     Each layer's are kept for the backward unless it is checkpointed; in float32, and stored by this
     rank alone, they are the weights themselves. A gradient also has a float32 form, which is added.

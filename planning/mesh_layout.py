@@ -171,8 +171,8 @@ def _transports(actors: tuple[ActorRow, ...], config: Config) -> tuple[Transport
         judges = _addresses(config.judges.models)
         rows.append(TransportRow("questions", "environment", ("judge",), MESSAGES))
         rows.append(TransportRow("questions", "judge", judges, CHAT))
-    if (asked := config.sdpo.hints.active_writer) is not None and "hint_writer" in kinds:
-        address = asked.url or "expert_server"
+    if (writer := config.sdpo.hints.active_writer) is not None and "hint_writer" in kinds:
+        address = writer.url or "expert_server"
         rows.append(TransportRow("errors and hints", "hint_writer", (address,), CHAT))
     rows.append(TransportRow("requests and handles", "controller", tuple(kinds), MESSAGES))
     return tuple(rows)

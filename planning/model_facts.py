@@ -84,16 +84,16 @@ class ModelFacts:
     all_keys: int | None = None
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Self:
+    def of(cls, fields: dict[str, Any]) -> Self:
         """Return facts from a dict, as JSON has them."""
-        calls = told["attention"]
+        calls = fields["attention"]
         attention = None if calls is None else tuple(_call(one) for one in calls)
-        plain = {key: tuple(told[key]) for key in LISTS}
-        return cls(**{**told, **plain, "attention": attention})
+        plain = {key: tuple(fields[key]) for key in LISTS}
+        return cls(**{**fields, **plain, "attention": attention})
 
 
-def _call(told: dict[str, Any]) -> AttentionCall:
-    return AttentionCall(**{**told, "more": tuple(told["more"])})
+def _call(fields: dict[str, Any]) -> AttentionCall:
+    return AttentionCall(**{**fields, "more": tuple(fields["more"])})
 
 
 def check_model_fits(facts: ModelFacts, config: Config) -> None:
@@ -169,12 +169,12 @@ def _training(facts: ModelFacts, config: Config) -> Iterator[UnfitModel]:
 
 
 def _other_attention(facts: ModelFacts, attention: str) -> UnfitModel:
-    asked = sorted({name for call in facts.attention or () for name in call.more})
-    why = f"which computes no {' and '.join(MEANT[name] for name in asked)}"
+    features = sorted({name for call in facts.attention or () for name in call.more})
+    why = f"which computes no {' and '.join(MEANT[name] for name in features)}"
     found = " or ".join(repr(name) for name in facts.implementations)
     return UnfitModel(
         f"{facts.name} cannot have trainer.attention = {attention!r}, "
-        f"{why if asked else 'which it does not support'}: set it to {found}"
+        f"{why if features else 'which it does not support'}: set it to {found}"
     )
 
 
@@ -269,7 +269,7 @@ def _vllm(facts: ModelFacts, config: Config) -> Iterator[UnfitModel]:
         others = "" if facts.name in NOT_UPDATED_BY_VLLM else ", or set it to 'merged'"
         yield UnfitModel(
             f"{facts.name} cannot have trainer.lora.sync = 'adapters' without GPUs: vLLM's kernels "
-            f"for experts beside adapters need Triton: give placement.generator GPUs{others}"
+            f"for experts with adapters need Triton: give placement.generator GPUs{others}"
         )
     if on_cpu and config.generator.dtype == "float32" and facts.name.startswith(DELTA_NETS):
         yield UnfitModel(

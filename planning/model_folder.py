@@ -211,7 +211,9 @@ def _tokenizer_is_there(folder: Path) -> None:
         (folder / name).exists() for name in OTHER_TEMPLATES
     ):
         why = "has no chat template"
-        repair = "use an instruction-tuned model, or put a chat_template.jinja beside its tokenizer"
+        repair = (
+            "use an instruction-tuned model, or put a chat_template.jinja next to its tokenizer"
+        )
         raise UnfitModelFolder(str(folder), why, repair)
 
 
@@ -261,7 +263,7 @@ def _indexed(path: Path) -> Mapping[str, str]:
         raise UnfitModelFolder(str(path), "has no metadata, without which it is not loaded")
     for name in found.values():
         if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
-            why = f"names {str(name)[:80]!r}, which is no file beside it"
+            why = f"names {str(name)[:80]!r}, which is no file next to it"
             raise UnfitModelFolder(str(path), why)
     return found
 

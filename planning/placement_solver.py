@@ -84,11 +84,11 @@ def _sum(
     what: str, processes: Sequence[Process], ask: Callable[[Process], float], have: float
 ) -> str:
     terms = []
-    for (kind, asked), group in groupby(processes, key=lambda one: (one.kind, ask(one))):
+    for (kind, amount), group in groupby(processes, key=lambda one: (one.kind, ask(one))):
         count = len(list(group))
-        if asked:
+        if amount:
             times = f"{count} x " if count > 1 else ""
-            terms.append(f"{kind} {times}{_figure(asked)}")
+            terms.append(f"{kind} {times}{_figure(amount)}")
     return (
         f"all {what}: {' + '.join(terms)} = {_figure(sum(map(ask, processes)))}, of {_figure(have)}"
     )
@@ -102,7 +102,7 @@ def _repair(process: Process, capacities: Sequence[HostCapacity]) -> str:
     if process.gpus:
         return f"lower {key}.gpus, run fewer processes with GPUs, or describe more hosts"
     if any("cores" in capacity.why_not(process) for capacity in capacities):
-        return f"lower {key}.cores, or set it to 0 to share what is left"
+        return f"lower {key}.cores, or set it to 0 to share the rest"
     return "run fewer processes, a smaller model, or describe hosts with more memory"
 
 
@@ -324,9 +324,9 @@ def check_described(config: Config) -> None:
         return
     if cluster.kind != "hosts" and not described:
         raise WrongHost(
-            f"placement.hosts describes no host but cluster.kind is {cluster.kind!r}, which is "
-            "asked for hosts of these sizes: write [[placement.hosts]] with count, cores and "
-            "memory_gb"
+            f"placement.hosts describes no host but cluster.kind is {cluster.kind!r}, from "
+            "which hosts of these sizes are requested: write [[placement.hosts]] with count, "
+            "cores and memory_gb"
         )
     if described and cluster.workers and len(described) != len(cluster.workers):
         raise WrongHost(

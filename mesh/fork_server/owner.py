@@ -98,7 +98,7 @@ class ForkServers:
         return [ExitStatuses(one) for one in (*folders, self._folder) if one is not None]
 
     def close(self) -> None:
-        """End the servers that this process has started; their forks end with those that asked."""
+        """End the servers that this process has started; their forks end with their requesters."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -35,13 +35,13 @@ class NoAddress(RuntimeError):
 
 def cluster_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return an IP address of this host that other hosts of the run reach; raises `NoAddress`."""
-    told = environ.get(ADDRESS, "")
-    if not told:
+    given = environ.get(ADDRESS, "")
+    if not given:
         raise NoAddress(f"{ADDRESS} is not set, so no other host could reach this process")
     try:
-        return str(ip_address(told))
+        return str(ip_address(given))
     except ValueError:
-        return _looked_up(told)
+        return _looked_up(given)
 
 
 def _looked_up(name: str) -> str:

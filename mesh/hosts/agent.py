@@ -102,14 +102,14 @@ class HostAgent(MeshActor):
         self._beats, self._fork_servers = LeaseRenewal(self._lease), ForkServers()
 
     @concurrent_endpoint
-    async def beat(self, number: int, heard: int) -> None:
-        """Renew the lease: the controller is alive and has received the answer to beat `heard`.
+    async def beat(self, number: int, received: int) -> None:
+        """Renew the lease: the controller is alive and has the answer to beat `received`.
 
         Raises if this host's server is stopped, because it can then start and end no processes.
         """
         if processes.stands_still(os.getppid()):
             raise RuntimeError(f"process {os.getppid()}, which serves this host, is stopped")
-        self._beats.renew(number, heard)
+        self._beats.renew(number, received)
 
     @concurrent_endpoint
     async def give_back(self) -> None:

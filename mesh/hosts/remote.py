@@ -36,7 +36,7 @@ MARGIN = 1.4
 """A host is lost after this many leases of silence; by then it has ended its processes."""
 REFUSALS = 2
 """A worker whose port has refused this many connections is gone, with all that it started."""
-ASKED = 0.8
+ANSWER_PART = 0.8
 """The part of a beat in which the agent must answer; the rest is for checking its port.
 
 So the checks do not delay the moment at which a silent host counts as lost.
@@ -214,14 +214,14 @@ class RemoteHost:
         Time is counted in beats, so that it does not pass while this process itself is paused.
         """
         loop, every_s = asyncio.get_running_loop(), self._lease_s / BEATS
-        silent, refused, heard, number = 0, 0, 1, 1
+        silent, refused, received, number = 0, 0, 1, 1
         while silent < BEATS * MARGIN:
             began, number = loop.time(), number + 1
             try:
-                await self.ask("beat", number, heard, deadline_s=every_s * ASKED)
-                silent, refused, heard = 0, 0, number
+                await self.ask("beat", number, received, deadline_s=every_s * ANSWER_PART)
+                silent, refused, received = 0, 0, number
             except MeshError:
-                gone = await self._listens(every_s * (1 - ASKED)) is False
+                gone = await self._listens(every_s * (1 - ANSWER_PART)) is False
                 silent, refused = silent + 1, refused + 1 if gone else 0
             if refused >= REFUSALS:
                 self.lose(f"nobody listens at {self.address} any more")

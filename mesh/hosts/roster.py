@@ -79,13 +79,13 @@ class LeaseRenewal:
         self._lease = lease
         self._came: dict[int, float] = {}
 
-    def renew(self, number: int, heard: int) -> None:
-        """Handle a beat; `heard` is the last one that the controller got an answer to, or 0."""
+    def renew(self, number: int, received: int) -> None:
+        """Handle a beat; `received` is the last one that the controller has an answer to, or 0."""
         now = self._lease.clock()
         self._came[number] = now
-        self._came = {one: at for one, at in self._came.items() if one >= heard}
-        if heard == 0 or heard in self._came:
-            self._lease.renew(self._came.get(heard, now))
+        self._came = {one: at for one, at in self._came.items() if one >= received}
+        if received == 0 or received in self._came:
+            self._lease.renew(self._came.get(received, now))
 
 
 ROSTER = "hosts"

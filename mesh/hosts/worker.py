@@ -86,7 +86,7 @@ class _Worker:
     options: WorkerOptions
     folder: Path
     clock: Callable[[], float] = time.monotonic
-    _told: list[int] = field(default_factory=list)
+    _signals: list[int] = field(default_factory=list)
 
     def serve(self) -> int:
         name = self.options.name or socket.gethostname().partition(".")[0]
@@ -98,7 +98,7 @@ class _Worker:
         address = self._address(name)
         env = self._environment(address)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, _: self._told.append(number))
+            signal.signal(number, lambda number, _: self._signals.append(number))
         adopt_orphans()
         program = python_module("composer_mesh.mesh.hosts.serve", address)
         serving = programs.start_tied(program, env)
@@ -119,20 +119,20 @@ class _Worker:
         """Wait until the port accepts connections; return why it does not, or None."""
         _, host, port = addresses.split(address)
         end = self.clock() + LISTEN_S
-        while self.clock() < end and not self._told:
+        while self.clock() < end and not self._signals:
             if serving in collect():
                 return "it could not serve: its own words are above"
             with contextlib.suppress(OSError), socket.create_connection((host, port), LOOK_S):
                 return None
             time.sleep(LOOK_S)
-        return "it was told to end" if self._told else f"it did not listen within {LISTEN_S:g} s"
+        return "a signal ended it" if self._signals else f"it did not listen within {LISTEN_S:g} s"
 
     def _until_it_ends(self, serving: int) -> tuple[str, int]:
         """Wait for the end; return its reason and exit status."""
         lease, began, options = Lease(self.folder), self.clock(), self.options
         while True:
-            if self._told:
-                return f"ended by {signal.Signals(self._told[0]).name}", ENDED
+            if self._signals:
+                return f"ended by {signal.Signals(self._signals[0]).name}", ENDED
             if lease.ended:
                 return "the run gave this host back", ENDED
             if serving in collect():
@@ -143,7 +143,7 @@ class _Worker:
             if age is None and self.clock() - began > options.wait_s:
                 return f"no controller came within {options.wait_s:g} s", LEFT_ALONE
             if age is not None and age > options.lease_s:
-                return f"nothing was heard of the controller for {options.lease_s:g} s", LEFT_ALONE
+                return f"the controller was silent for {options.lease_s:g} s", LEFT_ALONE
             time.sleep(LOOK_S)
 
     @contextlib.contextmanager
@@ -186,8 +186,8 @@ class _Worker:
             return env
         if self.options.authority is None:
             raise WorkerRefused(
-                f"--listen {address} asks for TLS but --authority is not given, so nobody could "
-                "be told from a stranger: pass the folder with ca.pem and ca.key of the run"
+                f"--listen {address} asks for TLS but --authority is not given, so nobody could be "
+                "distinguished from a stranger: pass the folder with ca.pem and ca.key of the run"
             )
         own = self.folder / "tls"
         return env | tls_environment(self.options.authority, own, [host])

@@ -61,7 +61,7 @@ class BoxGroup:
         return sum(_count(folder / name) for folder in self.folders for name in COUNTERS)
 
     def remove(self) -> bool:
-        """Kill what is left, remove the groups; return whether they are gone."""
+        """Kill the rest, remove the groups; return whether they are gone."""
         gone = [_remove(folder) for folder in self.folders]
         return all(gone)
 

@@ -39,11 +39,11 @@ from composer_mesh.tasks.sandbox import (
 FIRST_UID = 170_000
 MOST_BOXES = UIDS_A_KEEPER // 4
 START_GRACE_S = 30.0
-"""What a box may take beside its command: to start, unpack the tree and report."""
+"""What a box may take in addition to its command: to start, unpack the tree and report."""
 KEEPERS_TRIED = 3
-"""How many keepers are asked for one box before the command fails."""
+"""How many keepers are tried for one box before the command fails."""
 BOX_BYTES = 48 * MIB
-"""Memory of the launcher and the runner, beside the command and its files."""
+"""Memory of the launcher and the runner, in addition to the command and its files."""
 ENVIRONMENT = {
     "PATH": "/usr/bin",
     "HOME": "/w",
@@ -138,7 +138,7 @@ class Boxes:
                 with contextlib.suppress(OSError):
                     status.send(REPORTED)
                 return result_of(reported, {})
-            return result_of(reported, await _told(status))
+            return result_of(reported, await _keeper_report(status))
         finally:
             status.close()  # ends the box, if it has not ended
 
@@ -147,7 +147,7 @@ class Boxes:
     ) -> tuple[socket.socket, socket.socket]:
         """Return the status socket of a new box and its runner's.
 
-        A keeper that was killed meanwhile is replaced and the new one asked: no command has been
+        A keeper that was killed meanwhile is replaced and the new one tried: no command has been
         sent to the box yet, so none runs twice. Raises SandboxError.
         """
         for attempt in range(1, KEEPERS_TRIED + 1):
@@ -282,7 +282,7 @@ def _unstarted(said: bytes) -> SandboxError:
     return SandboxError(f"no box could be started: {json.loads(said)['errors']}")
 
 
-async def _told(status: socket.socket) -> dict[str, Any]:
+async def _keeper_report(status: socket.socket) -> dict[str, Any]:
     """Return what the keeper says of a box that has ended. Waits for its end."""
     loop = asyncio.get_running_loop()
     try:
@@ -294,17 +294,17 @@ async def _told(status: socket.socket) -> dict[str, Any]:
     return json.loads(said)
 
 
-def result_of(reported: Reported, told: Mapping[str, Any]) -> CommandResult:
+def result_of(reported: Reported, report: Mapping[str, Any]) -> CommandResult:
     """Return how a command ended; raise SandboxError where its box never started it."""
-    if not reported.started:  # so its status was asked for
-        why = "it did not start in time" if told["late"] else told["errors"].strip()
+    if not reported.started:  # so its status was requested
+        why = "it did not start in time" if report["late"] else report["errors"].strip()
         raise SandboxError(
-            f"a box failed, wait status {told['status']}: {why or 'it said nothing'}"
+            f"a box failed, wait status {report['status']}: {why or 'it said nothing'}"
         )
     ended = reported.ended if reported.complete else "signal"
-    if told.get("late"):
+    if report.get("late"):
         ended = "wall_time"
-    elif ended == "signal" and told.get("memory"):
+    elif ended == "signal" and report.get("memory"):
         ended = "memory"
     return CommandResult(
         exit_code=reported.exit_code if ended == "exited" else None,

@@ -1,4 +1,4 @@
-"""The process that starts boxes, and ends them with the worker that asked for them.
+"""The process that starts boxes, and ends them with the worker that requested them.
 
 A worker has one keeper. For each box it forks, gives up its rights and becomes the launcher: a fork
 of this small process costs a millisecond, one of a worker would not. A box ends when its status
@@ -153,7 +153,9 @@ class Keeper:
             box.group.bound(request["group_bytes"], request["processes"])
         box.status, box.until = status, time.monotonic() + request["deadline_s"]
         self._waiting.register(status, selectors.EVENT_READ, lambda: self._dismiss(box, status))
-        with contextlib.suppress(OSError):  # the worker no longer wants it, and is heard of
+        with contextlib.suppress(
+            OSError
+        ):  # the worker no longer wants it, which is noticed elsewhere
             socket.send_fds(status, [b"box"], [box.channel.fileno()])
         box.channel.close()
 
@@ -231,13 +233,13 @@ class Keeper:
         kills = box.group.kills_for_memory() if box.group is not None else 0
         if box.group is not None:
             box.group.remove()
-        told = {"status": status, "memory": kills, "late": box.until == LATE}
+        report = {"status": status, "memory": kills, "late": box.until == LATE}
         for one in (box.end, box.status):
             with contextlib.suppress(KeyError):
                 if one is not None:
                     self._waiting.unregister(one)
         if box.status is not None:
-            tell(box.status, {**told, "errors": last_of(box.errors)})
+            tell(box.status, {**report, "errors": last_of(box.errors)})
         os.close(box.end)
         os.close(box.errors)
         box.channel.close()
@@ -265,13 +267,13 @@ def dispatch(waiting: selectors.BaseSelector, patience: float | None) -> None:
             key.data()
 
 
-def groups_of(told: dict[str, Any] | None) -> ControlGroups | None:
+def groups_of(folders: dict[str, Any] | None) -> ControlGroups | None:
     """Return where groups of boxes are made."""
-    if told is None:
+    if folders is None:
         return None
     from pathlib import Path
 
-    return ControlGroups([Path(one) for one in told["parents"]], told["unified"])
+    return ControlGroups([Path(one) for one in folders["parents"]], folders["unified"])
 
 
 def last_of(errors: int) -> str:
@@ -280,10 +282,10 @@ def last_of(errors: int) -> str:
     return os.pread(errors, MOST_ERRORS, max(0, size - MOST_ERRORS)).decode("utf-8", "replace")
 
 
-def tell(status: socket.socket, told: dict[str, Any]) -> None:
+def tell(status: socket.socket, report: dict[str, Any]) -> None:
     """Send the worker how a box ended, if it still wants to know."""
     with contextlib.suppress(OSError):
-        status.send(json.dumps(told).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        status.send(json.dumps(report).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     status.close()
 
 

@@ -1,7 +1,7 @@
 """The folder that a box sees as its root: an interpreter, its standard library, some programs.
 
-Copied once for a process: only what is named here, no bytecode unless it is asked for, no
-installed packages but those that are asked for, no copies of packages that others ship (`pip`,
+Copied once for a process: only what is named here, no bytecode unless it is requested, no
+installed packages but those that are requested, no copies of packages that others ship (`pip`,
 `ensurepip`), no version control. So nothing has to be forbidden in a box that is not in it.
 """
 
@@ -112,8 +112,8 @@ def _libraries(folder: Path, executables: Sequence[Path]) -> None:
         executable.chmod(0o755)
     # Next to the original: an interpreter may name its library relative to itself.
     original = Path(sys.executable).resolve()
-    asked = [original, *executables, *extensions]
-    said = programs.run(["ldd", *map(str, asked)], check=False).stdout
+    binaries = [original, *executables, *extensions]
+    said = programs.run(["ldd", *map(str, binaries)], check=False).stdout
     for path in sorted(set(LIBRARY.findall(said))):
         copied = folder / "usr/lib" / Path(path).name
         if not copied.exists():

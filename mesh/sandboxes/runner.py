@@ -74,7 +74,7 @@ class Streams:
             waiting.unregister(descriptor)
 
     def drain(self) -> None:
-        """Read what is left in the pipes; nobody writes any more."""
+        """Read the rest from the pipes; nobody writes any more."""
         for descriptor in self.kept:
             try:
                 while self._read(descriptor):

@@ -27,7 +27,7 @@ class Transport:
     """A weight transport, why it was chosen, and the folder of `disk`."""
 
     name: WeightTransport
-    reason: str = "asked for"
+    reason: str = "requested"
     folder: Path | None = None
 
     def __str__(self) -> str:

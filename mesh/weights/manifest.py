@@ -24,7 +24,7 @@ class TornWeights(Worded, RuntimeError):
     """The received bytes do not all belong to the requested version: it, and both stamps read."""
 
     message = (
-        "asked for weights of version {0} but read version stamps {1} and {2}: "
+        "requested weights of version {0} but read version stamps {1} and {2}: "
         "the publisher has moved on, so pull the handle of the newest version"
     )
 

@@ -48,7 +48,7 @@ async def test_the_newest_two_versions_can_be_had_and_no_older_one(transport: Tr
         assert staged.version == handle.version
         assert numbers(staged) == {handle.version}
     await source.publish(3)
-    with pytest.raises(TornWeights, match="asked for weights of version 1 but read version stamps"):
+    with pytest.raises(TornWeights, match="requested weights of version 1 but read version stamps"):
         await receiver.receive(handles[0])
     assert numbers(await receiver.receive(handles[1])) == {2}
     with pytest.raises(TornWeights):
