@@ -88,7 +88,7 @@ def ended_key(content: str) -> bytes:
 
 
 def chained(path: bytes, key: bytes) -> bytes:
-    """Return the key of a conversation that goes on with one more message."""
+    """Return the key of a conversation that continues with one more message."""
     return hashlib.sha256(path + key).digest()
 
 

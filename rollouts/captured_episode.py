@@ -185,11 +185,11 @@ class ThinkingStyle:
 
 def _separates(chat: ChatFormat) -> bool:
     """Whether the template reads `reasoning_content`, or drops thinking from a content."""
-    asked, mark = [{"role": "user", "content": "q"}], "COMPOSERMESHTHOUGHT"
+    question, mark = [{"role": "user", "content": "q"}], "COMPOSERMESHTHOUGHT"
     apart = {"role": "assistant", "content": "a", "reasoning_content": mark}
     inside = {"role": "assistant", "content": f"{OPEN}{mark}{CLOSE}a"}
-    reads = chat.added_by(asked, apart) or ""
-    drops = chat.added_by(asked, inside)
+    reads = chat.added_by(question, apart) or ""
+    drops = chat.added_by(question, inside)
     return mark in reads or (drops is not None and mark not in drops)
 
 
@@ -210,9 +210,9 @@ def reply_to(text: str, style: ThinkingStyle, with_tools: bool, name: str) -> Ca
 
     A malformed call stays content.
     """
-    told = malformed_call(text)
-    thinking, answer = style.split(told.text if told else text)
-    found = parse_calls(answer) if with_tools and told is None else ()
+    malformed = malformed_call(text)
+    thinking, answer = style.split(malformed.text if malformed else text)
+    found = parse_calls(answer) if with_tools and malformed is None else ()
     calls = () if isinstance(found, MalformedCall) else found
     content = text_before_calls(answer).strip() if calls else answer
     message: Message = {"role": "assistant", "content": content or (None if calls else "")}
@@ -315,11 +315,11 @@ class CapturedEpisode:
         return turn
 
     def withdraw(self, turn: CapturedTurn) -> None:
-        """Mark an answer as not received, unless the agent went on from it."""
+        """Mark an answer as not received, unless the agent continued from it."""
         self._tree.withdraw(turn)
 
     def trajectories(self) -> list[CapturedTrajectory]:
-        """Return one trajectory for each answer that the agent got and did not go on from."""
+        """Return one trajectory for each answer that the agent got and did not continue from."""
         return self._tree.trajectories()
 
     def _added(
@@ -331,7 +331,9 @@ class CapturedEpisode:
         logprobs, versions = result.logprobs[:kept], result.versions[:kept]
         turn = Turn(prompt.context_ids, cut.ids, logprobs, versions, reason)
         finish: StopReason = "stop" if cut.stopped else result.stop_reason
-        captured = CapturedTurn(prompt.parent, turn, prompt.asked, answer, prompt.tools, finish)
+        captured = CapturedTurn(
+            prompt.parent, turn, prompt.new_messages, answer, prompt.tools, finish
+        )
         self._tree.add(captured)
         return captured
 

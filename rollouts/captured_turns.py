@@ -23,11 +23,11 @@ from composer_mesh.rollouts.traces import Message, StopReason, Turn
 
 @dataclass(eq=False, slots=True)
 class CapturedTurn:
-    """One sampled answer: the turn, what was asked since its parent, and what was returned."""
+    """One sampled answer: the turn, the new messages since its parent, and what was returned."""
 
     parent: "CapturedTurn | None"
     turn: Turn
-    asked: list[Message]
+    new_messages: list[Message]
     answer: Message
     tools: list[dict[str, Any]]
     finish: StopReason
@@ -69,7 +69,7 @@ class CapturedPrompt:
     """What a request asks to continue: new messages and ids after `parent`, and all ids."""
 
     parent: CapturedTurn | None
-    asked: list[Message]
+    new_messages: list[Message]
     context_ids: list[int]
     ids: list[int]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class TurnTree:
 
 
 def _trajectory(line: list[CapturedTurn], trained: list[bool]) -> CapturedTrajectory:
-    messages = [message for node in line for message in (*node.asked, node.answer)]
+    messages = [message for node in line for message in (*node.new_messages, node.answer)]
     return CapturedTrajectory([node.turn for node in line], trained, messages, line[-1].tools)
 
 

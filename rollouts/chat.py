@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from composer_mesh.rollouts.call_formats.choosing import HERMES, CallStyle
 from composer_mesh.rollouts.call_formats.port import Schemas
-from composer_mesh.rollouts.chat_template import ACTION, ASKED, ChatTemplate
+from composer_mesh.rollouts.chat_template import ACTION, QUESTION, ChatTemplate
 from composer_mesh.rollouts.control_tokens import ChatTemplateError, ControlTokens
 from composer_mesh.rollouts.control_tokens import TextEncoder as Encoder
 from composer_mesh.rollouts.tool_calls import (
@@ -200,7 +200,7 @@ class ChatFormat:
     def hint(self, text: str) -> list[int]:
         """Return the ids of a user message with a hint, to insert before a generation prompt."""
         (hint,), stand_ins = self.controls.hide([{"role": "user", "content": text}])
-        before = self.template.text([ASKED], generate=False)
+        before = self.template.text([QUESTION], generate=False)
         return self.controls.encode_behind(before, self.hint_text(hint), stand_ins)
 
     def hint_text(self, hint: Message) -> str:
@@ -210,7 +210,7 @@ class ChatFormat:
         used.
         """
         after_action = self._behind_end(self.template.after_answer([hint], generate=False))
-        return self.added_by([ASKED], hint) or after_action.lstrip("\n")
+        return self.added_by([QUESTION], hint) or after_action.lstrip("\n")
 
     def content_tokens(self, text: str) -> int:
         """Return the number of ids that an untrusted text takes inside a message."""
@@ -237,8 +237,8 @@ class ChatFormat:
 
     @cached_property
     def _prompt_text(self) -> str:
-        before = self.template.text([ASKED], generate=False)
-        after = self.template.text([ASKED], generate=True)
+        before = self.template.text([QUESTION], generate=False)
+        after = self.template.text([QUESTION], generate=True)
         if not after.startswith(before):
             raise ChatTemplateError(
                 "the chat template changes earlier text when a generation prompt is added: use one "
@@ -271,7 +271,7 @@ class ChatFormat:
         Where they are decoded otherwise than those of the text alone, these.
         """
         alone = self.controls.encode(text, {})
-        before = self.template.text([ASKED], generate=True)
+        before = self.template.text([QUESTION], generate=True)
         for lead in dict.fromkeys((self._lead, "")):
             ids = self.controls.encode_behind(before, lead + text, {})
             if self._decoded(ids) == self._decoded(alone):
@@ -281,8 +281,10 @@ class ChatFormat:
     @cached_property
     def _lead(self) -> str:
         """White space that the template writes between its prompt and an assistant's text."""
-        before = self.template.text([ASKED], generate=True)
-        said = self.template.text([ASKED, {"role": "assistant", "content": ACTION}], generate=False)
+        before = self.template.text([QUESTION], generate=True)
+        said = self.template.text(
+            [QUESTION, {"role": "assistant", "content": ACTION}], generate=False
+        )
         lead = said.partition(ACTION)[0].removeprefix(before)
         return lead if lead.isspace() else ""
 
@@ -319,7 +321,7 @@ class ChatFormat:
             results = [{"role": "tool", "content": "r"} for _ in calls]
             after = self.template.after_calls(calls, results, generate=True)
         else:
-            after = self.template.after_answer([ASKED], True)
+            after = self.template.after_answer([QUESTION], True)
         stops = zip(self.stop_ids, self.template.stops, strict=True)
         return next((one for one, stop in stops if after.startswith(stop)), self.stop_ids[0])
 
@@ -338,7 +340,7 @@ def _common(rows: Sequence[Sequence[int]]) -> int:
 
 
 async def encoded(messages: Sequence[Message], encode: Callable[[], list[int]]) -> list[int]:
-    """Return the ids that `encode` makes of messages; event loops go on while long ones are."""
+    """Return the ids that `encode` makes of messages; event loops continue while long ones are."""
     if sum(len(str(message.get("content") or "")) for message in messages) < LONG_TEXT:
         return encode()
     return await asyncio.to_thread(encode)

@@ -154,7 +154,7 @@ def _results_of_users(messages: list[Message]) -> Iterator[Message]:
 ACTION = "COMPOSERMESHACTION"
 """Placeholder of what an assistant says."""
 
-ASKED: Message = {"role": "user", "content": "q"}
+QUESTION: Message = {"role": "user", "content": "q"}
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class ChatTemplate:
     def after_answer(self, messages: Sequence[Message], generate: bool) -> str:
         """Return what follows an assistant's text before messages, from the end token on."""
         mark = _mark_for(messages)
-        text = self.text([ASKED, {"role": "assistant", "content": mark}, *messages], generate)
+        text = self.text([QUESTION, {"role": "assistant", "content": mark}, *messages], generate)
         _, found, after = text.rpartition(mark)
         if not found or not after.startswith(self.end_tokens(self.text_style.format)):
             raise ChatTemplateError(
@@ -229,12 +229,12 @@ class ChatTemplate:
         results = [_answering(*pair) for pair in zip(given, marked, strict=False)]
         rest = [*results, *messages[len(results) :]]
         try:
-            text = self.text([ASKED, calling(*marked), *rest], generate)
+            text = self.text([QUESTION, calling(*marked), *rest], generate)
         except (TemplateError, ChatTemplateError):
             if len(marked) == 1:
                 raise
             # A template that takes one call a message writes its results behind that one.
-            text = self.text([ASKED, calling(marked[0]), *rest], generate)
+            text = self.text([QUESTION, calling(marked[0]), *rest], generate)
         _, found, after = text.rpartition(mark)
         tokens = self.end_tokens(self.call_style.format)
         ends = [at for token in tokens if (at := after.find(token)) >= 0]
@@ -281,7 +281,7 @@ class ChatTemplate:
     @cached_property
     def text_style(self) -> CallStyle:
         """How actions are read where there are no tools: harmony has channels without them too."""
-        said = [ASKED, {"role": "assistant", "content": ACTION}]
+        said = [QUESTION, {"role": "assistant", "content": ACTION}]
         before = self._render(said, False, []).rpartition(ACTION)[0]
         return CallStyle(HARMONY) if before.endswith(FINAL) else CallStyle()
 
@@ -291,7 +291,7 @@ class ChatTemplate:
 
         The others end it with what begins the next message, which depends on who speaks.
         """
-        said = [ASKED, {"role": "assistant", "content": ACTION}]
+        said = [QUESTION, {"role": "assistant", "content": ACTION}]
         after = self._render(said, False, []).rpartition(ACTION)[2]
         return after.startswith(self.end_tokens(self.text_style.format))
 

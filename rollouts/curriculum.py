@@ -5,7 +5,8 @@
     the run's seed ----------------------------+
 
 A group that enters while version v is served is chosen for by the results of the steps before v
-alone, whatever else has finished, so that a run repeats and a resumed one goes on as it would have.
+alone, whatever else has finished, so that a run repeats and a resumed one continues as it would
+have.
 """
 
 import random

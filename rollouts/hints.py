@@ -228,16 +228,16 @@ def hint_request(
     """Build the writer's request for an error site; None if it would contain the answer."""
     said = exchanges(trace)
     action, reply = said[site.turn] if site.turn < len(said) else ({"role": "assistant"}, None)
-    asked = {
+    request = {
         "error_kind": site.error_kind,
         "facts": {name: _bounded(value) for name, value in site.data.items()},
         "agent_wrote": _bounded(_text_of(action)),
         "environment_answered": _bounded(str((reply or {}).get("content") or "")),
         "plain_hint": _bounded(plain.removeprefix(PREFIX)),
     }
-    if answer is not None and any(holds_answer(text, answer) for text in _strings(asked)):
+    if answer is not None and any(holds_answer(text, answer) for text in _strings(request)):
         return None
-    content = json.dumps(asked, ensure_ascii=False)
+    content = json.dumps(request, ensure_ascii=False)
     return HintRequest(
         [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": content}]
     )
@@ -256,11 +256,11 @@ def builtin_wording(messages: Sequence[Message]) -> str:
 
     Raises ValueError if the messages were not built by `hint_request`.
     """
-    asked = json.loads(str(messages[-1].get("content")))
-    if not isinstance(asked, dict) or not {"plain_hint", "error_kind"} <= asked.keys():
+    request = json.loads(str(messages[-1].get("content")))
+    if not isinstance(request, dict) or not {"plain_hint", "error_kind"} <= request.keys():
         raise ValueError("the last message is not a JSON object with plain_hint and error_kind")
-    kind = str(asked["error_kind"]).replace("_", " ")
-    return f"Mind the {kind}. {asked['plain_hint']}"
+    kind = str(request["error_kind"]).replace("_", " ")
+    return f"Mind the {kind}. {request['plain_hint']}"
 
 
 def _text_of(action: Message) -> str:

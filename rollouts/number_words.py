@@ -129,7 +129,7 @@ if TYPE_CHECKING:
     from unicode_rbnf import RbnfEngine
 
 LANGUAGES = ("es", "fr", "de", "it", "pt", "nl", "pl", "ru", "tr", "id", "vi", "ko", "hi", "ar")
-"""Those whose number words are searched, beside English, Chinese and Japanese."""
+"""Those whose number words are searched, in addition to English, Chinese and Japanese."""
 CARDINALS = ("spellout-numbering", "spellout-cardinal")
 LARGEST_SPELLED = 999_999
 SHORTEST_FOREIGN = 4

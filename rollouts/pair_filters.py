@@ -179,9 +179,9 @@ class _NearDuplicates:
         )
 
     def __call__(self, pair: PreferencePair) -> bool:
-        asked = next((m for m in pair.messages if m.get("role") == "user"), None)
-        read = [asked] if asked is not None else []
-        read += [m for m in pair.messages[-1:] if m is not asked]
+        question = next((m for m in pair.messages if m.get("role") == "user"), None)
+        read = [question] if question is not None else []
+        read += [m for m in pair.messages[-1:] if m is not question]
         texts = [_content(message) for message in read]
         wording = "\n".join([*texts, pair.chosen_text, pair.rejected_text])
         return not self._texts.seen(wording, _topic(pair, wording))

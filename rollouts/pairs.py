@@ -170,8 +170,8 @@ class PreferencePair:
 def teachers_margin(pair: PreferencePair) -> float:
     """Return by how many of the queried teachers the chosen action leads the next one.
 
-    (votes for it - votes for the runner-up) / teachers asked, above 0 and at most 1. Teachers that
-    did not answer count in the denominator only.
+    (votes for it - votes for the runner-up) / teachers queried, above 0 and at most 1. Teachers
+    that did not answer count in the denominator only.
     """
     others = [
         (voice.kind, voice.action)

@@ -296,7 +296,7 @@ class _Building:
                 todo += [(one, other, end, node) for one, other in reversed(families)]
 
     def _add(self, branch: Branch, family: _Neighbours) -> list[_Neighbours]:
-        """Add the node of what neighbours share to a branch; return those that go on after it."""
+        """Add the node of what neighbours share to a branch; return those that extend past it."""
         first, last, start, parent = family
         end = min(self.shared[first + 1 : last], default=len(self.ordered[first]))
         ids = self.ordered[first][start:end]

@@ -1,8 +1,9 @@
 """Selection of the student's turns to show to teachers, when each answer costs money.
 
-By value, the states with the highest value are asked. By first divergence, the contexts of a group
-are asked in order of turn, and no rollout is asked about beyond the turn at which its teachers
-first differ from it; where fewer may be asked than a rollout has turns, the value says which.
+By value, teachers are queried about the states with the highest value. By first divergence, they
+are queried about the contexts of a group in order of turn, and about no rollout beyond the turn at
+which they first differ from it. Where fewer may be queried than a rollout has turns, the value says
+which.
 States below the gate's minimum are skipped.
 
 Estimated value of a teacher's answer to a state: the weighted mean of four signals in [0, 1].
@@ -131,19 +132,19 @@ class Novelty:
 
 
 REACH = 4
-"""Contexts that are selected by first divergence, as a multiple of those that may be asked."""
+"""Contexts that are selected by first divergence, as a multiple of those that may be queried."""
 Mark = tuple[bytes, ActionKey]
 """What was done in which context: equal for siblings until they part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selected states in the order in which they are asked, and the `values` of each.
+    """Selected states in the order in which they are queried, and the `values` of each.
 
     Of `distinct` states in total, `skipped` were below the gate's `min_value`; the others that are
     missing exceeded the limit. `saved` is how many more would be selected without `min_value`.
-    By first divergence they are in order of turn, more than the `limit` of contexts that are asked.
-    `paths` has what the rollout of each state did until then, the state's own action last.
+    By first divergence they are in order of turn, more than the `limit` of contexts that are
+    queried. `paths` has what the rollout of each state did until then, the state's own action last.
     """
 
     states: list[StudentState]
@@ -166,13 +167,13 @@ class Selection:
 
     @property
     def most(self) -> int:
-        """Number of questions that are asked at most."""
-        asked = len(self.questions)
-        return asked if self.limit is None else min(asked, self.limit)
+        """Number of questions that are sent at most."""
+        count = len(self.questions)
+        return count if self.limit is None else min(count, self.limit)
 
     @property
     def planned(self) -> list[StudentState]:
-        """A state of each question that is asked where no teacher differs from a rollout."""
+        """A state of each question that is sent where no teacher differs from a rollout."""
         rounds = QueryRounds(self)
         return [states[0] for questions in iter(rounds.next, []) for states in questions]
 
@@ -199,7 +200,7 @@ class QueryRounds:
     def next(self) -> list[list[StudentState]]:
         """Return the next questions, each with the states that it decides; none at the end.
 
-        They are those of the first turn that are open. Where fewer may be asked than there are
+        They are those of the first turn that are open. Where fewer may be queried than there are
         turns, only as many of the highest value are considered.
         """
         open_ones = [states for states in self._waiting if self._is_open(states)]
@@ -208,11 +209,11 @@ class QueryRounds:
         first = min((states[0].turn for states in considered), default=0)
         if self._in_turns:
             considered = [states for states in considered if states[0].turn == first]
-        asked = considered[: self._left]
-        taken = set(map(id, asked))
+        queried = considered[: self._left]
+        taken = set(map(id, queried))
         self._waiting = [states for states in open_ones if id(states) not in taken]
-        self._left -= len(asked)
-        return asked
+        self._left -= len(queried)
+        return queried
 
     def differs(self, state: StudentState) -> None:
         """Leave out what rollouts did after this action: their teachers differ from it."""
@@ -251,7 +252,7 @@ def select_states(
     """Select states, deterministically for equal arguments: at most `limit` by descending value.
 
     By first divergence the states of up to `REACH` times as many contexts are selected, of which
-    at most `limit` are asked.
+    at most `limit` are queried.
 
     Samples of a group share a prompt: of states with the same context and action only the best is
     kept. States with the same context but different actions are all kept and have the same seed, so
@@ -328,7 +329,7 @@ def _contexts(trace: Trace) -> Iterator[bytes]:
 def _in_reach(
     worthy: Sequence[tuple[_Candidate, float]], limit: int
 ) -> list[tuple[_Candidate, float]]:
-    """Return the candidates, in order of turn, of the contexts of which `limit` are asked."""
+    """Return the candidates, in order of turn, of the contexts of which `limit` are queried."""
     in_turns = sorted(worthy, key=lambda item: item[0].turn)
     turns = len({candidate.turn for candidate, _ in worthy})
     first = worthy if limit < turns else in_turns

@@ -124,8 +124,8 @@ def parse_calls(text: str) -> tuple[ToolCall, ...] | MalformedCall:
 
 def read_action(text: str) -> ParsedAction | MalformedCall:
     """Parse an action's text into what it says before its calls, and the calls."""
-    if (told := malformed_call(text)) is not None:
-        return told
+    if (malformed := malformed_call(text)) is not None:
+        return malformed
     if OPEN not in text and CLOSE not in text:
         return ParsedAction(text)
     return behind_thinking(text, _read)

@@ -6,7 +6,7 @@
 
 Who sends a question, pays for it and keeps the answer is behind the port `Judges`.
 
-What the answer of a panel is to the task that asked a judge.
+What the answer of a panel is to the task that queried a judge.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class JudgeReply:
 class Judges(Protocol):
     """Asks judges.
 
-    Raises JudgeFailed where a judge does not answer, and JudgesSpent where it may not be asked
+    Raises JudgeFailed where a judge does not answer, and JudgesSpent where it may not be queried
     because of the ceiling.
     """
 
@@ -84,7 +84,7 @@ class Judgement(Generic[T]):
 class Judge:
     """One judge; `Task.judge(name)` returns it.
 
-    An answer that has not the form that was asked for is asked for again, `answers` times in all.
+    An answer that lacks the requested form is requested again, `answers` times in all.
     """
 
     def __init__(self, name: str, judges: Judges, answers: int = 3) -> None:
@@ -169,7 +169,7 @@ def _form(answer: type[T]) -> TypeAdapter[T]:
         return fail_fast(answer)
     except PydanticSchemaGenerationError as error:
         raise UnusableTask(
-            f"a judge is asked for {answer!r}, which pydantic cannot check: name a pydantic model"
+            f"a judge has to return {answer!r}, which pydantic cannot check: name a pydantic model"
         ) from error
 
 
@@ -214,7 +214,7 @@ def _lines(text: Transcript | Sequence[Message]) -> str:
 
 
 def reply_of(judge: str, reply: TeacherReply) -> JudgeReply:
-    """Return a judge's answer; raises JudgesSpent where it was not asked, else JudgeFailed."""
+    """Return a judge's answer; raises JudgesSpent where it was not queried, else JudgeFailed."""
     if not isinstance(reply, TeacherFailure):
         return JudgeReply(reply.action_text, reply.usd, reply.cached)
     if reply.kind is FailureKind.BUDGET:

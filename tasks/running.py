@@ -51,7 +51,7 @@ from composer_mesh.tasks.tool import ExternalTool, ToolSpec, unknown_tool
 T = TypeVar("T")
 
 LONGEST_MESSAGE = 500_000
-"""Characters of the longest message of a task; a longer one is cut, and the agent is told."""
+"""Characters of the longest message of a task; a longer one is cut, and the agent is informed."""
 
 
 class RunningEpisode:
@@ -205,7 +205,7 @@ class RunningEpisode:
         return [{**role, "content": content}], error
 
     async def _execute(self, action: ToolCall) -> Any:
-        specs = self._task.beside_servers(self._session.own_tools)
+        specs = self._task.with_server_tools(self._session.own_tools)
         spec = specs.get(action.name)
         if spec is None:
             raise unknown_tool(action.name, list(specs))
@@ -369,7 +369,7 @@ async def score_group(
 async def _scored(
     task: Task, rewards: Sequence[RewardFunction], score: Callable[[RewardFunction], Awaitable[T]]
 ) -> tuple[dict[str, T], tuple[str, ...]]:
-    """Return the scores by name, and the names of rewards whose judge may not be asked."""
+    """Return the scores by name, and the names of rewards whose judge may not be queried."""
     values, left_out = dict[str, T](), list[str]()
     for one in rewards:
         try:

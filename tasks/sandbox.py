@@ -18,7 +18,7 @@ LONGEST_PATH, LONGEST_NAME = 300, 255
 """Bytes of a path, and of each name in it."""
 MOST_EDITS, LARGEST_EDITS = 10_000, 24 * MIB
 """What the edits of a session may be together, so that its tree always fits into a box."""
-MOST_TOLD = 100
+MOST_REPORTED = 100
 UNUSABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 Ended = Literal["exited", "signal", "wall_time", "cpu_time", "memory"]
@@ -204,7 +204,7 @@ class SandboxSession:
         if not left_out:
             return result
         taken = {path: one for path, one in result.changed.items() if path not in set(left_out)}
-        refused = (*result.refused_paths, *left_out[:MOST_TOLD])
+        refused = (*result.refused_paths, *left_out[:MOST_REPORTED])
         return replace(result, changed=taken, refused_paths=refused)
 
     async def close(self) -> None:

@@ -33,7 +33,7 @@ class SessionTask(Protocol):
 class Reply:
     """What a session says to an answer of the agent.
 
-    `messages` are shown to the agent if the episode goes on. `error` makes the answer an error
+    `messages` are shown to the agent if the episode continues. `error` makes the answer an error
     site, which may get a hint.
     """
 

@@ -51,9 +51,9 @@ class TaskSettings:
     each failed call costs `tool_error_penalty`. `path` is the file of the rows, or the id of a
     dataset, if there is one, of which each `heldout_every`-th is held out. `hint_templates` are
     those in the config. A call of the task's code may take `call_s` seconds. `judges` are the
-    names of the config's judges, which are asked at most `judge_answers` times for one answer; with
-    `leave_out_spent` a reward is left out whose judge may not be asked any more. `external_tools`
-    are the tools of its MCP servers.
+    names of the config's judges, which are queried at most `judge_answers` times for one answer;
+    with `leave_out_spent` a reward is left out whose judge may not be queried any more.
+    `external_tools` are the tools of its MCP servers.
     """
 
     seed: int = 0
@@ -189,7 +189,7 @@ class Task:
     def continued(self, messages: list[Message]) -> str:
         """Return the next action of one who notices only the mistakes that a tool reports.
 
-        Demonstrations of imperfect agents go on with it. By default it is the expert's, which
+        Demonstrations of imperfect agents continue with it. By default it is the expert's, which
         notices all.
         """
         return self.expert(messages)
@@ -233,9 +233,9 @@ class Task:
     @cached_property
     def tool_specs(self) -> dict[str, ToolSpec | ExternalTool]:
         """All tools by name: the task's own, then those of MCP servers."""
-        return self.beside_servers(self.own_tools)
+        return self.with_server_tools(self.own_tools)
 
-    def beside_servers(self, own: Mapping[str, ToolSpec]) -> dict[str, ToolSpec | ExternalTool]:
+    def with_server_tools(self, own: Mapping[str, ToolSpec]) -> dict[str, ToolSpec | ExternalTool]:
         """Return tools with those of MCP servers; raises UnusableTask where two have one name."""
         return with_external(self.name, own, self.settings.external_tools)
 

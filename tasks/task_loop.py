@@ -79,7 +79,7 @@ class TaskLoop:
     async def in_a_thread(self, function: Callable[[], Any]) -> Any:
         """Run a plain function in a thread; call it on the task's loop.
 
-        Cancelled, a function that has begun goes on, and is counted until it returns.
+        Cancelled, a function that has begun continues, and is counted until it returns.
         """
         context, marked = contextvars.copy_context(), function
         if self._marks is not None:
@@ -96,7 +96,7 @@ class TaskLoop:
     async def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Run a coroutine there. Waits for it; cancelled, it is cancelled there too.
 
-        After `limit_s` seconds the loop is asked whether it runs other things. Raises LoopBlocked
+        After `limit_s` seconds it is checked whether the loop runs other things. Raises LoopBlocked
         where this call prevents that, LoopLost where another one does, and TooManyBlocked where
         that has happened too often, or a call fails when too many functions never returned.
         """

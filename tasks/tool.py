@@ -58,7 +58,7 @@ VALUES = frozenset({"const", "default", "enum", "examples"})
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """What a decorated function says of itself beside its signature.
+    """What a decorated function says of itself in addition to its signature.
 
     `errors` maps exceptions that the function raises because of a wrong call to error kinds.
     """

@@ -104,7 +104,7 @@ _SCHEMAS: Schemas = {
     EXAMPLE.name: {"properties": {**_PROPERTIES, "unit": {"type": ["string", "null"]}}}
 }
 """Schemas for formats without types; templates get a plain type, since some know no others."""
-_ASKED: Message = {"role": "user", "content": "q"}
+_QUESTION: Message = {"role": "user", "content": "q"}
 _ANSWER: Message = {"role": "tool", "content": "4", "name": EXAMPLE.name}
 
 Render = Callable[[list[Message], bool, list[dict[str, Any]]], str]
@@ -203,11 +203,11 @@ def styles(render: Render, end_tokens: Callable[[CallFormat], Sequence[str]]) ->
 
 def _written(render: Render, style: CallStyle) -> str | None:
     """Return what the template writes from the call on; None where it refuses it."""
-    said = [_ASKED, calling(EXAMPLE), {**_ANSWER, "tool_call_id": EXAMPLE.id}]
+    said = [_QUESTION, calling(EXAMPLE), {**_ANSWER, "tool_call_id": EXAMPLE.id}]
     tools = [EXAMPLE_TOOL]
     try:
-        before = render([_ASKED], False, tools)
-        begun = render([_ASKED], True, tools)
+        before = render([_QUESTION], False, tools)
+        begun = render([_QUESTION], True, tools)
         text = render(style.messages(said), False, tools)
     except Exception:  # noqa: BLE001 whatever a stranger's template raises refuses this form
         return None

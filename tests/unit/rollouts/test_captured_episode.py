@@ -219,7 +219,7 @@ def test_an_edited_answer_begins_a_branch_behind_what_is_unchanged(qwen: ChatFor
     edited = {"role": "assistant", "content": "I would say 7"}
     branch = agent.ask([*before, edited, *HEARD[2]])
     assert branch.parent is first
-    assert branch.asked == [*HEARD[0], edited, *HEARD[2]]
+    assert branch.new_messages == [*HEARD[0], edited, *HEARD[2]]
     assert agent.prompts[-1].ids[: len(first.token_ids())] == first.token_ids()
     longest, other = agent.episode.trajectories()
     assert longest.trained == [True, True, True]
@@ -362,4 +362,4 @@ def test_what_smolagents_writes_behind_an_answer_is_no_edit(
     observed: Message = {"role": "user", "content": [{"type": "text", "text": "Observation:\n5"}]}
     prompt = agent.episode.chat_prompt([*QUESTION, echo, observed], [ADD], STOPS)
     assert prompt.parent is first
-    assert [message["content"] for message in prompt.asked] == ["Observation:\n5"]
+    assert [message["content"] for message in prompt.new_messages] == ["Observation:\n5"]
