@@ -104,16 +104,16 @@ def simulated(report: Report, run: Callable[..., Mean]) -> None:
     rows += [drained[lag].row(f"max_lag {lag}, drained", sync) for lag in LAGS]
     table(report, "rollouts are the bottleneck", rows)
     long = replace(Durations(), train=LONG_TRAINING_S)
-    trains, after, beside = run(0, long), run(LONG_LAG, long, exposes=True), run(LONG_LAG, long)
+    trains, after, overlapped = run(0, long), run(LONG_LAG, long, exposes=True), run(LONG_LAG, long)
     name = f"max_lag {LONG_LAG}"
     rows = [trains.row("synchronous", trains), after.row(f"{name}, sync waited for", trains)]
-    table(report, f"training ({long.train:g} s) is", [*rows, beside.row(name, trains)])
+    table(report, f"training ({long.train:g} s) is", [*rows, overlapped.row(name, trains)])
     for lag in LAGS:
         report.figures[f"async_over_sync_max_lag_{lag}"] = sync.step_s / ahead[lag].step_s
         report.figures[f"inflight_over_drain_max_lag_{lag}"] = (
             drained[lag].step_s / ahead[lag].step_s
         )
-    report.figures["beside_over_after"] = after.step_s / beside.step_s
+    report.figures["beside_over_after"] = after.step_s / overlapped.step_s
     report.ratios["async_over_sync"] = sync.step_s / ahead[CLAIMED].step_s
     report.ratios["inflight_over_drain"] = drained[CLAIMED].step_s / ahead[CLAIMED].step_s
 

@@ -12,7 +12,7 @@ lost, which tokens contradict their recorded version, how long the run stalled, 
 With --kinds, only actors of these kinds are struck.
 With --hosts, the same on two hosts, each in its own network namespace: from time to time one is
 killed, hangs, or is cut off, and another joins. With --controller, SIGKILL of the controller at
-random moments of as many runs: what is left after 10 s. The exit status is 1 where a claim fails.
+random moments of as many runs: what remains after 10 s. The exit status is 1 where a claim fails.
 """
 
 import argparse

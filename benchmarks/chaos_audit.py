@@ -90,8 +90,8 @@ def _missing(
         gaps = {group: group_size - here for group, here in present.items()}
         excused += sum(gap for group, gap in gaps.items() if group in set_aside)
         short += sum(gap for group, gap in gaps.items() if group not in set_aside)
-    told = int(sum(line.get("rollouts/given_up") or 0 for line in metrics))
-    return max(never_stored, short - told), excused + min(told, short)
+    given_up = int(sum(line.get("rollouts/given_up") or 0 for line in metrics))
+    return max(never_stored, short - given_up), excused + min(given_up, short)
 
 
 def _set_aside(poisoned: Sequence[Mapping[str, Any]]) -> frozenset[int]:

@@ -175,19 +175,19 @@ def run_through(
     run: LiveRun,
     injector: Injector,
     bound_s: float,
-    beside: Callable[[], None] = lambda: None,
+    also: Callable[[], None] = lambda: None,
     left_after_s: float = LEFT_AFTER_S,
 ) -> Ended:
-    """Inject faults until the run has ended, then check what is left. A run that stalls is killed.
+    """Inject faults until the run has ended, then check what remains. A run that stalls is killed.
 
-    `beside` is called as often as the injector.
+    `also` is called as often as the injector.
     """
     waits, said = 0, 0.0
     while not run.ended:
         time.sleep(POLL_S)
         run.poll()
         injector.step()
-        beside()
+        also()
         if time.monotonic() - said > SAY_S:
             said = time.monotonic()
             _say(run, injector)

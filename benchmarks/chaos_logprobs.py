@@ -55,8 +55,8 @@ def check_versions(
         if not claimed:
             continue
         versions += 1
-        asked = [_errors(claimed, version, folder, temperature) for folder in folders[version]]
-        own += map(_smallest, zip(*asked, strict=True))
+        errors = [_errors(claimed, version, folder, temperature) for folder in folders[version]]
+        own += map(_smallest, zip(*errors, strict=True))
         if (other := _neighbour(folders, version)) is not None:
             foreign += _errors(claimed, version, other, temperature)
     return _checked(own, foreign, versions)

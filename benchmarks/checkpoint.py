@@ -80,10 +80,10 @@ def one_round(learner: Learner, root: Path) -> Costs:
     thread = threading.Thread(target=write)
     thread.start()
     learner.train(batch(learner.version), None)
-    beside = time.perf_counter() - copied
+    during = time.perf_counter() - copied
     thread.join()
     prune(root, keep=1)
-    return Costs(stepped - began, copied - stepped, beside, wrote[0])
+    return Costs(stepped - began, copied - stepped, during, wrote[0])
 
 
 def folder_of(root: Path, settings: Config) -> Path:
@@ -124,8 +124,8 @@ def main() -> None:
             ("a step", f"{middle.step_s:.3f}"),
             ("the copy that training waits for", f"{middle.stall_s:.3f}"),
             ("the first copy", f"{first.stall_s:.3f}"),
-            ("the write, beside a step", f"{middle.write_s:.3f}"),
-            ("a step with the write beside it", f"{middle.beside_s:.3f}"),
+            ("the write, during a step", f"{middle.write_s:.3f}"),
+            ("a step during the write", f"{middle.beside_s:.3f}"),
         ],
     )
     report.finish(given.json)

@@ -34,7 +34,7 @@ class Payment:
 
 
 class PaidPanel(ExpertPanel):
-    """Charges a question when it is asked, and answers it after a while."""
+    """Charges a question when it arrives, and answers it after a while."""
 
     def __init__(self, task: ToolboxTask, names: tuple[str, ...]) -> None:
         super().__init__(task, 0, [Expert(name, 0.02) for name in names])

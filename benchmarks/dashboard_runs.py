@@ -58,8 +58,8 @@ def small_run(runs: Path, number: int, steps: int = 70) -> None:
     lines = [json.dumps(step_metrics(step, rng)) for step in range(1, steps + 1)]
     (root / METRICS_FILE).write_text("\n".join(lines) + "\n")
     evaluations = [Evaluation(step, step / steps, 200) for step in (0, steps)]
-    told = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in evaluations)
-    (root / EVALUATIONS_FILE).write_text(told)
+    evaluated = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in evaluations)
+    (root / EVALUATIONS_FILE).write_text(evaluated)
     (root / "events.jsonl").write_text('{"time": 1, "event": "run_finished", "actor": ""}\n')
 
 

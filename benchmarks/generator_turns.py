@@ -73,7 +73,7 @@ class Load:
 
 @dataclass
 class Counts:
-    """Prompt tokens asked for, reused, and in the prefix tree of all prompts."""
+    """Prompt tokens requested, reused, and in the prefix tree of all prompts."""
 
     prompt: int = 0
     cached: int = 0

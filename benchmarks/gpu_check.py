@@ -90,7 +90,7 @@ def _measured(report: Report, bench: Bench, name: str) -> bool:
         report.figures[f"{name}: left out"] = f"{error.name} is not installed"
         print(f"{name}: left out, {error.name} is not installed")
         return True
-    except Exception:  # noqa: BLE001  each failure is told, and the other parts are measured
+    except Exception:  # noqa: BLE001  each failure is reported, and the other parts are measured
         traceback.print_exc()
         report.figures[f"{name}: failed"] = traceback.format_exc(limit=1).splitlines()[-1]
         return False

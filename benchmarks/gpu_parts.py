@@ -182,8 +182,8 @@ def attention(bench: Bench) -> list[Row]:
     places = torch.arange(total, device=device)
     dense = (document[:, None] == document) & (places[:, None] >= places)
 
-    def allowed(_: Tensor, __: Tensor, asked: Tensor, seen: Tensor) -> Tensor:
-        return (document[asked] == document[seen]) & (asked >= seen)
+    def allowed(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (document[query] == document[key]) & (query >= key)
 
     blocks = create_block_mask(allowed, None, None, total, total, device=str(device))
     flex = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
@@ -280,7 +280,7 @@ def serving(bench: Bench) -> list[Row]:
 
     took = seconds(sample, device, 1)
     if any(len(one.token_ids) != size.new_tokens for one in done):
-        raise AssertionError("an answer has fewer tokens than were asked for")
+        raise AssertionError("an answer has fewer tokens than were requested")
     read = sum(one.numel() * one.element_size() for one in model.parameters()) / 1e9
     rate = size.concurrent * size.new_tokens / took
     limit = bench.limits.memory_gb_s / read * size.concurrent
@@ -290,7 +290,7 @@ def serving(bench: Bench) -> list[Row]:
 def weight_copies(bench: Bench) -> list[Row]:
     """Measure copies of a model's tensors to the host and back, as a publisher and a puller make.
 
-    They run on a stream of their own, as beside a step.
+    They run on a stream of their own, as they do during a step.
     """
     size, device = bench.size, bench.device
     model = _model(bench, size.serving_layers, compute_dtype(device))

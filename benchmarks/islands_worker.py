@@ -1,6 +1,6 @@
 """One island as a process of its own: a quadratic, trained by the core of `plugins.islands`.
 
-Told by its arguments what to do; its checkpoint is a file, so that it may be killed at any moment
+Its arguments say what to do. Its checkpoint is a file, so that it may be killed at any moment
 and started again. Prints each step as JSON: its number, figures and weights.
 """
 

@@ -46,7 +46,7 @@ def _briefly(seconds: float) -> None:
 
 @dataclass
 class Checkpoint:
-    """What a run has on disk: a step, its weights, and what its island asked for."""
+    """What a run has on disk: a step, its weights, and what its island keeps with them."""
 
     step: int
     weights: dict[str, Vector]
@@ -72,7 +72,7 @@ class Run:
     new_events: list[tuple[str, str]] = field(default_factory=list)
 
     def open(self) -> None:
-        """Start, or go on from the newest checkpoint, as a new process."""
+        """Start, or continue from the newest checkpoint, as a new process."""
         self.weights, self.island = FlatWeights(), None
         island = Island(self.config, self.steps, self.weights, self.store, self.clock)
         if self.checkpoint is None:

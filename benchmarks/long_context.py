@@ -1,4 +1,4 @@
-"""Long contexts: packed rows against each sequence by itself, and decoding beside a long prompt.
+"""Long contexts: packed rows against each sequence by itself, and decoding during a long prompt.
 
     python benchmarks/long_context.py [--quick] [--json FILE]
 
@@ -42,7 +42,7 @@ SIZES = {
     "head_dim": 64,
 }
 SHORT = 8
-"""Sequences beside the long one, each of an eighth of its length."""
+"""Sequences packed with the long one, each of an eighth of its length."""
 DECODING = 8
 SESSION = 256
 """Tokens of the prompt and of the answer of a session, which another one follows."""
@@ -139,24 +139,24 @@ def _serving(prompt: int) -> dict[str, float]:
         submit(str(next(numbers)), SESSION, SESSION * (number + 1) // DECODING)
     before = [step() for _ in range(3 * SESSION)][SESSION:]
     submit(LONG, prompt, 1)
-    beside: list[float] = []
+    during: list[float] = []
     while LONG not in done:
-        beside.append(step())
+        during.append(step())
     return {
         "before_ms": 1e3 * statistics.fmean(before),
-        "beside_ms": 1e3 * statistics.fmean(beside),
+        "beside_ms": 1e3 * statistics.fmean(during),
         "longest_before_ms": 1e3 * max(before),
-        "longest_beside_ms": 1e3 * max(beside),
-        "prompt_s": sum(beside),
-        "steps": len(beside),
+        "longest_beside_ms": 1e3 * max(during),
+        "prompt_s": sum(during),
+        "steps": len(during),
     }
 
 
 def serve(report: Report, prompt: int) -> float:
-    """Measure steps of decoding beside a long prompt; return their time over that without it."""
+    """Measure steps of decoding during a long prompt; return their time over that without it."""
     found = in_a_process(_serving, prompt)
     rows = [[name, f"{value:,.2f}"] for name, value in found.items()]
-    report.print_table(f"{DECODING} sessions beside a prompt of {prompt:,}", ["a step", ""], rows)
+    report.print_table(f"{DECODING} sessions during a prompt of {prompt:,}", ["a step", ""], rows)
     for name, value in found.items():
         report.figures[f"beside a prompt of {prompt:,}: {name}"] = round(value, 3)
     return found["beside_ms"] / found["before_ms"]

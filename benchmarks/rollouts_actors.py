@@ -69,7 +69,7 @@ class SleepingEnvironment(MeshActor):
         """Close a session; a real one would return its conversation."""
         del self._turns[session_id]
         said: list[Message] = [
-            {"role": "user", "content": "asked"},
+            {"role": "user", "content": "question"},
             {"role": "assistant", "content": "done"},
         ]
         return Outcome(said, 1.0, True)

@@ -37,12 +37,12 @@ class Worker:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all of them, including those started meanwhile."""
-        told: set[int] = set()
-        while fresh := self.family() - told:
+        signalled: set[int] = set()
+        while fresh := self.family() - signalled:
             for pid in sorted(fresh):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            told |= fresh
+            signalled |= fresh
 
     def kill(self) -> None:
         """SIGKILL the worker and all its processes, like a power failure of the host."""

@@ -112,7 +112,7 @@ def session_bytes(boxes: Sandbox) -> float:
 
 
 def left_over() -> tuple[int, float]:
-    """Kill a worker with open boxes; return what is left when its keeper has ended, and when."""
+    """Kill a worker with open boxes; return what remains when its keeper has ended, and when."""
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
     command = [sys.executable, "-c", WORKER, str(USERS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as worker:

@@ -7,9 +7,9 @@
     updates_lost         optimizer steps that were requested and are not in the models
 
 A tiny Qwen3 with random weights; adapters of rank 8 in all layers; the server is the command, in
-processes of its own; a step is forward_backward of some sequences, and optim_step. Beside the
-ratios, both are measured with 4 sequences of 48 tokens: there the waits for the disk, three in a
-row, are as long as the step, and 8 models in one forward take 8 times as long as one. --quick has
+processes of its own; a step is forward_backward of some sequences, and optim_step. In addition to
+the ratios, both are measured with 4 sequences of 48 tokens. There the waits for the disk, three in
+a row, are as long as the step, and 8 models in one forward take 8 times as long as one. --quick has
 fewer steps of the same sizes, and no 64 clients. With --ranks several processes divide each step.
 """
 

@@ -1,10 +1,10 @@
-"""GPU memory of a trainer's step beside what `composer-mesh check` estimates for it.
+"""GPU memory of a trainer's step compared with what `composer-mesh check` estimates for it.
 
     python benchmarks/trainer_memory.py [--dry] [--json FILE] [--case NAME ...]
 
 Each case trains two steps of 16,384 tokens of a model with the sizes of Qwen3-1.7B in a process of
 its own, with the device and the code of a trainer, and reads what the GPU holds at the most: what
-torch's allocator has reserved, and the CUDA context beside it. Needs a GPU with 80 GB, or `--dry`,
+torch's allocator has reserved, together with the CUDA context. Needs a GPU with 80 GB, or `--dry`,
 which runs the same code with tiny sizes on a CPU and measures nothing. A ratio is measured /
 estimated: above 1, a run that `check` lets through may run out of memory.
 """

@@ -37,7 +37,9 @@ class Player:
 
     def play(self, episodes: Sequence[Episode], sample: Sample) -> list[Played]:
         """Play every episode to its end."""
-        traces = self._rollouts.play(episodes, lambda asked: (sample(asked), None), self._context)
+        traces = self._rollouts.play(
+            episodes, lambda contexts: (sample(contexts), None), self._context
+        )
         found = []
         for trace in traces:
             first, ids = len(trace.turns[0].context_ids), trace.token_ids()

@@ -93,7 +93,7 @@ UNSAFE = (
     ("generator.*", "stored rollouts were sampled in the former way"),
     ("trainer.*", "steps since the checkpoint are trained once more, as they were"),
     ("schedule.*", "groups are counted by it"),
-    ("islands.*", "the other islands go on with the former rules"),
+    ("islands.*", "the other islands continue with the former rules"),
     ("judges.budget.ledger", "what was spent is in the former file"),
     ("judges.*", "rewards of stored rollouts came from the former judges"),
     ("replay.budget.ledger", "what was spent is in the former file"),

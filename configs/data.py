@@ -107,8 +107,8 @@ class DataConfig(Section):
     def _problems(self) -> Iterator[str]:
         if self.mixture and (self.task is not None or self.path is not None or self.options):
             yield (
-                "task, path or options are set beside mixture: give each table of [[data.mixture]] "
-                "its own"
+                "task, path or options are set together with mixture: give each table of "
+                "[[data.mixture]] its own"
             )
         if not self.mixture and self.task is None:
             yield (

@@ -106,7 +106,7 @@ class IslandsConfig(Section):
     """The optimizer of the common weights."""
 
     quorum: Processes = 1
-    """Islands without which no round closes; below it an island goes on alone."""
+    """Islands without which no round closes; below it an island continues alone."""
 
     deadline_s: Seconds = 600.0
     """Seconds for which a round waits for islands that are expected, by each island's own clock;

@@ -37,7 +37,7 @@ class BuiltInLoss(Loss):
 
     @property
     def trains_zero_advantages(self) -> bool:
-        """Whether a rollout with advantage 0 may have a gradient: by a term beside its advantage's.
+        """Whether a rollout with advantage 0 may have a gradient, from another term of the loss.
 
         `needs_reference` is such a term.
         """

@@ -1,4 +1,4 @@
-"""Tables `[[environment.mcp]]`: MCP servers whose tools agents may call beside the task's own.
+"""Tables `[[environment.mcp]]`: MCP servers whose tools agents may call with the task's own.
 
 Contains no credentials: `env` and `token_env` name environment variables.
 
@@ -74,7 +74,8 @@ class McpServer(Section):
     """Arguments of the program."""
 
     env: Annotated[tuple[Variable, ...], Field(strict=False, max_length=MOST_ARGUMENTS)] = ()
-    """Names of environment variables that the program receives beside HOME, PATH, SHELL and TERM.
+    """Names of environment variables that the program receives in addition to HOME, PATH, SHELL and
+    TERM.
 
     Only their names are stored. No other process of the run inherits them, except for ordinary
     ones such as PYTHONPATH and HTTPS_PROXY."""

@@ -153,7 +153,7 @@ class PlacementConfig(Section):
             yield f"hosts describes {count} hosts but a run has at most {MOST_HOSTS}: lower count"
         for name in repeated(name for host in self.hosts for name in {host.name, *host.names}):
             yield (
-                f"hosts has {name!r} several times, and a process could not be told which: give "
+                f"hosts has {name!r} several times, and a process could not be placed by it: give "
                 "each host another name"
             )
         known = {name for host in self.hosts for name in (host.name, *host.names)}

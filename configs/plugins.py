@@ -44,7 +44,7 @@ class RegistrationError(ValueError):
 
 
 class PluginFailed(Exception):
-    """Something registered cannot go on, and the message says all about it."""
+    """Something registered cannot continue, and the message says all about it."""
 
 
 def own(kind: str) -> Mapping[str, Registration]:

@@ -192,11 +192,11 @@ class ReplayConfig(WeightedPreferenceConfig, SeparableChannel):
     """Number of teachers that must give the same action for it to be the chosen one."""
 
     states: StateOrder = "first"
-    """Which states teachers are asked about. "first": each distinct context in order of turn, until
-    the teachers first differ from a rollout; "value": those that the gate values most."""
+    """Which states teachers are queried about. "first": each distinct context in order of turn,
+    until the teachers first differ from a rollout; "value": those that the gate values most."""
 
     states_per_step: Concurrent = 16
-    """Maximum number of frozen states (contexts, with "first") that teachers are asked about per
+    """Maximum number of frozen states (contexts, with "first") that teachers are queried about per
     optimizer step."""
 
     timeout_s: Seconds = 30.0

@@ -359,7 +359,7 @@ class Config(Section):
         if tokens >= context:
             yield (
                 f"generator.max_new_tokens is {tokens} but policy.max_context is {context}, and "
-                "one answer must fit beside the prompt: raise policy.max_context or lower "
+                "one answer must fit next to the prompt: raise policy.max_context or lower "
                 "generator.max_new_tokens"
             )
         if self.trainer.microbatch_tokens < context:

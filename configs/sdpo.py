@@ -128,7 +128,7 @@ class HintsConfig(Section):
             )
         if self.writer == "llm" and self.llm is None:
             yield (
-                "writer is 'llm' but llm is not set, so nobody can be asked: add a table "
+                "writer is 'llm' but llm is not set, so nobody can be queried: add a table "
                 "[sdpo.hints.llm] with kind, or set writer to 'template'"
             )
         if self.writer == "llm" and "error" not in self.sources:

@@ -60,7 +60,7 @@ class ServeConfig(Section):
     max_open_operations: Count = 10_000
     """Operations of all clients that are not answered yet."""
     max_open_per_client: Count = 2000
-    """Operations of one client that are not answered yet; more are told to come back."""
+    """Operations of one client that are not answered yet; further ones must be sent again later."""
     max_open_mb: Megabytes = 4096.0
     """Data of all clients' operations that are not answered yet, in the log, in megabytes."""
     max_open_mb_per_client: Megabytes = 512.0

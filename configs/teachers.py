@@ -232,7 +232,7 @@ def name_problems(models: Sequence[TeacherConfig], key: str) -> Iterator[str]:
 def cost_problems(
     models: Sequence[TeacherConfig], budget: BudgetConfig, role: str, key: str
 ) -> Iterator[str]:
-    """Yield the models whose cost has no bound, or that could never be asked."""
+    """Yield the models whose cost has no bound, or that could never be queried."""
     for one in models:
         known = one.has_prices or one.kind == "openrouter"
         if not known and budget.unknown_prices == "refuse":
@@ -244,7 +244,7 @@ def cost_problems(
         if (one.costs or not known) and budget.usd == 0:
             yield (
                 f"budget.usd is 0 but {role} {one.name!r} costs money, so it could never "
-                f"be asked: set {key}.usd to what the run may cost"
+                f"be queried: set {key}.usd to what the run may cost"
             )
 
 

@@ -39,7 +39,7 @@ class TrackerSection(Section):
     """Maximum number of steps that wait for a slow tracker; further ones are left out."""
 
     finish_s: Seconds = 5.0
-    """Seconds that the end of the run waits for the tracker to take what is left."""
+    """Seconds that the end of the run waits for the tracker to take the remaining steps."""
 
     @property
     def title(self) -> str:

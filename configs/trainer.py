@@ -75,7 +75,7 @@ class LoraConfig(Section):
 
     sync: Literal["merged", "adapters"] = "merged"
     """What generators get at each version: all weights, the adapters merged into them; or the
-    adapters alone, which engines then compute beside their own weights."""
+    adapters alone, which engines then compute next to their own weights."""
 
 
 class TrainerConfig(Section):
@@ -247,7 +247,7 @@ class TrainerConfig(Section):
         if self.compute_dtype != "float32" and not self.sharded:
             yield (
                 f"compute_dtype is {self.compute_dtype!r} but sharding is 'none', which keeps no "
-                "float32 weights beside those it computes with: set sharding to 'auto'"
+                "float32 weights next to those it computes with: set sharding to 'auto'"
             )
         if self.attention == "flash" and self.compute_dtype == "float32":
             yield (
@@ -293,11 +293,11 @@ class TrainerConfig(Section):
                     f"{key} is {size} but {name} is {found!r}, and {why}: set {name} to "
                     f"{needed!r}, or {key} to 1"
                 )
-        asked = [name for name in ("router_replay", "load_balancing") if getattr(self.moe, name)]
+        chosen = [name for name in ("router_replay", "load_balancing") if getattr(self.moe, name)]
         for other in ("prefix_sharing", "compile"):
-            if asked and getattr(self, other):
+            if chosen and getattr(self, other):
                 yield (
-                    f"moe.{asked[0]} is {getattr(self.moe, asked[0])} but {other} is true, where "
-                    f"routers are not reached: set {other} to false, or moe.{asked[0]} to its "
+                    f"moe.{chosen[0]} is {getattr(self.moe, chosen[0])} but {other} is true, where "
+                    f"routers are not reached: set {other} to false, or moe.{chosen[0]} to its "
                     "default"
                 )

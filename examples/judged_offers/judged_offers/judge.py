@@ -24,11 +24,11 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = json.dumps(graded(asked["messages"][1]["content"]))
-        words = sum(len(one["content"].split()) for one in asked["messages"])
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = json.dumps(graded(request["messages"][1]["content"]))
+        words = sum(len(one["content"].split()) for one in request["messages"])
         body = {
-            "model": asked["model"],
+            "model": request["model"],
             "choices": [{"message": {"role": "assistant", "content": text}}],
             "usage": {"prompt_tokens": words, "completion_tokens": len(text.split())},
         }

@@ -34,7 +34,7 @@ class Largest(Task):
 
 
 class TwoAnswers(Session):
-    """The agent is always asked whether its first answer is right; the second one counts."""
+    """Always asks the agent whether its first answer is right; the second one counts."""
 
     def start(self) -> None:
         self.answers = 0

@@ -53,7 +53,7 @@ class ReMax(Workflow):
 
 
 class SelfCritique(Workflow):
-    """The agent answers, is asked whether that is right, and answers once more.
+    """The agent answers, gets the question whether that is right, and answers once more.
 
     The second answer counts. The first one is context only: it is not trained.
     """

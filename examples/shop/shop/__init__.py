@@ -1,1 +1,1 @@
-"""A stateful task with several tools: buy what is asked for."""
+"""A stateful task with several tools: buy what the prompt requests."""

@@ -1,4 +1,4 @@
-"""Buy what is asked for: tools that share a cart, errors with hints, and two rewards."""
+"""Buy what the prompt requests: tools that share a cart, errors with hints, and two rewards."""
 
 import json
 import random

@@ -16,7 +16,7 @@ async def solved(engine: Engine, role: str) -> tuple[Conversation, Outcome]:
 
 
 class TwoSolvers(Workflow):
-    """Two agents solve the same problem beside each other; both gain where both are right.
+    """Two agents solve the same problem in parallel; both gain where both are right.
 
     Each is compared with the agents of its own role in the other samples of the group.
     """

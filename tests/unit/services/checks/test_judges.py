@@ -64,7 +64,7 @@ def test_a_judge_without_its_key_a_price_or_an_address_is_refused_before_anythin
     for wrong, words in (
         ({"base_url": "judge.test"}, "must begin with http"),
         ({"prompt_usd_per_million": None, "completion_usd_per_million": None}, "has no price"),
-        ({"usd": 0.0}, "could never be asked: set judges.budget.usd"),
+        ({"usd": 0.0}, "could never be queried: set judges.budget.usd"),
     ):
         with pytest.raises(ValidationError, match=words):
             build(**wrong)
