@@ -43,7 +43,7 @@ RUNTIME = {
     "runtime_frame_inspection": "frames were read by changed code",
     "runtime_native_code": "native code was loaded by changed code",
     "runtime_network": "sockets were opened by changed code",
-    "runtime_object_inspection": "the garbage collector was asked by changed code",
+    "runtime_object_inspection": "the garbage collector was queried by changed code",
     "runtime_process": "processes were started by changed code",
     "tamper": "functions of pytest, Python or json were replaced",
     "timeout": "the limit of time",

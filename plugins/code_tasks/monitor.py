@@ -209,10 +209,10 @@ async def model_findings(
 def question_about(diff: str) -> list[Message]:
     """Return the messages that ask about a diff."""
     kinds = "\n".join(f"- {kind.removeprefix(PREFIX)}: {text}" for kind, text in MODEL.items())
-    asked = QUESTION.format(kinds=kinds)
+    question = QUESTION.format(kinds=kinds)
     return [
         {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"{quoted(diff)}\n\n{asked}"},
+        {"role": "user", "content": f"{quoted(diff)}\n\n{question}"},
     ]
 
 

@@ -65,7 +65,7 @@ class Expression:
 
     @property
     def words(self) -> str:
-        """The expression as the agent is asked for it."""
+        """The expression as the agent's prompt states it."""
         head = f"{self.x} {self.first} {self.y}"
         if self.first in CALLS:
             head = f"the {self.first} of {self.x} and {self.y}"
@@ -111,7 +111,7 @@ def expression_of(words: str) -> Expression:
 
 
 MODULE, TESTS = "f.py", "test_f.py"
-ASKED = f"Write f(a, b, c) in {MODULE}: "
+PROMPT = f"Write f(a, b, c) in {MODULE}: "
 HEAD = "def f(a, b, c):\n    "
 MISSING = f"{HEAD}raise NotImplementedError\n"
 VISIBLE, HIDDEN = 3, 12
@@ -153,7 +153,7 @@ class OneLiners(CodeTask):
         return str(row["words"])
 
     def prompt(self, row: Row) -> str:
-        return f"{ASKED}{row['words']}."
+        return f"{PROMPT}{row['words']}."
 
     def judged(self, row: Row) -> JudgedTask:
         """Return the tests and hidden values of a row, which its words alone decide."""
@@ -190,7 +190,7 @@ class OneLiners(CodeTask):
 
     def expert(self, messages: list[Message]) -> str:
         """Write the line, run the tests, submit."""
-        right = _write(_asked(messages).python())
+        right = _write(_requested(messages).python())
         last = list(calls_and_results(messages))[-1:]
         call, result = last[0] if last else (None, "")
         if call == parse_action(right) and result == f"{MODULE} was written":
@@ -205,25 +205,25 @@ class OneLiners(CodeTask):
         if isinstance(action, ToolCall) and action.name != "write_file":
             wrong = {"files": ["tests.py"]}
             return call_text("run_tests", wrong if action.name == "submit" else {"files": [MODULE]})
-        every = list(_mistakes(_asked(messages)))
+        every = list(_mistakes(_requested(messages)))
         return every[0] if rng.random() < HABIT_SHARE else rng.choice(every)
 
 
-def _mistakes(asked: Expression) -> Iterator[str]:
+def _mistakes(requested: Expression) -> Iterator[str]:
     """Yield wrong ways to write a line, the habitual one first."""
-    right = asked.python()
-    if asked.python(parentheses=False) != right:
-        yield _write(asked.python(parentheses=False))
-    if asked.then is not None:
-        yield _write(asked.without_second().python())
-    yield _write(asked.opposite().python())
+    right = requested.python()
+    if requested.python(parentheses=False) != right:
+        yield _write(requested.python(parentheses=False))
+    if requested.then is not None:
+        yield _write(requested.without_second().python())
+    yield _write(requested.opposite().python())
     if ")" in right:
         yield _write(right.replace(")", "", 1))
     yield _call(right, "f")
 
 
-def _asked(messages: Sequence[Message]) -> Expression:
-    return expression_of(question_of(messages).removeprefix(ASKED).removesuffix("."))
+def _requested(messages: Sequence[Message]) -> Expression:
+    return expression_of(question_of(messages).removeprefix(PROMPT).removesuffix("."))
 
 
 def _write(line: str) -> str:

@@ -254,21 +254,21 @@ class CodeTask(Task):
     def remarks(self) -> Sequence[str]:
         tasks = list(self._file.tasks.values())
         bare = sum(not task.cases for task in tasks)
-        told = [f"{len(tasks)} coding tasks; flagged rollouts: {self.options.monitor}"]
+        remarks = [f"{len(tasks)} coding tasks; flagged rollouts: {self.options.monitor}"]
         if self.options.monitor_judge:
-            told.append(f"each diff is read by judge {self.options.monitor_judge!r}")
+            remarks.append(f"each diff is read by judge {self.options.monitor_judge!r}")
         if bare:
-            told.append(
+            remarks.append(
                 f"{bare} of them have no hidden values, so their verdict rests on tests alone; "
                 "options.without_values = 'refuse' leaves them out"
             )
         if self._in_library:
             name, place = next(iter(self._in_library.items()))
-            told.append(
+            remarks.append(
                 f"{len(self._in_library)} of them can be copied from Python's own library, such as "
                 f"{name!r} from {place}: make them again with this Python, or remove their rows"
             )
-        return told
+        return remarks
 
     async def check_sandbox(self, sandbox: Sandbox) -> None:
         """Raise UnusableTask where boxes have a module of a task, or a copy of what it deleted.

@@ -13,7 +13,7 @@ LONGEST_LINE = 500
 def cut(text: str, most: int) -> str:
     """Return a text of at most `most` characters and a line that says what is missing.
 
-    The first third and the last two thirds are kept: failures are told at the end.
+    The first third and the last two thirds are kept: failures are reported at the end.
     """
     if len(text) <= most:
         return text

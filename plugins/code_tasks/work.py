@@ -56,7 +56,7 @@ class CodeWork(Session):
 
     @property
     def judgement(self) -> Verdict:
-        """The verdict, once rewards have asked for it."""
+        """The verdict, once rewards have requested it."""
         if self._verdict is None:
             raise UnusableTask("the session is not judged yet: its rewards are computed first")
         return self._verdict
@@ -69,7 +69,7 @@ class CodeWork(Session):
         return self._verdict
 
     async def read_by_model(self) -> Verdict:
-        """Return the verdict with what the model that the options name finds, asked once.
+        """Return the verdict with what the model that the options name finds, queried once.
 
         Waits for the judge. Raises JudgeFailed and JudgesSpent, which are no finding.
         """
@@ -115,7 +115,7 @@ class CodeWork(Session):
                 [],
                 self.task.limits.tests,
             )
-        return self._told(results)
+        return self._describe(results)
 
     @tool
     def submit(self) -> str:
@@ -129,7 +129,7 @@ class CodeWork(Session):
         feature = {file_of(one) for one in self.judged.visible_tests} & shown
         return sorted(feature or set(self.judged.test_files) & shown)
 
-    def _told(self, results: TestResults) -> str:
+    def _describe(self, results: TestResults) -> str:
         """Return what a run of tests says; raise ToolError where one failed."""
         outcomes = results.outcomes
         bad = [one for one, how in outcomes.items() if how not in {"passed", "skipped", "xfail"}]

@@ -75,7 +75,7 @@ class Sessions:
         return request.headers.get("origin") == own and known
 
     def begin(self, where: str) -> Response:
-        """Answer with the cookie, and go on at a path of this server."""
+        """Answer with the cookie, and continue at a path of this server."""
         response = RedirectResponse(local_path(where), 303)
         response.set_cookie(COOKIE, self.cookie, httponly=True, samesite="strict", path="/")
         return response

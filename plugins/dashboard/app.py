@@ -52,7 +52,7 @@ UNREADABLE = (RunUnavailable, StoreMissing, StoreError, DamagedRecord)
 LONGEST_FORM = 4096
 Endpoint = Callable[[Request], Response]
 ORDER_S = 3.0
-"""Seconds that a page waits until a run has done what a form asked for."""
+"""Seconds that a page waits until a run has done what a form requested."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class _Pages:
         if summary is None:
             raise HTTPException(404, "there is no such run here")
         command, arguments = order(form)
-        with suppress(TimeoutError):  # the run goes on with it, and its events tell the outcome
+        with suppress(TimeoutError):  # the run continues with it, and its events tell the outcome
             await asyncio.wait_for(ask(summary.root, command, **arguments), ORDER_S)
         return RedirectResponse(f"/runs/{summary.slug}/mesh", 303)
 

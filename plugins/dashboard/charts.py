@@ -88,12 +88,12 @@ class Chart:
 
     def text_alternative(self) -> str:
         """Return the chart in words."""
-        told = [
+        parts = [
             f"{one.label}: from {figure(one.ys[0])} to {figure(one.ys[-1])}"
             for one in self.curves
             if one.ys
         ]
-        return f"{self.title} by {self.x_title}. " + "; ".join(told)
+        return f"{self.title} by {self.x_title}. " + "; ".join(parts)
 
     def _range(self) -> tuple[float, float]:
         values = [y for one in self.curves for y in one.ys]
@@ -247,7 +247,7 @@ SPECS = (
         (("replay/agreement", "states with a pair"),),
         low=0.0,
         high=1.0,
-        note="share of the states asked about that gave a pair",
+        note="share of the states queried that gave a pair",
     ),
     Spec(
         "Sampled tokens",

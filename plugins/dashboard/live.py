@@ -3,7 +3,7 @@
     data: ID OF THE ELEMENT
     data: ITS NEW CONTENT, line by line
 
-A connection looks for changes once a second; what runs and files are asked is shared.
+A connection looks for changes once a second; queries of runs and files are shared.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ class LiveConnections:
         self._open += 1
         try:
             yield "retry: 2000\n\n"
-            changes, told = PageChanges(parts), time.monotonic()
+            changes, sent = PageChanges(parts), time.monotonic()
             while not self.closing:
                 for name, html in (await asyncio.to_thread(changes.look)).items():
-                    told = time.monotonic()
+                    sent = time.monotonic()
                     yield message(name, html)
-                if time.monotonic() - told > ALIVE_S:
-                    told = time.monotonic()
+                if time.monotonic() - sent > ALIVE_S:
+                    sent = time.monotonic()
                     yield ": \n\n"
                 await asyncio.sleep(self._look_s)
         finally:

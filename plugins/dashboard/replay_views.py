@@ -1,5 +1,5 @@
-"""What the page about teacher replay shows: what was asked, agreed, dropped and paid, and what came
-of it.
+"""What the page about teacher replay shows: what was queried, agreed, dropped and paid, and what
+came of it.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ def _charts(columns: Columns) -> list[Chart]:
         return Chart(title, curves, low=0.0, note=note)
 
     return [
-        drawn("Asked", (("replay/states", "states asked"), ("replay/skipped", "not worth asking"))),
-        drawn("Agreement", (("replay/agreement", "share with a pair"),), "of the states asked"),
+        drawn(
+            "Queried", (("replay/states", "states queried"), ("replay/skipped", "not worth asking"))
+        ),
+        drawn("Agreement", (("replay/agreement", "share with a pair"),), "of the states queried"),
         drawn("Pairs", (("replay/pairs", "trained"), ("replay/waiting", "waiting"))),
         drawn("Dollars", (("usd/total", "teachers and judges"),)),
         drawn("DPO accuracy", (("replay/accuracy", "chosen above rejected"),)),

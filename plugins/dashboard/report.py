@@ -33,7 +33,7 @@ MOST_RUNS = 8
 
 
 class ReportRefused(Exception):
-    """A report cannot be written as asked; the message says why, and what to do instead."""
+    """A report cannot be written as requested; the message says why, and what to do instead."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def charts(summary: RunSummary, run: OpenRun, options: ChartOptions) -> dict[str
 
 
 def mesh(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
-    """Return the live tree, for a run that goes on, and what happened to its actors lately."""
+    """Return the tree of a live run, and what happened to its actors lately."""
     about = run.mesh() if summary.live or summary.state == "silent" else None
     changes = run.changes_of_mesh()
     return {

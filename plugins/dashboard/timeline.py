@@ -55,8 +55,8 @@ class Lane:
         """Draw the lane over the width of the page."""
         parts = [
             f'<rect class="bar {kind}" x="{begin:.3%}" width="{max(length, 0.001):.3%}" '
-            f'height="{HEIGHT}"><title>{escape(told)}</title></rect>'
-            for kind, begin, length, told in self.bars
+            f'height="{HEIGHT}"><title>{escape(label)}</title></rect>'
+            for kind, begin, length, label in self.bars
         ]
         parts += [
             f'<line class="edge" x1="{edge:.3%}" x2="{edge:.3%}" y2="{HEIGHT}"/>'
@@ -82,7 +82,7 @@ class Timeline:
     def kinds(self) -> dict[str, str]:
         """The kinds that are drawn, with what they mean."""
         drawn = {kind for lane in self.lanes for kind, *_ in lane.bars}
-        return {kind: told for kind, told in LEGEND.items() if kind in drawn}
+        return {kind: meaning for kind, meaning in LEGEND.items() if kind in drawn}
 
 
 def timeline_of(lines: Sequence[Mapping[str, Any]]) -> Timeline | None:

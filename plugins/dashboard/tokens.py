@@ -39,7 +39,7 @@ class Token:
 
     text: str
     colour: str
-    told: str
+    description: str
 
 
 def tokenizer_of(folder: Path | None) -> Tokenizer | None:
@@ -67,14 +67,14 @@ def tokens_of(
     found = []
     figures = zip(turn.action_ids, turn.logprobs, turn.versions, strict=True)
     for place, (token, logprob, version) in enumerate(list(figures)[:MOST_TOKENS]):
-        told = f"log-prob {logprob:.3f} · version {version} · id {token}"
+        description = f"log-prob {logprob:.3f} · version {version} · id {token}"
         if advantage is not None:
-            told += f" · advantage {advantage:+.3f}"
+            description += f" · advantage {advantage:+.3f}"
         divergence = divergences[place] if place < len(divergences) else None
         if divergence is not None:
-            told += f" · divergence {divergence:.3f}"
+            description += f" · divergence {divergence:.3f}"
         colour = _colour(colouring, logprob, newest - version, advantage, divergence)
-        found.append(Token(_text(token, tokenizer), colour, told))
+        found.append(Token(_text(token, tokenizer), colour, description))
     return found
 
 

@@ -4,7 +4,7 @@
 
 `train_batch` of an engine hands log-probs to a loss; JSD needs whole logits, so the step is made of
 `forward_backward_batch`, whose function gets them. An engine packs rows into microbatches as it
-likes: rows are told apart by the key `composer_row`, and a pair's sides need not meet, since the
+likes: rows are distinguished by the key `composer_row`, and a pair's sides need not meet, since the
 gradient of a preference loss by each side's log-prob is known before (one forward more).
 
 Axes: N packed tokens of a microbatch, T tokens of a row, V vocabulary.
@@ -67,9 +67,9 @@ def three_channel_step(
 ) -> Figures:
     """Run one optimizer step; return `loss/…` of it, over all data-parallel ranks.
 
-    `rows` are results of workflows, [1, T] each, with `advantages` and `prox_logp` beside what they
-    return; values of a token stand at the token, nothing is rolled. `views` are the hinted turns of
-    a row, by its number. Pairs have the log-probs of a reference.
+    `rows` are results of workflows, [1, T] each, with `advantages` and `prox_logp` in addition to
+    what they return; values of a token stand at the token, nothing is rolled. `views` are the
+    hinted turns of a row, by its number. Pairs have the log-probs of a reference.
     """
     hinted = [(row, view) for row, own in views.items() for view in own] if channels.alpha else []
     pairs = pairs if channels.beta else ()

@@ -52,7 +52,7 @@ def write_recipes(
 ) -> list[Path]:
     """Write both recipes; return their paths, in the order in which they have to run.
 
-    The second reads what the first writes, a file beside `target`.
+    The second reads what the first writes, a file next to `target`.
     """
     if source == target:
         raise ValueError(f"source and target are both {source}: write to another file")

@@ -38,7 +38,7 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
         help="the runs' directories are written below it; runs/NAME-islands when not given",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the islands that have not finished"
+        "--resume", action="store_true", help="continue the islands that have not finished"
     )
     parser.add_argument("--only", type=int, metavar="RANK", help="start only this island")
     parser.add_argument(
@@ -99,7 +99,7 @@ def _add_island_job(parser: argparse.ArgumentParser) -> None:
 
 @command("what a job of `islands --on` runs", _add_island_job, signals=True)
 def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
-    """Train the island of a cloud's job, or go on with it, and copy its records to the store."""
+    """Train the island of a cloud's job, or continue it, and copy its records to the store."""
     from composer_mesh.plugins.islands.jobs.jobs import train_in_job
 
     output: Path = arguments.output.expanduser()

@@ -72,7 +72,7 @@ class LearnerIsland:
         self._scatter()
 
     def restore(self, step: int, kept: StoredOptimizerState) -> None:
-        """Go on after the checkpoint of a step, with what it has `kept`."""
+        """Continue after the checkpoint of a step, with what it has `kept`."""
         self._gather()
         if self._island is not None:
             shapes = kept.shapes()

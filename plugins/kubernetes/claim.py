@@ -32,7 +32,7 @@ def claim(run: Path, launch: str, resume: bool) -> str:
     if has_started and not resume:
         return (
             f"{run} is on the volume already and belongs to another launch: launch with --resume "
-            "to go on with it, or name another directory with --output"
+            "to continue it, or name another directory with --output"
         )
     if resume and not has_started:
         return f"{run} is not on the volume, so there is nothing to resume: launch without --resume"

@@ -211,10 +211,10 @@ def _host_resources(order: Order, group: HostGroup) -> Table:
 
 def _controller_resources(order: Order) -> Table:
     """Resources of the controller's pod; the memory limit is twice the estimate, or 2 GB."""
-    beside = [one for one in processes_of(order.config, None) if one.kind in WITH_CONTROLLER]
-    memory = SHARED_CODE + sum(one.host_bytes for one in beside)
+    local = [one for one in processes_of(order.config, None) if one.kind in WITH_CONTROLLER]
+    memory = SHARED_CODE + sum(one.host_bytes for one in local)
     return {
-        "requests": {"cpu": str(len(beside)), "memory": f"{memory // MB}Mi"},
+        "requests": {"cpu": str(len(local)), "memory": f"{memory // MB}Mi"},
         "limits": {"memory": f"{max(2 * memory, 2 * GB) // MB}Mi"},
     }
 

@@ -127,19 +127,19 @@ def plan(request: str) -> list[PlannedCall]:
     return steps
 
 
-def _steps(asked: Mapping[str, str], done: int) -> Iterator[PlannedCall]:
-    device = asked["device"]
-    if "source" in asked:
-        yield PlannedCall("read_level", {"device": asked["source"]})
+def _steps(requested: Mapping[str, str], done: int) -> Iterator[PlannedCall]:
+    device = requested["device"]
+    if "source" in requested:
+        yield PlannedCall("read_level", {"device": requested["source"]})
         yield PlannedCall("set_level", {"device": device, "level": ResultReference(done)})
-    elif "level" in asked:
-        yield PlannedCall("set_level", {"device": device, "level": int(asked["level"])})
-    elif "mode" in asked:
-        yield PlannedCall("set_mode", {"device": device, "mode": asked["mode"]})
-    elif "minutes" in asked:
-        yield PlannedCall("set_timer", {"device": device, "minutes": int(asked["minutes"])})
+    elif "level" in requested:
+        yield PlannedCall("set_level", {"device": device, "level": int(requested["level"])})
+    elif "mode" in requested:
+        yield PlannedCall("set_mode", {"device": device, "mode": requested["mode"]})
+    elif "minutes" in requested:
+        yield PlannedCall("set_timer", {"device": device, "minutes": int(requested["minutes"])})
     else:
-        yield PlannedCall("switch", {"device": device, "on": asked["on"] == "on"})
+        yield PlannedCall("switch", {"device": device, "on": requested["on"] == "on"})
 
 
 class HomeSession(Session):
@@ -226,7 +226,7 @@ class HomeDevices(LongTask):
 
     @reward
     def solved(self, transcript: Transcript) -> float:
-        """1 for a home that is as it was asked for."""
+        """1 for a home that is as it was requested."""
         return float(cast(HomeSession, transcript.session).solved)
 
     def gold(self, row: Row) -> Sequence[str]:

@@ -155,7 +155,7 @@ class LongTask(PlannedTask):
         return corrupt(self._next(steps, results), messages, rng, kinds)
 
     def mistakes_of(self, call: ToolCall) -> Sequence[Mistake]:
-        """Return the mistakes of a call beside those of all long tasks, the habitual one first."""
+        """Return the mistakes of a call, except those of all long tasks, the habitual one first."""
         raise UnusableTask(f"task {self.name!r} has no mistakes: define mistakes_of(self, call)")
 
     def wrong_end(self, right: str, messages: list[Message]) -> str:

@@ -1,4 +1,4 @@
-"""Posts the late rewards that an OpenEnv server tells, for as long as a run goes on."""
+"""Posts the late rewards that an OpenEnv server tells, for as long as a run continues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ServedQueue:
         self.waiting: dict[str, float] = {}
         """Rewards by episode id that are not posted yet, in order of arrival."""
         self.failed = ""
-        """Why the server could not be asked last time; empty where it could."""
+        """Why the server could not be queried last time; empty where it could."""
 
     def look(self) -> None:
         """Ask the server for new rewards, and post those of rollouts that are stored by now."""
@@ -62,30 +62,30 @@ class ServedQueue:
             self._posted |= dict(new)
 
     def _ask(self) -> None:
-        """Take what the server has; an outage is told once, and its rewards come later."""
+        """Take what the server has; an outage is reported once, and its rewards come later."""
         try:
             while self._takes(self._server.rewards_after(self._last)):
                 pass
         except ServerFailure as error:
             if not self.failed:
-                self._report(f"{cause_of(error)}; it is asked again until the run ends")
+                self._report(f"{cause_of(error)}; it is queried again until the run ends")
             self.failed = str(error)
         else:
             self.failed = ""
         while len(self.waiting) > MOST_WAITING:
             del self.waiting[next(iter(self.waiting))]
 
-    def _takes(self, told: ServedRewards) -> bool:
-        """Take what the server told; returns whether there may be more."""
-        if told.store != self._store:  # its numbers begin anew
-            again, self._store, self._last = bool(self._last), told.store, 0
+    def _takes(self, served: ServedRewards) -> bool:
+        """Take what the server reported; returns whether there may be more."""
+        if served.store != self._store:  # its numbers begin anew
+            again, self._store, self._last = bool(self._last), served.store, 0
             if again:
                 return True
-        for one in told.rewards:
+        for one in served.rewards:
             self._last = one.number
             self.waiting.pop(one.episode_id, None)
             self.waiting[one.episode_id] = one.reward
-        return bool(told.rewards)
+        return bool(served.rewards)
 
     def _learn(self, reader: RunReader) -> None:
         """Read the episode ids of groups that were stored since the last look."""
@@ -109,8 +109,8 @@ def follow_server(
 ) -> int:
     """Post the late rewards of a server until the run ends; return the exit status.
 
-    It is 1 where the server could not be asked last. Raises LateRewardError where the run takes no
-    late rewards.
+    It is 1 where the server could not be queried last. Raises LateRewardError where the run takes
+    no late rewards.
     """
     check_takes_rewards(run)
     queue = ServedQueue(run, server, source, report)

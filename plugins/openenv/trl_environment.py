@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 RESET_ARGUMENTS = ("seed", "split", "index", "episode_id")
-"""Columns of a data set that the server is told."""
+"""Columns of a data set that the server receives."""
 ENDED = "The episode has ended."
 _TOOLS = fail_fast(list[Tool])
 
@@ -155,14 +155,14 @@ class TrlEnvironment:
         self._failure, self._reward, self._done = None, None, False
         if self._session is None:
             self._session = ServerSession(self._factory)
-        asked = {name: row[name] for name in RESET_ARGUMENTS if row.get(name) is not None}
-        return self._read(self._session.ask("reset", asked))
+        arguments = {name: row[name] for name in RESET_ARGUMENTS if row.get(name) is not None}
+        return self._read(self._session.ask("reset", arguments))
 
     def get_reward(self) -> float:
         """Return the reward of the episode, which ends here if it has not.
 
-        Raises SessionFailed for one that was lost or has failed: TRL has told the model so and
-        gone on, and no reward is right.
+        Raises SessionFailed for one that was lost or has failed: TRL has informed the model and
+        continued, and no reward is right.
         """
         if self._failure is None and not self._done:
             self._act({"type": "finish"})
@@ -205,7 +205,7 @@ class TrlEnvironment:
 
 @lru_cache(maxsize=32)
 def _environment_class(factory: EnvironmentFactory) -> type[TrlEnvironment]:
-    """Return the class for a server's tools, which are asked for once a process."""
+    """Return the class for a server's tools, which are requested once a process."""
     session = ServerSession(factory)
     try:
         listed = session.ask("step", {"type": "list_tools"}).data.observation.get("tools")

@@ -50,20 +50,20 @@ steps_done() {
 
 # Why a signal came, and how many seconds the controller has from then on.
 heed() {
-  local state goes_on=unknown
+  local state continues=unknown
   state=$(job_state)
   case $state in
-    RUNNING | SIGNALING | RESIZING | SUSPENDED | STOPPED) goes_on=yes ;;
-    COMPLET* | CANCELLED* | FAILED | TIMEOUT | PENDING | REQUEUE* | SPECIAL_EXIT) goes_on=no ;;
-    PREEMPTED | NODE_FAIL | BOOT_FAIL | OUT_OF_MEMORY | DEADLINE | REVOKED) goes_on=no ;;
+    RUNNING | SIGNALING | RESIZING | SUSPENDED | STOPPED) continues=yes ;;
+    COMPLET* | CANCELLED* | FAILED | TIMEOUT | PENDING | REQUEUE* | SPECIAL_EXIT) continues=no ;;
+    PREEMPTED | NODE_FAIL | BOOT_FAIL | OUT_OF_MEMORY | DEADLINE | REVOKED) continues=no ;;
   esac
-  if [ "$goes_on" = no ]; then
+  if [ "$continues" = no ]; then
     why=cancelled ends=$((SECONDS + 3))
     say "the job is $state; everything ends"
   elif [ -e "$LAUNCH/stopping" ]; then
-    why=stopped ends=$((SECONDS + 86400)) # who told it to stop cancels it when that takes too long
-    say "told to stop; the run writes a checkpoint"
-  elif [ "$goes_on" = yes ]; then
+    why=stopped ends=$((SECONDS + 86400)) # who requested it cancels it when that takes too long
+    say "a stop was requested; the run writes a checkpoint"
+  elif [ "$continues" = yes ]; then
     why=limit ends=$((SECONDS + PATIENCE_S))
     say "the job ends soon, by its time limit or for another job; the run writes a checkpoint"
   else
@@ -77,7 +77,7 @@ wait_for_workers() {
   while alive "$workers" && [ "$SECONDS" -lt "$end" ]; do nap; done
 }
 
-# First with SIGTERM to all that runs on the nodes; srun told to end would send SIGKILL.
+# First with SIGTERM to all that runs on the nodes; ending srun itself would send SIGKILL.
 end_workers() {
   alive "$workers" && timeout 5 scancel --signal=TERM "$SLURM_JOB_ID"
   wait_for_workers 5
@@ -102,19 +102,19 @@ again; raise cluster.slurm.time_limit and launch with --resume"
   if next=$(timeout 30 sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" "$LAUNCH/job.sbatch")
   then
     printf '%s\n' "${next%%;*}" >"$LAUNCH/slurm-job"
-    say "Slurm requeues no job here; submitted job ${next%%;*} to go on"
+    say "Slurm requeues no job here; submitted job ${next%%;*} to continue"
     exit 0
   fi
-  say "Slurm took neither a requeue nor a new job; go on with composer-mesh launch --resume"
+  say "Slurm took neither a requeue nor a new job; continue with composer-mesh launch --resume"
   exit 1
 }
 
-told=0 heeded=0 why="" ends=0
-trap 'told=$((told + 1))' TERM
+signals=0 heeded=0 why="" ends=0
+trap 'signals=$((signals + 1))' TERM
 
 printf '%s\n' "$SLURM_JOB_ID" >"$LAUNCH/slurm-job"
 if [ -e "$LAUNCH/stopping" ]; then
-  say "the run was told to stop, so nothing starts"
+  say "a stop of the run was requested, so nothing starts"
   exit 0
 fi
 rm -f "$RUN"/hosts/*.json # who announced itself in an earlier job is gone
@@ -140,8 +140,8 @@ PYTHONUNBUFFERED=1 "${CONTROLLER[@]}" </dev/null >>"$LAUNCH/controller.log" 2>&1
 controller=$!
 
 while alive "$controller"; do
-  if [ "$told" != "$heeded" ]; then
-    heeded=$told
+  if [ "$signals" != "$heeded" ]; then
+    heeded=$signals
     [ -z "$why" ] && kill -TERM "$controller"
     heed
   elif [ -z "$why" ] && ! alive "$workers"; then
@@ -153,13 +153,13 @@ while alive "$controller"; do
   fi
   nap
 done
-heard=none
-until [ "$heard" = "$told" ]; do # a signal cuts a wait short, with a status of its own
-  heard=$told
+seen=none
+until [ "$seen" = "$signals" ]; do # a signal cuts a wait short, with a status of its own
+  seen=$signals
   wait "$controller"
   status=$?
 done
-if [ "$told" != "$heeded" ]; then heed; fi
+if [ "$signals" != "$heeded" ]; then heed; fi
 
 if [ "$status" = 0 ]; then wait_for_workers 10; fi # they have been given back
 end_workers
@@ -168,13 +168,13 @@ if [ "$status" = 0 ]; then
   exit 0
 fi
 case $why:$status in
-  :130 | :143 | stopped:130 | stopped:143) # the first two: composer-mesh stop asked the controller
+  :130 | :143 | stopped:130 | stopped:143) # the first two: composer-mesh stop called the controller
     say "the run has stopped after step $(steps_done)"
     exit 0
     ;;
   limit:130 | limit:137 | limit:143)
     if [ "$RESUBMIT" = yes ]; then queue_again; fi
-    say "the time was over after step $(steps_done); go on with composer-mesh launch --resume"
+    say "the time was over after step $(steps_done); continue with composer-mesh launch --resume"
     ;;
   *) say "the controller ended with status $status" ;;
 esac
@@ -182,7 +182,7 @@ exit "$status"
 """
 
 REACH = r"""
-# Runs a command beside the controller of this run: reach.sh PROGRAM ARGUMENT...
+# Runs a command next to the controller of this run: reach.sh PROGRAM ARGUMENT...
 set -u
 
 job=$(cat "$JOB_FILE") || exit 75

@@ -97,8 +97,8 @@ def job_state(job: str) -> JobState:
     if line := _first_line(said.stdout):
         word, _, reason = line.partition("|")
         state = state_of(word)
-        told = "" if reason in NO_REASONS or state != "waiting" else reason
-        return JobState(state, word, told)
+        shown = "" if reason in NO_REASONS or state != "waiting" else reason
+        return JobState(state, word, shown)
     if said.status and not FORGOTTEN.search(said.stderr):
         return JobState("unknown", f"squeue: {_first_line(said.stderr) or 'it did not answer'}")
     return _of_the_past(job)
@@ -223,7 +223,7 @@ class SlurmLauncher:
                 yield from tail.rest()
                 yield f"job {job} has ended: {found}"
                 return
-            yield from self._lines_until_asked_again(tail)
+            yield from self._lines_until_next_query(tail)
 
     def stopping(self, handle: Handle) -> None:
         """Mark the run as stopping, so that it is not requeued near its time limit either."""
@@ -250,7 +250,7 @@ class SlurmLauncher:
                 "its nodes, where a process may hang in the kernel"
             )
 
-    def _lines_until_asked_again(self, tail: FollowedLines) -> Iterator[str]:
+    def _lines_until_next_query(self, tail: FollowedLines) -> Iterator[str]:
         end = self.clock() + self.ask_s
         while True:
             yield from tail.new()

@@ -90,7 +90,7 @@ OURS = {
 """Options that the run sets itself, and the config keys that determine them."""
 NEVER = {
     "array": "would start several controllers in one run directory",
-    "clusters": "submits to another cluster than the one that is asked about the job",
+    "clusters": "submits to another cluster than the one that is queried about the job",
     "wrap": "replaces the script",
     "parsable": "is given already",
     "wait": "would keep launch from returning",

@@ -30,7 +30,7 @@ REASONING_GYM = Requirement(
     "pip install 'composer-mesh[reasoning-gym]'",
 )
 SEEDS = 2**31
-"""Each problem has a seed of its own: some families prepare all that they may be asked for."""
+"""Each problem has a seed of its own: some families prepare all that may be requested of them."""
 
 LONGEST_ANSWER = 10_000
 MOST_LEVEL = 100

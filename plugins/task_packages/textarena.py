@@ -86,7 +86,7 @@ class Game:
 
     @property
     def score(self) -> float:
-        """The reward of the game, from 0 to 1; 0 while it goes on."""
+        """The reward of the game, from 0 to 1; 0 while it continues."""
         value = float((self.environment.state.rewards or {0: 0.0})[0])
         if not math.isfinite(value):
             raise UnusableTask(f"a game of textarena was scored {value}")

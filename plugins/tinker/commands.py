@@ -32,7 +32,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=output_path,
         metavar="DIR",
-        help="clients' models and the log of their operations, with which a server goes on after "
+        help="clients' models and the log of their operations, with which a server continues after "
         "any end; runs/NAME-serve when not given",
     )
     add_address(parser, port=8100)

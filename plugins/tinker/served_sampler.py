@@ -45,7 +45,7 @@ class ServedSamplerActor(MeshActor):
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
-        """Load the policy; snapshots are loaded when they are asked for."""
+        """Load the policy; snapshots are loaded when they are requested."""
         import torch
 
         def work() -> SnapshotReader:

@@ -10,7 +10,7 @@ from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 
 class TrackioTracker:
-    """One run of trackio, which goes on under its name when the run is resumed."""
+    """One run of trackio, which continues under its name when the run is resumed."""
 
     def __init__(self, section: TrackioTracking) -> None:
         if section.folder is not None:

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or as offline files. A resumed run goes on under the same id."""
+"""Weights & Biases, online or as offline files. A resumed run continues under the same id."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ from composer_mesh.tasks.task import TaskSettings
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 EMPTY = (call_text("submit", {}),)
 ATTEMPTS = 3
-TOLD_EVERY = 100
-"""Tasks after which progress is told."""
+REPORT_EVERY = 100
+"""Tasks after which progress is reported."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ async def check_tasks(
         for fault in faults:
             wrong += 1
             say(fault)
-        if count % TOLD_EVERY == 0 and count < len(names):
+        if count % REPORT_EVERY == 0 and count < len(names):
             say(f"{count} of {len(names)} tasks graded ({time.monotonic() - started:.0f} s)")
     say(
         f"{len(names)} tasks graded {gradings} times: {wrong} gradings are wrong "

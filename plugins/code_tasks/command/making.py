@@ -54,14 +54,14 @@ class Results:
         tasks = sum(len(one.tasks) for one in self.made)
         if not tasks:
             return 0
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        with beside.open("w", encoding="utf-8") as file:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("w", encoding="utf-8") as file:
             for one in self.made:
                 split = "heldout" if one.package in apart else "train"
                 for row in one.rows:
                     marked = {**row, "split": split} if apart and "name" in row else row
                     file.write(json.dumps(marked, sort_keys=True) + "\n")
-        beside.replace(path)
+        temporary.replace(path)
         return tasks
 
 
@@ -91,7 +91,7 @@ async def make_all(
     at_once: int,
     say: Callable[[str], None],
 ) -> None:
-    """Make the tasks of all sources. Waits for boxes; a source that cannot be used is told."""
+    """Make the tasks of all sources. Waits for boxes; a source that cannot be used is reported."""
     slots = asyncio.Semaphore(at_once)
 
     async def one(source: str) -> None:
@@ -104,8 +104,8 @@ async def make_all(
                 say(f"{source}: refused: {error}")
                 return
         results.done[source] = made
-        told = f"{len(made.tasks)} tasks of {made.candidates} candidates, {made.seconds:.0f} s"
-        say(f"{source}: {told}")
+        figures = f"{len(made.tasks)} tasks of {made.candidates} candidates, {made.seconds:.0f} s"
+        say(f"{source}: {figures}")
 
     await asyncio.gather(*map(one, results.sources))
 

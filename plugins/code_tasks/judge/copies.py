@@ -31,7 +31,7 @@ class ModuleCopies:
     library: Mapping[str, str] = field(default_factory=dict)
 
     def place_of(self, body: str) -> str | None:
-        """Return where a copy of a body is, beside the standard library; None if there is none."""
+        """Return where a copy of a body is, outside the standard library; None if there is none."""
         return self.bodies.get(digest(squeezed(body)))
 
     def library_place_of(self, body: str) -> str | None:

@@ -63,7 +63,7 @@ def refusal(task: JudgedTask, path: str, content: bytes | None) -> str | None:
         return "outside_package"
     if len(content or b"") > LARGEST_FILE:
         return "too_large"
-    if path not in task.files and not _fits_beside(task, path):
+    if path not in task.files and not _fits_package(task, path):
         return "new_outside_package"
     return None
 
@@ -96,7 +96,7 @@ def _target_modules(task: JudgedTask) -> set[str]:
     }
 
 
-def _fits_beside(task: JudgedTask, path: str) -> bool:
+def _fits_package(task: JudgedTask, path: str) -> bool:
     """Whether a new module is in a package of the pristine tree, where it hides no other."""
     folder = path.rpartition("/")[0]
     return bool(NEW_MODULE.fullmatch(path)) and f"{folder}/__init__.py" in task.files

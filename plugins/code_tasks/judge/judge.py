@@ -134,7 +134,7 @@ class CodeJudge:
     async def judge(self, task: JudgedTask, edits: Mapping[str, bytes | None]) -> Verdict:
         """Return the verdict on an agent's edits. Waits for two boxes, one after the other.
 
-        Values are asked for only where the tests leave the verdict open. Raises SandboxError where
+        Values are requested only where the tests leave the verdict open. Raises SandboxError where
         a box fails.
         """
         taken = taken_edits(task, edits)

@@ -19,7 +19,7 @@ class Verdict:
 
     `tests` is 0 where the reports of the tests contradict themselves. `flags` counts what the
     monitor and the boxes saw, by kind. `agreeing` hidden cases of all `cases` have the right value;
-    None where they were not asked for, because the tests had failed. `refused` are paths of edits
+    None where they were not requested, because the tests had failed. `refused` are paths of edits
     that were not taken.
     """
 

@@ -115,7 +115,7 @@ EMPTY, STUB = "raise NotImplementedError", "return None"
 class Feature:
     """Functions, by their number in the package, that one task deletes; and tests for it.
 
-    `reaching` tests reach a function of it, `others` are tests beside them that reach none. A
+    `reaching` tests reach a function of it, `others` are further tests, which reach none. A
     repair has a `bug`: the body that stands in place of its function's.
     """
 

@@ -179,8 +179,8 @@ async def cases_of(
     """
     recorded = await _compared(sandbox, package, calls, limits)
     steady = recorded.steady()
-    told = [call for call in calls if call["target"] in steady]
-    others = generated_calls(told, TRIED * limits.generated)
+    steady_calls = [call for call in calls if call["target"] in steady]
+    others = generated_calls(steady_calls, TRIED * limits.generated)
     made = await _compared(sandbox, package, others, limits)
     found = {
         target: with_generated(cases, made.cases.get(target, []), limits.generated)
@@ -289,9 +289,9 @@ async def _answers(
         box = await run_program(
             sandbox, _tree(package), "call_functions", spec, limits.box(CALLS_S)
         )
-        told = box.report.of("value")
-        found |= {waiting[line["place"]]: line for line in told}
-        waiting = waiting[len(told) + 1 :]
+        values = box.report.of("value")
+        found |= {waiting[line["place"]]: line for line in values}
+        waiting = waiting[len(values) + 1 :]
     return found
 
 

@@ -243,8 +243,8 @@ async def survey_of(
     for box in again:
         those = _passed(box)
         passed = [one for one in passed if one in set(those)]
-    told = {line["id"]: line for line in first.report.of("seconds")}
-    slow = {one for one, line in told.items() if line["seconds"] > SLOW_S or line["waits"]}
+    timings = {line["id"]: line for line in first.report.of("seconds")}
+    slow = {one for one, line in timings.items() if line["seconds"] > SLOW_S or line["waits"]}
     tests = [one for one in passed if one not in slow and len(one) <= LONGEST_ID]
     if not tests:
         raise PackageRefused("none of its tests passes three times")
@@ -305,6 +305,8 @@ def _refuse_unusable(box: BoxReport, passed: Sequence[str]) -> None:
     if elsewhere := box.report.end.get("elsewhere"):
         raise PackageRefused(f"it is not imported from its source distribution: {elsewhere[0]}")
     if not passed:
-        told = box.report.of("collection") or box.report.of("test")
-        lines = str(told[0].get("text", "")).strip().split("\n") if told else ["none is collected"]
+        failed = box.report.of("collection") or box.report.of("test")
+        lines = (
+            str(failed[0].get("text", "")).strip().split("\n") if failed else ["none is collected"]
+        )
         raise PackageRefused(f"none of its tests passes unmodified: {lines[-1].strip()[:160]}")

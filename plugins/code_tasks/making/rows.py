@@ -147,7 +147,7 @@ def task_row(
 
 
 def prompt_of(package: Package, proof: Proof) -> str:
-    """Return what the agent is told."""
+    """Return what the agent is given."""
     feature = proof.feature
     named = [f"- `{one.qualname}` in {one.path}" for one in feature.functions[:MOST_NAMED]]
     if len(feature.functions) == 1:  # a property and its setter share a name

@@ -206,5 +206,5 @@ document.addEventListener("focusout", (event) => {
   if (chart) hidden(chart);
 });
 
-// A link to a turn marks it, so that the keys go on from there.
+// A link to a turn marks it, so that the keys continue from there.
 if (location.hash.startsWith("#turn-")) mark(document.getElementById(location.hash.slice(1)), false);

@@ -70,7 +70,7 @@ class MeshRollouts:
         self._names = WeightNames.of(Path(self.model))
 
     def pause(self) -> None:
-        """Let no group enter until `resume`; rollouts go on with the weights they have."""
+        """Let no group enter until `resume`; rollouts continue with the weights they have."""
         if self._mesh is not None:
             self._mesh.pause()
 

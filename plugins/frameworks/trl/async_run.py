@@ -110,7 +110,7 @@ class AsyncRun(PartialRun):
             await groups.close()
             await rollouts.close()
             await self.weights.close()
-        self.told = f"weights of version {self.stream.version} were sent"
+        self.summary = f"weights of version {self.stream.version} were sent"
 
     def finish(self) -> None:
         """End the run; groups that have entered are abandoned."""
@@ -143,7 +143,7 @@ class MeshThread:
         queues: SampleQueues,
         make_run: Callable[..., AsyncRun] = AsyncRun,
     ) -> None:
-        self._told = False
+        self._reported = False
         self._open = ExitStack()
         try:
             self._open.enter_context(claimed(root))
@@ -185,10 +185,10 @@ class MeshThread:
         self._run.stream.check(stale_after_s)
 
     def close(self) -> None:
-        """End all processes of the run. Waits for it; raises a failure that nobody was told of."""
+        """End all processes of the run. Waits for it; raises a failure that was not reported."""
         with self._open:
             code = self._run.settled(self._loop.run_blocking(self._ended()))
-            if code == FAILED and not self._told:
+            if code == FAILED and not self._reported:
                 raise self._failed()
 
     async def _ended(self) -> int:
@@ -218,7 +218,7 @@ class MeshThread:
         self._run.stream.version = version
 
     def _failed(self) -> MeshFailed:
-        self._told = True
+        self._reported = True
         why = self._run.failure or "it was stopped on request"
         return MeshFailed(f"the mesh that plays rollouts has ended: {why}")
 

@@ -256,7 +256,7 @@ class SampleStream:
         self._versions: dict[int, int] = {}
         self._sizes: list[int] = []
         self._steps = self._reported_restarts = self._reported_drops = 0
-        self._told_at = now()
+        self._reported_at = now()
 
     def open(self) -> None:
         """Let groups enter from now on."""
@@ -342,7 +342,7 @@ class SampleStream:
         figures: Figures = {
             **group_figures(group.traces),
             "rollout/inflight": float(self.unfinished * self._size),
-            "rollout/generated_tok_s": (float(tokens), now - self._told_at),
+            "rollout/generated_tok_s": (float(tokens), now - self._reported_at),
             "rollout/retried_total": float(counts["rollouts/retried"]),
             "rollout/given_up_total": float(counts["rollouts/given_up"]),
             "rollout/poisoned_total": float(counts["rollouts/poisoned"]),
@@ -350,5 +350,5 @@ class SampleStream:
             "rollout/dropped_stale_total": float(drops - self._reported_drops),
             "rollout/dropped_equal_total": float(dropped),
         }
-        self._told_at, self._reported_restarts, self._reported_drops = now, restarts, drops
+        self._reported_at, self._reported_restarts, self._reported_drops = now, restarts, drops
         offer(self._queues.figures, figures)

@@ -199,8 +199,8 @@ class FurtherChannels:
                 states = hinted_states(teacher, views, UNBOUNDED, 1 if self._sharded else 0)
             head = TeacherHead.of(LanguageModel(teacher))
             states = states.to(head.weight.dtype)
-            asked = self.sdpo.teacher_output == "topk" and self.sdpo.top_k_choice == "student"
-            choice = rows.top_k(self.sdpo.top_k) if asked else None
+            by_student = self.sdpo.teacher_output == "topk" and self.sdpo.top_k_choice == "student"
+            choice = rows.top_k(self.sdpo.top_k) if by_student else None
             tensors = make_teacher_output(self.sdpo, states, head, rows.targets, choice)
             return TeacherOutput(tensors, head)
 

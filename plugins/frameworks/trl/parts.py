@@ -126,7 +126,7 @@ Ask = Callable[[Sequence[Trace]], tuple[list[PairSample], Figures]]
 
 
 class PairsFailed(RuntimeError):
-    """The main process could not get pairs, so no rank can go on."""
+    """The main process could not get pairs, so no rank can continue."""
 
 
 class Gathered:

@@ -95,7 +95,7 @@ class Driver:
         except asyncio.CancelledError as error:  # by order, or by what the environment runs
             self.say({"id": name, "error": _named(error)})
             raise
-        except Exception as error:  # noqa: BLE001  boundary: told to whoever ordered it
+        except Exception as error:  # noqa: BLE001  boundary: reported to whoever ordered it
             self.say({"id": name, "error": _named(error)})
 
     async def _play(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Driver:
         finally:
             for session in sessions:
                 self._forwarder.close(session)
-        return _told(episode, self.env.complete(episode))
+        return _described(episode, self.env.complete(episode))
 
     def _context(self) -> Any:
         from verifiers.v1.clients import EvalClientConfig, ModelContext, TrainClientConfig
@@ -126,18 +126,18 @@ class Driver:
         return ModelContext(model="policy", client=client)
 
 
-def _told(episode: Any, complete: bool) -> dict[str, Any]:
+def _described(episode: Any, complete: bool) -> dict[str, Any]:
     """Return what counts of a finished episode."""
     failed = [one for one in episode.traces if not one.ok]
     errors = [one.last_error for one in (episode, *failed) if one.last_error is not None]
     return {
         "complete": bool(complete),
-        "errors": [_told_error(error) for error in errors],
-        "traces": [_told_trace(one) for one in episode.traces],
+        "errors": [_described_error(error) for error in errors],
+        "traces": [_described_trace(one) for one in episode.traces],
     }
 
 
-def _told_trace(trace: Any) -> dict[str, Any]:
+def _described_trace(trace: Any) -> dict[str, Any]:
     rewards = trace.rewards.items()
     return {
         "session": trace.id,
@@ -151,7 +151,7 @@ def _told_trace(trace: Any) -> dict[str, Any]:
     }
 
 
-def _told_error(error: Any) -> dict[str, Any]:
+def _described_error(error: Any) -> dict[str, Any]:
     text = error.message[-LONGEST_TEXT:]
     return {"type": error.type, "message": text, "status_code": error.status_code}
 
@@ -178,7 +178,7 @@ async def play(settings: dict[str, Any], answers: int) -> None:
     orders: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     try:
         driver = Driver(settings, answers)
-    except Exception as error:  # noqa: BLE001  boundary: told to whoever started it
+    except Exception as error:  # noqa: BLE001  boundary: reported to whoever started it
         text = f"{type(error).__name__}: {error}"[-LONGEST_TEXT:]
         os.write(answers, json.dumps({"unusable": text}).encode() + b"\n")
         return

@@ -126,7 +126,7 @@ LAST_LINES, LONGEST_LINE = 20, 4096
 
 
 class LineProgram:
-    """A program that is told lines, and says lines whenever it has some.
+    """A program that receives lines, and says lines whenever it has some.
 
     It ends with this process, with all that it started. What it writes to its error stream goes to
     the stream of this process too; the end of it is in `last_words`.
@@ -243,7 +243,7 @@ class DriverProcess:
     async def _send(self, order: dict[str, Any]) -> None:
         try:
             await asyncio.to_thread(self._program.send, json.dumps(order))
-        except (OSError, ValueError):  # it has ended; whoever waits is told by `_read`
+        except (OSError, ValueError):  # it has ended; whoever waits is informed by `_read`
             return
 
 

@@ -108,7 +108,7 @@ class VerifiersEnvironment(Workflow):
         found = [one for trace in scored for one in self._trajectories(agent, trace, several)]
         if not found:
             raise EpisodeFailed(
-                "the agents of verifiers have asked the endpoint for nothing: leave model and "
+                "the agents of verifiers have requested nothing of the endpoint: leave model and "
                 "client of trained agents out of env"
             )
         return found

@@ -31,7 +31,7 @@ NUMBER, PULL = "composer_row", "composer_pull"
 
 @dataclass(frozen=True)
 class VerlChannels:
-    """Weights and options of the two channels beside verl's policy loss.
+    """Weights and options of the two channels in addition to verl's policy loss.
 
     With `top_k` the teacher's signal is its K likeliest entries and the mass of the rest, in place
     of the whole vocabulary.

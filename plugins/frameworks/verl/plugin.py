@@ -4,7 +4,7 @@
     actor_rollout_ref.actor.policy_loss.loss_mode = composer_grpo | composer_cispo | composer_dppo
     actor_rollout_ref.rollout.agent.default_agent_loop = composer_mesh
 
-verl logs the error of a plugin that fails at level debug and goes on without it: where one of the
+verl logs the error of a plugin that fails at level debug and continues without it: where one of the
 names is unknown, `import composer_mesh.plugins.frameworks.verl.plugin` tells why.
 """
 

@@ -73,8 +73,8 @@ def rows_of(data: Any) -> list[Row]:
         }
         ids = batch["responses"][row][answer].tolist()
         own = [] if views is None else [view_of(one) for one in views[row] or ()]
-        asked = batch["prompts"][row][shown[row, :prompt]].tolist()
-        found.append(Row(asked, ids, **columns, views=own))
+        prompt_ids = batch["prompts"][row][shown[row, :prompt]].tolist()
+        found.append(Row(prompt_ids, ids, **columns, views=own))
     return found
 
 

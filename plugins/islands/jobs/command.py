@@ -1,7 +1,7 @@
 """`composer-mesh islands`: starts islands, shows their progress, and sums them up.
 
 All refusals come before anything is written. Islands need nothing of this process once they run:
-when it is killed they go on, and `--resume` starts those that have ended too early.
+when it is killed they continue, and `--resume` starts those that have ended too early.
 """
 
 from __future__ import annotations
@@ -206,14 +206,14 @@ def _place(arguments: argparse.Namespace, config: Config) -> IslandsDirectory:
             f"{arguments.n - 1}"
         )
     by, address = _meet(arguments)
-    asked = IslandsDirectory(root, address, arguments.n, by)
+    requested = IslandsDirectory(root, address, arguments.n, by)
     found = islands_in(root)
-    if found is not None and found != asked:
+    if found is not None and found != requested:
         raise UsageError(
             f"{root} has {found.count} islands that meet in {found.address}, but -n is "
             f"{arguments.n} and --{by} is {address}: give the same, or another --output"
         )
-    return asked
+    return requested
 
 
 def _meet(arguments: argparse.Namespace) -> tuple[MeetBy, str]:

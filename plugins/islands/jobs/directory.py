@@ -186,7 +186,7 @@ def islands_tree(place: IslandsDirectory, as_json: bool, watch: bool) -> int:
     """Print every island, once or until all have ended; raises `RunUnavailable` if none is live."""
     if not _live(place):
         raise RunUnavailable(
-            f"no island in {place.root} is live: go on with composer-mesh islands --resume"
+            f"no island in {place.root} is live: continue with composer-mesh islands --resume"
         )
     viewers = {rank: Viewer(place.run(rank)) for rank in range(place.count)}
     for rank in _live(place):
@@ -194,12 +194,12 @@ def islands_tree(place: IslandsDirectory, as_json: bool, watch: bool) -> int:
     time.sleep(FIRST_LOOK_S)
     console = Console()
     try:
-        for told in _views(place, viewers, watch):
+        for views in _views(place, viewers, watch):
             if as_json:
-                sys.stdout.write(json.dumps({place.by: place.address, "islands": told}) + "\n")
+                sys.stdout.write(json.dumps({place.by: place.address, "islands": views}) + "\n")
                 sys.stdout.flush()
             else:
-                _print(console, viewers, told)
+                _print(console, viewers, views)
     except KeyboardInterrupt:
         pass
     return 0
@@ -233,8 +233,8 @@ def _live(place: IslandsDirectory) -> list[int]:
     return [rank for rank, status in found if status is not None and status.live]
 
 
-def _print(console: Console, viewers: dict[int, Viewer], told: list[dict[str, Any]]) -> None:
-    for one in told:
+def _print(console: Console, viewers: dict[int, Viewer], views: list[dict[str, Any]]) -> None:
+    for one in views:
         words = f"island {one['rank']}: {one['state']}, step {one['step']}, round {one['round']}"
         console.print(words, highlight=False)
         if "mesh" in one:

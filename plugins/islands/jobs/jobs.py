@@ -239,14 +239,14 @@ class JobExecutor(Executor):
                 if self._cloud.state(job)[0] not in ENDED:
                     self._cloud.cancel(job)
             except LaunchFailed as failed:
-                left.append(f"job {job} may go on: {failed}")
+                left.append(f"job {job} may continue: {failed}")
         if left:
             raise LaunchFailed("; ".join(left))
 
     def _state(self, one: IslandReplica, job: str) -> IslandState:
         try:
             state, described = self._cloud.state(job)
-        except LaunchFailed as failed:  # its job goes on, and the next poll asks again
+        except LaunchFailed as failed:  # its job continues, and the next poll asks again
             return IslandState(one.rank, self._known.get(one.rank, "waiting"), cause=str(failed))
         self._known[one.rank] = state
         unread = ""
@@ -355,7 +355,7 @@ class _Copies:
         self._thread.start()
 
     def close(self, within_s: float) -> None:
-        """Copy what is left; gives up after `within_s`."""
+        """Copy the rest; gives up after `within_s`."""
         self._closed.set()
         self._thread.join()
         until = time.monotonic() + within_s

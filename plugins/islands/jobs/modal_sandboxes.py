@@ -20,7 +20,7 @@ APP = "composer-mesh-islands"
 LONGEST_S = 86400
 """Longest time of a sandbox at Modal, and what it gets here by default: theirs is 5 minutes."""
 SIZES: Mapping[str, type[int] | type[float]] = {"cpu": float, "memory": int}
-"""Words of the hardware beside the GPU: cores, and MiB."""
+"""Words of the hardware in addition to the GPU: cores, and MiB."""
 LOG_ENTRIES = 100
 
 
@@ -39,7 +39,7 @@ class ModalSandboxes:
         if options.timeout_s is not None and options.timeout_s > LONGEST_S:
             raise LaunchFailed(
                 f"--timeout-h is {options.timeout_s / 3600:g} but a sandbox lives "
-                f"{LONGEST_S // 3600} hours at most: lower it, and go on with --resume"
+                f"{LONGEST_S // 3600} hours at most: lower it, and continue with --resume"
             )
 
     def connect(self) -> None:

@@ -98,6 +98,6 @@ def failure_of(output: Path) -> str:
     """Return what a run recorded as the cause of its failure; "" if nothing."""
     events = output / EVENTS_FILE
     lines = events.read_text(errors="replace").splitlines() if events.is_file() else []
-    told = (event_of(line) for line in reversed(lines))
-    failed = next((event for event in told if event and event.get("event") == "run_failed"), None)
+    parsed = (event_of(line) for line in reversed(lines))
+    failed = next((event for event in parsed if event and event.get("event") == "run_failed"), None)
     return str(failed["detail"]) if failed is not None and failed.get("detail") else ""

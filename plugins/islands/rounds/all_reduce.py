@@ -282,9 +282,9 @@ class ObjectStoreAllReduce:
         head = head_of(self.store, key, self._clock.sleep)
         if head is None:
             return False
-        told = {"island": one.island, "base": one.base, "size": size, "how": self.quantization}
-        if head.about != told:
-            raise CorruptObject(key, f"says {head.about} but must say {told}")
+        expected = {"island": one.island, "base": one.base, "size": size, "how": self.quantization}
+        if head.about != expected:
+            raise CorruptObject(key, f"says {head.about} but must say {expected}")
         payload = payload_of(self.store, head, payload_bytes(size, self.quantization))
         decode(payload, size, self.quantization)
         self._read[one] = payload

@@ -51,7 +51,7 @@ from composer_mesh.plugins.islands.store.opening import CorruptObject, StoreUnav
 
 LAST = "-last"
 Tell = Callable[[str, str], None]
-"""Is told of an event: its kind and a text."""
+"""Receives an event: its kind and a text."""
 
 
 @dataclass
@@ -127,10 +127,10 @@ class FragmentSync:
     def restore(
         self, merged_after: int, size: int, residual: Vector | None, snapshot: Vector | None
     ) -> Vector | None:
-        """Go on after a checkpoint: `merged_after` is the last step up to it with a merge.
+        """Continue after a checkpoint: `merged_after` is the last step up to it with a merge.
 
         Returns None if the common weights of that time are kept, else the newest ones, from which
-        this island goes on. `snapshot` is that of a round that was under way.
+        this island continues. `snapshot` is that of a round that was under way.
         """
         agreed = self._merged_after(f"{merged_after}{LAST}")
         if agreed is None:
@@ -142,7 +142,7 @@ class FragmentSync:
                 self._open(snapshot)
             return None
         self._state = self._advanced(state, self.reduce.newest(state.round))
-        self.tell("island_rejoined", f"goes on from the common weights of round {self.round}")
+        self.tell("island_rejoined", f"continues from the common weights of round {self.round}")
         return self._common.weights.copy()
 
     def begin(self, weights: Vector) -> None:
@@ -186,7 +186,7 @@ class FragmentSync:
         return work
 
     def merge(self, step: str, weights: Vector) -> Vector:
-        """Return the weights to go on with after a step. Waits for the round that `begin` opened.
+        """Return the weights to continue with after a step. Waits for the round opened by `begin`.
 
         They are the same object where no round has closed.
         """
@@ -251,7 +251,7 @@ class FragmentSync:
     def _advanced(self, state: OuterState, target: int) -> OuterState:
         """Return the state of a round by computing the rounds since another state.
 
-        Where contributions are gone it goes on from a stored state, which may be a later one.
+        Where contributions are gone it continues from a stored state, which may be a later one.
         """
         size = state.weights.size
         while state.round < target:

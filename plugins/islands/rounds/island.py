@@ -147,7 +147,7 @@ class IslandPort(ABC):
     """What a trainer asks of its island, whatever the islands meet by."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[str, str]] = []
+        self._events: list[tuple[str, str]] = []
         self._reported: dict[str, float] = {}
 
     @property
@@ -183,8 +183,8 @@ class IslandPort(ABC):
 
     def new_events(self) -> list[tuple[str, str]]:
         """Return the events since the last call: kind and text."""
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def figures(self, waited_s: float = 0.0) -> dict[str, float]:
         """Return what happened since the last call."""
@@ -204,7 +204,7 @@ class IslandPort(ABC):
         }
 
     def _tell(self, kind: str, text: str) -> None:
-        self._told.append((kind, text))
+        self._events.append((kind, text))
 
 
 class Island(IslandPort):
@@ -259,7 +259,7 @@ class Island(IslandPort):
         return changed
 
     def restore(self, step: int, kept: Mapping[str, Vector]) -> None:
-        """Go on after the checkpoint of a step, with what `kept` returned for it."""
+        """Continue after the checkpoint of a step, with what `kept` returned for it."""
         for fragment, sync, schedule in zip(
             self._fragments, self._syncs, self._schedules, strict=True
         ):
@@ -273,7 +273,7 @@ class Island(IslandPort):
                 self._weights.write(list(fragment.sizes), common)
 
     def kept(self) -> dict[str, Vector]:
-        """Return what a checkpoint stores for `restore`, beside the weights."""
+        """Return what a checkpoint stores for `restore`, in addition to the weights."""
         return {
             f"{fragment.index}.{name}": vector
             for fragment, sync in zip(self._fragments, self._syncs, strict=True)

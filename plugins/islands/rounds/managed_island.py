@@ -177,7 +177,7 @@ class ManagedIsland(IslandPort):
         return False
 
     def restore(self, step: int, kept: Mapping[str, Vector]) -> None:  # noqa: ARG002  of the port
-        """Go on after the checkpoint of a step, with what `kept` returned for it.
+        """Continue after the checkpoint of a step, with what `kept` returned for it.
 
         If the others are further, the next round brings their common weights.
         """
@@ -194,7 +194,7 @@ class ManagedIsland(IslandPort):
             self._begin(kept["snapshot"])
 
     def kept(self) -> dict[str, Vector]:
-        """Return what a checkpoint stores for `restore`, beside the weights."""
+        """Return what a checkpoint stores for `restore`, in addition to the weights."""
         pending = self._pending
         states = self._states.now if pending is None else pending.states
         residuals = self._residuals if pending is None else pending.residuals

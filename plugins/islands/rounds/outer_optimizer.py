@@ -34,7 +34,7 @@ class OuterOptimizer(Protocol):
     """Makes the next round's state of the mean outer gradient: old common weights minus new."""
 
     slots: int
-    """Number of arrays that a state keeps beside its weights."""
+    """Number of arrays that a state keeps in addition to its weights."""
 
     def step(self, state: OuterState, gradient: Vector) -> OuterState: ...
 

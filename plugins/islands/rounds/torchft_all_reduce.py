@@ -129,7 +129,7 @@ class TorchftAllReduce:
         self._joined = None if self._alone else self._join()
 
     def start_after(self, number: int) -> None:
-        """Go on after a round, as an island that was restored."""
+        """Continue after a round, as an island that was restored."""
         self.round = number
         self._tell_round(number)
 
@@ -166,7 +166,7 @@ class TorchftAllReduce:
             pause = min(2 * pause, LONGEST_POLL_S)
 
     def close(self) -> None:
-        """Leave, so that the other islands go on without this one."""
+        """Leave, so that the other islands continue without this one."""
         self._leave()
 
     def _join(self) -> IslandManager:

@@ -152,8 +152,8 @@ def put_blob(
     parts = list(_parts(key, payload, part_bytes))
     for name, chunk, _ in parts:
         _put_part(store, name, chunk)
-    told = [[name, len(chunk), digest] for name, chunk, digest in parts]
-    return _head(decide(store, key, {"about": about, "parts": told}, sleep, _is_head))
+    listed = [[name, len(chunk), digest] for name, chunk, digest in parts]
+    return _head(decide(store, key, {"about": about, "parts": listed}, sleep, _is_head))
 
 
 def head_of(store: ObjectStore, key: str, sleep: Sleep = time.sleep) -> BlobHead | None:

@@ -85,7 +85,7 @@ PROBE = "probe"
 def open_store(uri: str, request_s: float = REQUEST_S) -> ObjectStore:
     """Open a store; raises `StoreUnfit` for a bad address, or a store without conditional writes.
 
-    Writes a small object and removes it, so that a missing bucket or permission is told here.
+    Writes a small object and removes it, so that a missing bucket or permission is reported here.
     """
     store = _Obstore(_connected(uri, request_s))
     check_conditional_writes(store, uri)

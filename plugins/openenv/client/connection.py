@@ -43,7 +43,9 @@ from composer_mesh.plugins.openenv.client.wire import (
 
 Question = ResetFrame | StepFrame | StateFrame | McpFrame
 BUSY = frozenset({429, 503})
-UNASKED = frozenset({ErrorCode.CAPACITY_REACHED, ErrorCode.FACTORY_ERROR, ErrorCode.SESSION_ERROR})
+UNREQUESTED = frozenset(
+    {ErrorCode.CAPACITY_REACHED, ErrorCode.FACTORY_ERROR, ErrorCode.SESSION_ERROR}
+)
 """Codes that a server sends by itself, before it closes the connection."""
 
 CLOSE_S = 0.25
@@ -98,7 +100,7 @@ class OpenEnvConnection:
         socket = self._usable()
         try:
             async with asyncio.timeout_at(until):
-                return await self._asked(socket, question)
+                return await self._answer_to(socket, question)
         except TimeoutError:
             raise self.fail(ServerTimeout, f"did not answer a {what} in time") from None
         except ConnectionClosed as closed:
@@ -126,13 +128,13 @@ class OpenEnvConnection:
         finally:
             socket.transport.abort()
 
-    async def _asked(self, socket: ClientConnection, question: Question) -> ServerFrame:
+    async def _answer_to(self, socket: ClientConnection, question: Question) -> ServerFrame:
         early = self._unread(socket)
         if early is not None:
             frame = self._parsed(early)
-            if isinstance(frame, ErrorFrame) and frame.data.code in UNASKED:
+            if isinstance(frame, ErrorFrame) and frame.data.code in UNREQUESTED:
                 return frame
-            raise self.fail(ProtocolViolation, f"sent a {frame.type} frame that was not asked for")
+            raise self.fail(ProtocolViolation, f"sent a {frame.type} frame that was not requested")
         with suppress(ConnectionClosed):  # what it said before it closed can still be read
             await socket.send(question.model_dump_json(exclude_none=True))
         return self._parsed(await socket.recv())

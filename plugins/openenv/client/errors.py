@@ -46,7 +46,7 @@ class ProtocolViolation(ServerFailure):
 
 
 class EnvironmentRaised(TaskError):
-    """An exception of the environment's own code, as its server told it."""
+    """An exception of the environment's own code, as its server reported it."""
 
     def __init__(self, url: str, code: str, message: str) -> None:
         super().__init__(url, code, message)

@@ -152,5 +152,5 @@ def read_options(options: Mapping[str, Any]) -> OpenEnvOptions:
         first = first_error(error)
         key = ".".join(["data.options", *map(str, first["loc"])])
         close = ", ".join(OpenEnvOptions.model_fields)
-        told = f": use one of {close}" if first["type"] == "extra_forbidden" else ""
-        raise UnusableTask(f"{key}: {first['msg']}{told}") from None
+        advice = f": use one of {close}" if first["type"] == "extra_forbidden" else ""
+        raise UnusableTask(f"{key}: {first['msg']}{advice}") from None

@@ -48,7 +48,7 @@ BRANCHES = frozenset({"anyOf", "oneOf", "allOf"})
 TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 
 KINDS = {"required": "missing_argument", "additionalProperties": "unknown_argument"}
-"""Error kinds by the keyword that an argument offends; "type" is told with what is wanted."""
+"""Error kinds by the keyword that an argument offends; "type" is reported with what is wanted."""
 
 _Validator: Any = create(
     meta_schema={},
@@ -101,8 +101,8 @@ class SchemaToolSpec(ToolSpec):
         keyword = str(error.validator)
         if not argument and keyword in KINDS:
             wrong = self._offending(arguments, keyword)
-            told = "needs" if keyword == "required" else "has no"
-            text = f"{self.name} {told} {wrong}"
+            verb = "needs" if keyword == "required" else "has no"
+            text = f"{self.name} {verb} {wrong}"
             return ToolError(KINDS[keyword], text, {**facts, "argument": wrong})
         if keyword == "type":
             wanted = _wanted(error.validator_value)

@@ -1,6 +1,6 @@
 """What an OpenEnv server says of itself: its health, its action's schema, its tools and its tasks.
 
-Asked once in each process, before episodes. Every body is bounded and nothing is followed. Needs
+Queried once in each process, before episodes. Every body is bounded and nothing is followed. Needs
 the extra `openenv`.
 """
 
@@ -86,8 +86,8 @@ class Server:
     def error_penalty(self) -> float:
         """Return what the environment takes for each error of the agent, by our extension."""
         body = self._get(METADATA_PATH)
-        told = body.get(ERROR_PENALTY) if isinstance(body, dict) else None
-        return float(told) if isinstance(told, int | float) else 0.0
+        penalty = body.get(ERROR_PENALTY) if isinstance(body, dict) else None
+        return float(penalty) if isinstance(penalty, int | float) else 0.0
 
     def action_schema(self) -> dict[str, Any]:
         """Return the JSON schema of the environment's action."""
@@ -148,23 +148,23 @@ class Server:
         """
         body = self._required(f"{REWARDS_PATH}?after={number}")
         try:
-            told = validated(ServedRewards, body)
+            served = validated(ServedRewards, body)
         except ValidationError as error:
             problem = first_error(error)["msg"]
             raise self._violation(f"tells rewards of another form ({shown(problem)})") from None
-        numbers = [number, *(one.number for one in told.rewards)]
+        numbers = [number, *(one.number for one in served.rewards)]
         if any(later <= earlier for earlier, later in pairwise(numbers)):
             raise self._violation("tells rewards out of order, or some again")
         most = self._options.most_reward
-        for one in told.rewards:
+        for one in served.rewards:
             if abs(one.reward) > most:
                 raise self._violation(f"tells a reward of {one.reward:g}, beyond {most:g}")
-        return told
+        return served
 
     def _in_a_session(self, *questions: Any) -> Any:
         """Return the answer to the last of some questions, in a session of their own."""
 
-        async def asked(connection: OpenEnvConnection) -> Any:
+        async def last_answer(connection: OpenEnvConnection) -> Any:
             until = asyncio.get_running_loop().time() + self._limit_s
             for question in questions:
                 frame = await connection.ask(question, until, question.type)
@@ -174,7 +174,7 @@ class Server:
 
         async def all_of_it() -> Any:
             connection, frame = await open_and_ask(
-                self._options, self._headers, self._limit_s, asked
+                self._options, self._headers, self._limit_s, last_answer
             )
             await connection.close()
             return frame
@@ -208,7 +208,7 @@ class Server:
         except (TimeoutError, httpx.TimeoutException):
             raise ServerTimeout(self._options.url, f"did not answer {path} in time") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            reason = f"cannot be asked for {path} ({type(error).__name__}: {shown(error)}): "
+            reason = f"cannot be queried for {path} ({type(error).__name__}: {shown(error)}): "
             raise ConnectionLost(
                 self._options.url, f"{reason}start the server, or correct data.options.url"
             ) from None

@@ -70,7 +70,7 @@ class OpenEnvSession(Session):
     task: OpenEnvTask
     _connection: OpenEnvConnection | None = None
     _steps, _total, _last = 0, 0.0, 0.0
-    _finished, _asked_id = False, ""
+    _finished, _requested_id = False, ""
     _accepted: frozenset[str] = frozenset()
     _state: StateData | None = None
     _first: ObservationData
@@ -99,7 +99,7 @@ class OpenEnvSession(Session):
             action = CallToolAction(tool_name=name, arguments=arguments)
             data = await self._step(action.model_dump(exclude={"metadata"}))
             text, failed = self._read(lambda: tool_result(data))
-        if (error := self._told(data, text) or failed) is not None:
+        if (error := self._reported_error(data, text) or failed) is not None:
             raise error
         return text
 
@@ -110,7 +110,7 @@ class OpenEnvSession(Session):
             return None
         data = await self._step({field: text})
         said = self._read(lambda: text_of(data, self.task.options.observation))
-        error = self._told(data, said)
+        error = self._reported_error(data, said)
         if data.done:
             return Reply(error=error)
         if error is not None:
@@ -132,9 +132,9 @@ class OpenEnvSession(Session):
 
     @property
     def episode_id(self) -> str:
-        """The id that the server tells, or the one that it was asked for."""
-        told = "" if self._state is None else self._state.episode_id
-        return (told or self._asked_id)[:MOST_EPISODE_ID]
+        """The id that the server tells, or the one that was requested."""
+        reported = "" if self._state is None else self._state.episode_id
+        return (reported or self._requested_id)[:MOST_EPISODE_ID]
 
     async def close(self) -> None:
         """End the session on the server."""
@@ -143,8 +143,8 @@ class OpenEnvSession(Session):
 
     async def _reset(self, connection: OpenEnvConnection) -> ObservationData:
         until = self._until(self.task.limits.reset_s)
-        self._connection, self._asked_id = connection, uuid4().hex
-        sent = {**self.task.options.reset, **self.row, "episode_id": self._asked_id}
+        self._connection, self._requested_id = connection, uuid4().hex
+        sent = {**self.task.options.reset, **self.row, "episode_id": self._requested_id}
         frame = await connection.ask(ResetFrame(data=sent), until, "reset")
         data = self._observed(frame, "reset")
         if data.done:
@@ -164,7 +164,7 @@ class OpenEnvSession(Session):
         """Have the environment score the episode where it is."""
         data = await self._answer({"type": FINISH}, self._steps, FINISH)
         if not data.done:
-            raise self._violation(f"goes on after {FINISH!r}, which it says that it takes")
+            raise self._violation(f"continues after {FINISH!r}, which it says that it takes")
 
     async def _answer(self, action: dict[str, Any], turn: int, what: str) -> ObservationData:
         """Return what the environment says to an action after which it has counted `turn` turns.
@@ -228,9 +228,9 @@ class OpenEnvSession(Session):
 
     def _check_turn(self, data: ObservationData, turn: int) -> None:
         """Refuse the answer to another action, where the environment counts them."""
-        told = (data.metadata or {}).get(TURN)
-        if isinstance(told, int) and told != turn:
-            raise self._violation(f"answered action {turn} as if it were action {told}")
+        reported = (data.metadata or {}).get(TURN)
+        if isinstance(reported, int) and reported != turn:
+            raise self._violation(f"answered action {turn} as if it were action {reported}")
 
     def _count(self, data: ObservationData) -> None:
         reward = data.reward
@@ -246,9 +246,9 @@ class OpenEnvSession(Session):
         self._last = float(reward)
         self._total += self._last
 
-    def _told(self, data: ObservationData, text: str) -> ToolError | None:
+    def _reported_error(self, data: ObservationData, text: str) -> ToolError | None:
         """Return the agent's error that an observation tells, with its text."""
-        error = told_error(data, self.task.templates)
+        error = reported_error(data, self.task.templates)
         if error is None:
             return None
         said = text.removeprefix(ERROR_PREFIX) or error.kind  # the agent's messages get their own
@@ -316,7 +316,7 @@ def tool_result(data: ObservationData) -> tuple[str, ToolError | None]:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), None
 
 
-def told_error(data: ObservationData, templates: Mapping[str, str]) -> ToolError | None:
+def reported_error(data: ObservationData, templates: Mapping[str, str]) -> ToolError | None:
     """Return the error of the agent that an observation's metadata names, by our extension.
 
     Its hint template is used if it is one of `templates` and the facts fill it.
@@ -328,8 +328,8 @@ def told_error(data: ObservationData, templates: Mapping[str, str]) -> ToolError
     if not isinstance(kind, str) or kind == NO_ERROR or not KIND.fullmatch(kind):
         return None
     facts = _facts(metadata.get(ERROR_FACTS))
-    asked = metadata.get(HINT_TEMPLATE_KEY)
-    for key in (asked, kind):
+    named = metadata.get(HINT_TEMPLATE_KEY)
+    for key in (named, kind):
         if isinstance(key, str) and key in templates and _fields(templates[key]) <= facts.keys():
             return ToolError(kind, "", facts, key)
     return ToolError(kind, "", facts, GENERAL_TEMPLATE)
@@ -343,8 +343,10 @@ def has_error_kind(data: ObservationData) -> bool:
 
 def accepted_actions(data: ObservationData) -> frozenset[str]:
     """Return what an environment says at a reset that it takes besides calls, by our extension."""
-    told = (data.metadata or {}).get(ACCEPTED_ACTIONS)
-    return frozenset(one for one in (MESSAGE, FINISH) if isinstance(told, list) and one in told)
+    accepted = (data.metadata or {}).get(ACCEPTED_ACTIONS)
+    return frozenset(
+        one for one in (MESSAGE, FINISH) if isinstance(accepted, list) and one in accepted
+    )
 
 
 def _failed_call(tool: str, error: str, message: str) -> ToolError:

@@ -44,7 +44,7 @@ UNCOUNTED = 2**31
 
 @dataclass(frozen=True)
 class TaskRows(Sequence[Row]):
-    """Tasks of a split, by index, made when they are asked for.
+    """Tasks of a split, by index, made when they are requested.
 
     With `every` above 0 each `every`-th task is held out: these are the others, or with `heldout`
     those.
@@ -155,7 +155,7 @@ class OpenEnvTask(Task):
     kind: Literal["tools", "schema", "text"]
     text_field: str | None = None
     seen_error_kind = False
-    """Whether an observation has told if the agent was wrong, in this process."""
+    """Whether an observation has stated if the agent was wrong, in this process."""
 
     def __init__(self, **options: Any) -> None:
         self.options: OpenEnvOptions = read_options(options)
@@ -186,7 +186,7 @@ class OpenEnvTask(Task):
             self._specs = self._tools(server, schema)
         self._rows = self._task_api_rows(server)
 
-    # What is asked of every task.
+    # What is required of every task.
 
     @cached_property
     def own_tools(self) -> dict[str, ToolSpec]:
@@ -225,15 +225,15 @@ class OpenEnvTask(Task):
             "text": f"texts, as {self.text_field!r} of its action",
         }
         yes = self._server.tells_states(self.options.reset)
-        states = "told by the server" if yes else "the conversation: the server tells none"
+        states = "reported by the server" if yes else "the conversation: the server tells none"
         sites = (
-            "told by the server's metadata"
+            "reported by the server's metadata"
             if self.seen_error_kind
             else ("those of its tools and schema: no answer of the dry episode had an error_kind")
         )
         return (
             f"task {self.name!r}: {self.options.url}, actions are {actions[self.kind]}",
-            f"task {self.name!r}: {self._told_splits()}",
+            f"task {self.name!r}: {self._described_splits()}",
             f"task {self.name!r}: states are {states}; error sites are {sites}",
         )
 
@@ -279,9 +279,9 @@ class OpenEnvTask(Task):
         return dict(found)
 
     def _task_api_rows(self, server: Server) -> Mapping[Split, TaskRows] | None:
-        told = server.splits()
-        if told is not None:
-            return rows_of(self.options, *told, server, self.settings.heldout_every)
+        splits = server.splits()
+        if splits is not None:
+            return rows_of(self.options, *splits, server, self.settings.heldout_every)
         if self.options.train_split or self.options.heldout_split:
             raise UnusableTask(
                 f"OpenEnv server {self.options.url} has no Task API, so its episodes are seeds: "
@@ -289,7 +289,7 @@ class OpenEnvTask(Task):
             )
         return None
 
-    def _told_splits(self) -> str:
+    def _described_splits(self) -> str:
         if self._rows is None:
             return "episodes are seeds (no Task API), of which a quarter is held out"
         train, heldout = self._rows["train"], self._rows["heldout"]

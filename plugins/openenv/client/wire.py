@@ -72,7 +72,7 @@ MESSAGE = "message"
 """The action `{"message": TEXT}`: a text of the agent that calls no tool."""
 
 FINISH = "finish"
-"""The action `{"type": "finish"}`: the agent can go on no further, and the episode is scored where
+"""The action `{"type": "finish"}`: the agent cannot continue, and the episode is scored where
 it is. It is no turn."""
 
 ERROR_PENALTY = "error_penalty"
@@ -107,7 +107,7 @@ class StepFrame(_ClientFrame):
 
 
 class StateAt(_ClientFrame):
-    """Which turn a state is asked for (an extension)."""
+    """Which turn a state is requested for (an extension)."""
 
     turn: int = Field(ge=0)
 

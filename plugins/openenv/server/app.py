@@ -300,7 +300,7 @@ def _seconds(request: Request) -> float:
 
 
 def _number(request: Request) -> int:
-    """Return the number after which rewards are asked for."""
+    """Return the number after which rewards are requested."""
     text = request.query_params["after"]
     if not text.isascii() or not text.isdecimal() or len(text) > LONGEST_NUMBER:
         raise invalid("after must be the number of a reward, or 0 for all")

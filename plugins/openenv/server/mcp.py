@@ -87,9 +87,9 @@ async def mcp_reply(value: Mapping[str, Any], session: EnvSession) -> dict[str, 
 
 def handshake(request: RpcRequest, opening: str) -> dict[str, Any]:
     """Return the reply to `initialize`, in the client's version where it is known."""
-    asked = (request.params or {}).get("protocolVersion")
+    requested = (request.params or {}).get("protocolVersion")
     result = {
-        "protocolVersion": asked if asked in VERSIONS else VERSIONS[0],
+        "protocolVersion": requested if requested in VERSIONS else VERSIONS[0],
         "capabilities": {"tools": {"listChanged": False}},
         "serverInfo": SERVER,
         "instructions": opening,

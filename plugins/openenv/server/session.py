@@ -4,7 +4,7 @@
     step  -> observation      acts; the last one has the reward
     state -> state            of now, or what the agent had read at a turn
 
-A fault of the task's own code ends the episode, never with a reward; the session goes on with the
+A fault of the task's own code ends the episode, never with a reward; the session continues with the
 next reset.
 
 `SessionPool` has the open sessions of one process, within the bound of all. All processes map a
@@ -137,10 +137,10 @@ class EnvSession:
 
     async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Begin an episode. Raises Refused."""
-        asked = checked(ResetArguments, dict(data))
+        arguments = checked(ResetArguments, dict(data))
         await self.close()
-        chosen = self._runner.task.pick(asked.split, asked.chosen())
-        self._episode_id = asked.episode_id or uuid.uuid4().hex
+        chosen = self._runner.task.pick(arguments.split, arguments.chosen())
+        self._episode_id = arguments.episode_id or uuid.uuid4().hex
         self._turn, self._is_done, self._fault = 0, False, ""
         self._episode = chosen
         self._running, messages = await self._run(self._runner.begin_episode(chosen))
@@ -249,7 +249,7 @@ class EnvSession:
 
 
 def public_text(error: TaskError) -> str:
-    """Return what a client is told of a fault: neither paths nor values, which may hold answers."""
+    """Return what a client learns of a fault: neither paths nor values, which may hold answers."""
     if isinstance(error, TaskTimeout):
         return f"{error.what} did not return within {error.limit_s:g} s"
     if isinstance(error, TaskCodeError):

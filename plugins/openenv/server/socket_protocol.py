@@ -51,22 +51,22 @@ async def serve_socket(socket: Socket, pool: SessionPool) -> None:
 
 
 async def _served(socket: Socket, session: EnvSession, timeout_s: float) -> bool:
-    """Answer one frame; return whether the session goes on."""
+    """Answer one frame; return whether the session continues."""
     try:
         async with asyncio.timeout(timeout_s):
             text = await socket.receive()
         if text is None:
             return False
-        answer, goes_on = await _answered(text, session)
+        answer, continues = await _answered(text, session)
     except TimeoutError:
         reason = f"the session was idle for {timeout_s:g} s and is closed"
-        answer, goes_on = (
+        answer, continues = (
             _error(SessionRequestRefused(ErrorCode.SESSION_ERROR, reason, True)),
             False,
         )
     except SessionRequestRefused as refused:
-        answer, goes_on = _error(refused), not refused.ends
-    return answer is not None and await _send(socket, answer, timeout_s) and goes_on
+        answer, continues = _error(refused), not refused.ends
+    return answer is not None and await _send(socket, answer, timeout_s) and continues
 
 
 async def _answered(text: str, session: EnvSession) -> tuple[dict[str, Any] | None, bool]:

@@ -92,14 +92,14 @@ class Worker:
             ws_per_message_deflate=False,
             ws_ping_interval=None,
         )
-        beside = self._forwarding.path(self._start.number)
-        beside.unlink(missing_ok=True)
+        local_path = self._forwarding.path(self._start.number)
+        local_path.unlink(missing_ok=True)
         with (
             listener,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as local,
             self._counts,
         ):
-            local.bind(str(beside))
+            local.bind(str(local_path))
             try:
                 async with listening(config, listener, local, own_signals=True) as port:
                     yield port

@@ -43,7 +43,7 @@ RULES = (
 
 
 class BfclSession(Session):
-    """One conversation with instances of its own, and a gold conversation beside it."""
+    """One conversation with instances of its own, and a gold conversation next to it."""
 
     task: BfclMultiTurn
     solved = False
@@ -81,7 +81,7 @@ class BfclSession(Session):
         return text
 
     def reply(self, _text: str) -> Reply:
-        """Judge the turn, and go on with the next one if it was right."""
+        """Judge the turn, and continue with the next one if it was right."""
         error = self._judged()
         if error is not None:
             return Reply(error=error)

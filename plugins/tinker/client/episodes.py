@@ -54,8 +54,8 @@ class ChatSampler:
         """Play episodes to their end, together; equal neighbours are one group."""
 
         def sample(contexts: list[list[int]]) -> Sampled:
-            asked = [self.ask(one) for one in contexts]
-            found = [future.result().sequences[0] for future in asked]
+            futures = [self.ask(one) for one in contexts]
+            found = [future.result().sequences[0] for future in futures]
             return [list(one.tokens) for one in found], [list(one.logprobs) for one in found]
 
         return play_episodes(task, self.chat, episodes, sample, self.max_context)
@@ -104,9 +104,9 @@ def pairs_by_vote(
     Each teacher answers `ask` times. An action needs `threshold` votes and more than half of all;
     one that the student took itself makes no pair, and malformed ones have no vote.
     """
-    asked = [[one.ask(_hinted_context(turn), ask) for one in teachers] for turn in turns]
+    queried = [[one.ask(_hinted_context(turn), ask) for one in teachers] for turn in turns]
     found = []
-    for turn, futures in zip(turns, asked, strict=True):
+    for turn, futures in zip(turns, queried, strict=True):
         answers = [list(one.tokens) for future in futures for one in future.result().sequences]
         pair = _voted(turn, answers, teachers[0].chat, threshold)
         found += [] if pair is None else [pair]
@@ -138,10 +138,10 @@ def teacher_topk(sampler: Any, turns: Sequence[Hinted], k: int) -> list[Hinted]:
 
     `sampler` is a SamplingClient: of the trained weights for SDPO, or of any with their tokenizer.
     """
-    asked = [_ask(sampler, one, k) for one in turns]
+    queried = [_ask(sampler, one, k) for one in turns]
     return [
         replace(one, teacher=_rows(future.result(), one))
-        for one, future in zip(turns, asked, strict=True)
+        for one, future in zip(turns, queried, strict=True)
     ]
 
 
@@ -165,12 +165,12 @@ def _rows(found: Any, one: Hinted) -> TeacherTopK:
 
 def with_reference(sampler: Any, pairs: Sequence[Pair]) -> list[Pair]:
     """Return pairs with the log-probs of their answers under a frozen SamplingClient."""
-    asked = [
+    queried = [
         [sampler.compute_logprobs(types.ModelInput.from_ints(ids)) for ids, _, _ in pair.sides]
         for pair in pairs
     ]
     found = []
-    for pair, futures in zip(pairs, asked, strict=True):
+    for pair, futures in zip(pairs, queried, strict=True):
         chosen, rejected = (future.result()[len(pair.context) :] for future in futures)
         found.append(replace(pair, chosen_logprobs=chosen, rejected_logprobs=rejected))
     return found

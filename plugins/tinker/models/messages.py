@@ -96,7 +96,10 @@ class TrainResult:
 
 @dataclass(frozen=True, eq=False)
 class ScoreRequest:
-    """What to compute of a sequence's tokens beside sampling; all of the model without adapters."""
+    """What to compute of a sequence's tokens in addition to sampling.
+
+    All of it is of the model without adapters.
+    """
 
     top_k: int = 0
     targets: NDArray[np.int64] | None = None
@@ -114,8 +117,8 @@ class Scores:
 
 
 class ModelNotOpen(Worded, RuntimeError):
-    """A trainer that does not hold a model at a position: it was replaced, and has to be told."""
+    """A trainer that does not hold a model at a position: it was replaced, and must be informed."""
 
     failure_class: ClassVar[str] = "infrastructure"
 
-    message = "{0} is asked for at position {1} but held at {2}: open it again"
+    message = "{0} is requested at position {1} but held at {2}: open it again"

@@ -140,7 +140,7 @@ class EmbeddedEngines:
     """An embedded engine for each snapshot, whose models share the policy's weights."""
 
     def __init__(self, config: Config, reader: SnapshotReader, failed: Failed) -> None:
-        """`failed` is told the error that ends an engine."""
+        """`failed` receives the error that ends an engine."""
         self._config, self._reader, self._failed = config, reader, failed
 
     async def open(self, snapshot: str) -> LoadedSnapshot:
@@ -184,7 +184,7 @@ class VllmEngines:
     async def start(
         cls, config: Config, reader: SnapshotReader, folder: Path, failed: Failed
     ) -> VllmEngines:
-        """Start vLLM with the policy of `folder`; `failed` is told the error that ends it."""
+        """Start vLLM with the policy of `folder`; `failed` receives the error that ends it."""
         from composer_mesh.actors.engines.vllm_start import start_for_snapshots
 
         thread = EngineThread()

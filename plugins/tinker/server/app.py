@@ -87,25 +87,25 @@ class Routes:
         return JSONResponse({"type": "create_session", "session_id": session.id})
 
     async def heartbeat(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.OfSession)
-        await self._registry.touch(client(request), asked.session_id)
+        parsed = await self._parsed(request, requests.OfSession)
+        await self._registry.touch(client(request), parsed.session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def create_model(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.CreateModel)
-        accepted = await self._server.create_model(client(request), asked)
-        name = f"{asked.session_id}:train:{asked.model_seq_id}"
+        parsed = await self._parsed(request, requests.CreateModel)
+        accepted = await self._server.create_model(client(request), parsed)
+        name = f"{parsed.session_id}:train:{parsed.model_seq_id}"
         return JSONResponse(accepted.body(name))
 
     async def get_info(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.OfModel)
-        model = self._registry.model(client(request), asked.model_id)
+        parsed = await self._parsed(request, requests.OfModel)
+        model = self._registry.model(client(request), parsed.model_id)
         return JSONResponse(model_info(model, self._server.served))
 
     async def unload_model(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.OfModel)
-        accepted = await self._server.unload(client(request), asked.model_id)
-        return JSONResponse(accepted.body(asked.model_id))
+        parsed = await self._parsed(request, requests.OfModel)
+        accepted = await self._server.unload(client(request), parsed.model_id)
+        return JSONResponse(accepted.body(parsed.model_id))
 
     async def forward_backward(self, request: Request) -> Response:
         if PROTOBUF not in request.headers.get("content-type", ""):
@@ -113,10 +113,10 @@ class Routes:
                 UNSUPPORTED, f"send the data as {PROTOBUF}, as SDKs from 0.25.0 on do"
             )
         own, limits = client(request), self._server.served.data
-        asked = await self._bodies.read(
+        parsed = await self._bodies.read(
             request, own, lambda body: read_training_request(body, limits)
         )
-        return _accepted(await self._server.train(own, asked), asked.model_id)
+        return _accepted(await self._server.train(own, parsed), parsed.model_id)
 
     async def optim_step(self, request: Request) -> Response:
         return await self._change(request, requests.OptimStep, "optim_step")
@@ -131,13 +131,13 @@ class Routes:
         return await self._change(request, requests.LoadWeights, "load_weights")
 
     async def _change(self, request: Request, kind: type[ClientRequest], name: str) -> Response:
-        asked: Any = await self._parsed(request, kind)
-        accepted = await self._server.change(client(request), name, asked)
-        return _accepted(accepted, asked.model_id or "")
+        parsed: Any = await self._parsed(request, kind)
+        accepted = await self._server.change(client(request), name, parsed)
+        return _accepted(accepted, parsed.model_id or "")
 
     async def create_sampler(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.CreateSampler)
-        sampler = await self._server.create_sampler(client(request), asked)
+        parsed = await self._parsed(request, requests.CreateSampler)
+        sampler = await self._server.create_sampler(client(request), parsed)
         body = {"type": "create_sampling_session", "sampling_session_id": sampler.id}
         return JSONResponse(body)
 
@@ -149,27 +149,27 @@ class Routes:
             check_sample(found, served.data, served.limits)  # counts all tokens, however many
             return found
 
-        asked = await self._bodies.read(request, own, made)
-        accepted = await self._server.sample(own, asked)
-        names = [f"{accepted.request_id}/{n}" for n in range(asked.num_samples)]
+        parsed = await self._bodies.read(request, own, made)
+        accepted = await self._server.sample(own, parsed)
+        names = [f"{accepted.request_id}/{n}" for n in range(parsed.num_samples)]
         return JSONResponse(accepted.body(sample_sequence_ids=names))
 
     async def retrieve_future(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.OfRequest)
-        found = await self._server.result(client(request), asked.request_id, WAIT_S)
+        parsed = await self._parsed(request, requests.OfRequest)
+        found = await self._server.result(client(request), parsed.request_id, WAIT_S)
         if found is None:
             state = "paused_capacity" if self._server.is_full else "active"
-            return JSONResponse(try_again(asked.request_id, state))
+            return JSONResponse(try_again(parsed.request_id, state))
         return _result(found)
 
     async def cancel_future(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.OfRequest)
-        await self._cancel(client(request), asked.request_id)
+        parsed = await self._parsed(request, requests.OfRequest)
+        await self._cancel(client(request), parsed.request_id)
         return Response(status_code=204)
 
     async def weights_info(self, request: Request) -> Response:
-        asked = await self._parsed(request, requests.WeightsInfo)
-        saved = self._registry.saved(client(request), asked.tinker_path)
+        parsed = await self._parsed(request, requests.WeightsInfo)
+        saved = self._registry.saved(client(request), parsed.tinker_path)
         return JSONResponse(weights_info(saved, self._server.served))
 
     async def _parsed(self, request: Request, kind: type[Model]) -> Model:

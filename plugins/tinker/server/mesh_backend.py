@@ -50,7 +50,7 @@ from composer_mesh.services.training.rank_processes import RankProcesses
 
 NAME = "trainer"
 PREPARING_S = 3600.0
-"""Longest warm start, beside its steps."""
+"""Longest warm start, in addition to its steps."""
 
 
 def restart_rules(config: Config) -> RestartRules:
@@ -69,7 +69,7 @@ class ServedRanks:
         self._config, self._processes, self._record = config, processes, record
         self._budget = RestartBudget(rules, NAME)
         self._folder, self._order = Path(), asyncio.Lock()
-        self._untold, self._vocabulary = "", 0
+        self._unreported, self._vocabulary = "", 0
         self._replacing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.restarts = 0
@@ -117,8 +117,8 @@ class ServedRanks:
     async def _call(self, endpoint: str, *args: Any) -> Any:
         if self._replacing is not None:
             await asyncio.shield(self._replacing)
-        if self._untold:
-            reason, self._untold = self._untold, ""
+        if self._unreported:
+            reason, self._unreported = self._unreported, ""
             raise BackendLost(reason)
         called = self._processes.names()
         try:
@@ -131,7 +131,7 @@ class ServedRanks:
                 raise
             if self._processes.names() == called:
                 self._lose(cause)
-            self._untold = ""
+            self._unreported = ""
             raise BackendLost(str(cause)) from error
         return answers[0]
 
@@ -156,7 +156,7 @@ class ServedRanks:
         await self._processes.stop()
 
     async def _cause_of(self, error: Exception) -> Exception | None:
-        """Return by what the ranks are lost; None for an error of the only one, which goes on."""
+        """Return by what the ranks are lost; None for an error of the only one, which continues."""
         if len(self._processes.all) == 1 and not isinstance(error, ActorDied | DeadlineExceeded):
             return None
         return await self._processes.cause_of(error)
@@ -164,7 +164,7 @@ class ServedRanks:
     def _lose(self, cause: Exception) -> None:
         """Replace all ranks, once."""
         if self._replacing is None:
-            self._untold = str(cause)
+            self._unreported = str(cause)
             if not isinstance(cause, ActorDied):
                 self._processes.lose(_name_of(cause, self._processes.names()), str(cause))
             self._replacing = asyncio.create_task(self._replace(cause))

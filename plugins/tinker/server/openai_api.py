@@ -105,8 +105,8 @@ class SampledByOperations:
             top_k=request.truncation.top_k or -1,
         )
         prompt = requests.Prompt(chunks=[requests.TextChunk(tokens=request.prompt_ids)])
-        asked = requests.SampleRequest(prompt=prompt, sampling_params=settings, **self._where)
-        accepted = await self._server.sample(self._client, asked)
+        sample = requests.SampleRequest(prompt=prompt, sampling_params=settings, **self._where)
+        accepted = await self._server.sample(self._client, sample)
         try:
             found = await self._server.result(self._client, accepted.request_id, WAIT_S)
         except asyncio.CancelledError:
@@ -158,14 +158,14 @@ class OpenAiRoutes:
         async def answer(request: Request) -> Response:
             served, own = self._server.served, client(request)
             async with self._server.bodies.body(request, own) as body:
-                asked = await self._server.bodies.made(_parameters, body)
+                parameters = await self._server.bodies.made(_parameters, body)
                 generation = SampledByOperations(
-                    self._server, self._cancel, own, self._where(own, asked.model)
+                    self._server, self._cancel, own, self._where(own, parameters.model)
                 )
-                sampling = asked.sampling(served.data.context)
+                sampling = parameters.sampling(served.data.context)
                 sample = Sample(Episode("", "heldout", 0), 0, 0, sampling)
                 episode = AgentEpisode(self._format, generation, sample, sampling, 0.0)
-                reading = await self._server.bodies.made(read, body, episode, asked.model)
+                reading = await self._server.bodies.made(read, body, episode, parameters.model)
             try:
                 exchange = await _while_connected(request, episode.answer(reading.ask, b"", False))
                 return _written(reading, exchange)

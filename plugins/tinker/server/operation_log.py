@@ -33,7 +33,7 @@ from composer_mesh.services.web.errors import bad
 
 QUEUED, DONE, FAILED, EXPIRED = 0, 1, 2, 3
 PIECE, ROW_BYTES = 4 * 2**20, 1000
-"""Bytes that one job frees, and those of a row beside its body and its answer.
+"""Bytes that one job frees, and those of a row in addition to its body and its answer.
 
 A megabyte takes some 5 ms, in which the log does nothing else."""
 MEDIA: tuple[MediaType, ...] = ("json", "protobuf")

@@ -296,14 +296,14 @@ class RestRoutes:
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request) -> Response:
-        asked = await self._bodies.read(
+        parsed = await self._bodies.read(
             request,
             client(request),
             lambda body: requests.parsed(requests.TimeToLive, body),
             INLINE_BYTES,
         )
         saved = self._registry.saved(client(request), _saved_path(request))
-        await self._registry.set_ttl(saved, asked.ttl_seconds)
+        await self._registry.set_ttl(saved, parsed.ttl_seconds)
         return Response(status_code=204)
 
     async def archive(self, request: Request) -> Response:

@@ -89,7 +89,7 @@ def sample_result(
     prompt: Scores | None,
     own_logprobs: bool,
 ) -> Result:
-    """Return samples, and what was asked of the prompt; at position 0 nothing is scored (NaN)."""
+    """Return samples, and what was requested of the prompt; position 0 has no score (NaN)."""
     response = SampleResponse()
     for sequence, top in zip(sequences, sampled_top, strict=True):
         added = response.sequences.add(

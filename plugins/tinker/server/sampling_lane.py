@@ -193,8 +193,8 @@ class SamplingLane:
         tops: Sequence[Scores | None] = [None] * len(sequences)
         if payload.topk_sample_logprobs:
             whole = [ids + one.token_ids for one in sequences]
-            asked = ScoreRequest(payload.topk_sample_logprobs)
-            tops = await self._backend.score(snapshot, whole, asked)
+            query = ScoreRequest(payload.topk_sample_logprobs)
+            tops = await self._backend.score(snapshot, whole, query)
         return sample_result(sequences, tops, prompt, bool(payload.prompt_logprobs))
 
     def _file_of(self, client: str, payload: SampleRequest) -> str:
@@ -210,8 +210,8 @@ class SamplingLane:
         targets, top_k = payload.target_prompt_logprobs, payload.topk_prompt_logprobs
         if not (payload.prompt_logprobs or top_k or targets is not None):
             return None
-        asked = ScoreRequest(top_k, None if targets is None else target_ids(targets, len(ids)))
-        (found,) = await self._backend.score(snapshot, [ids], asked)
+        query = ScoreRequest(top_k, None if targets is None else target_ids(targets, len(ids)))
+        (found,) = await self._backend.score(snapshot, [ids], query)
         return _only_last(found, payload.prompt_logprobs_last_n)
 
 

@@ -163,13 +163,13 @@ class TrainingServer:
         model = self.registry.new_model(client, session, seq, spec, text)
         if not self.registry.knows(model.id):
             self._check_models(client)
-        asked = OperationRequest(
+        requested = OperationRequest(
             client, "create_model", f"{session}:train", seq, request.canonical()
         )
         answer = json_result(type="create_model", model_id=model.id)
 
         def enter(rows: Any) -> Accepted:
-            accepted = log.accept(rows, asked)
+            accepted = log.accept(rows, requested)
             if accepted.is_new:
                 log.put(rows, model)
                 log.finish(rows, [log.Finished(accepted.number, answer, self._clock())])
@@ -250,9 +250,9 @@ class TrainingServer:
         if model.unloaded:
             raise bad(f"model {name} was unloaded: create another one")
         await self.registry.touch(client, model.session)
-        asked = OperationRequest(client, kind, model.id, seq, body, model.id, cost, identity)
+        requested = OperationRequest(client, kind, model.id, seq, body, model.id, cost, identity)
         check = partial(self._training.check_seq, model.id, seq)
-        return await self._accept(asked, payload, check)
+        return await self._accept(requested, payload, check)
 
     async def sample(self, client: str, request: requests.SampleRequest) -> Accepted:
         """Accept a request for samples, for log-probs of a prompt, or both."""
@@ -269,34 +269,34 @@ class TrainingServer:
         seq = request.seq_id if scope else None
         most = request.sampling_params.max_tokens or self.served.data.context
         cost = len(request.prompt.ids) + request.num_samples * most
-        asked = OperationRequest(client, "sample", scope, seq, request.canonical(), "", cost)
-        return await self._accept(asked, request, lambda: None)
+        requested = OperationRequest(client, "sample", scope, seq, request.canonical(), "", cost)
+        return await self._accept(requested, request, lambda: None)
 
     async def _accept(
-        self, asked: OperationRequest, payload: Any, check_new: Callable[[], None]
+        self, requested: OperationRequest, payload: Any, check_new: Callable[[], None]
     ) -> Accepted:
         """Log and queue an operation, unless it is known already."""
-        size = len(asked.body)
-        self._counts.add(asked.client, size)
+        size = len(requested.body)
+        self._counts.add(requested.client, size)
         try:
 
             def enter(rows: Any) -> Accepted:
-                accepted = log.accept(rows, asked)
+                accepted = log.accept(rows, requested)
                 if accepted.is_new:
                     check_new()
                 return accepted
 
             accepted = await self._commits.run(enter)
         except BaseException:
-            self._counts.remove(asked.client, size)
+            self._counts.remove(requested.client, size)
             raise
         if accepted.is_new:
-            request = replace(asked, body=b"")
+            request = replace(requested, body=b"")
             operation = Operation(accepted.number, accepted.request_id, request, size)
             self._payloads.hold(operation, payload)
             self._enter(operation)
         else:
-            self._counts.remove(asked.client, size)
+            self._counts.remove(requested.client, size)
         return accepted
 
     def _enter(self, operation: Operation) -> None:
@@ -341,7 +341,7 @@ class TrainingServer:
     async def unload(self, client: str, name: str) -> Accepted:
         """Give a model up; its saved weights stay. Its unanswered operations fail."""
         model = self.registry.model(client, name)
-        asked = OperationRequest(client, "unload_model", f"{name}:unload", 0, b"", name)
+        requested = OperationRequest(client, "unload_model", f"{name}:unload", 0, b"", name)
         gone = replace(model, unloaded=True)
         answer = json_result(type="unload_model", model_id=name)
         failed = failure("its model was unloaded", "user")
@@ -349,7 +349,7 @@ class TrainingServer:
         now = self._clock()
 
         def enter(rows: Any) -> Accepted:
-            accepted = log.accept(rows, asked)
+            accepted = log.accept(rows, requested)
             log.put(rows, gone)
             log.finish(rows, [log.Finished(accepted.number, answer, now)])
             return accepted

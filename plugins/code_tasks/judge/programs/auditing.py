@@ -1,6 +1,6 @@
 """Counts what files that the agent changed ask of the interpreter, by an audit hook.
 
-An audit hook cannot be removed. What it saw is still told by a process that agent code shares.
+An audit hook cannot be removed. What it saw is still reported by a process that agent code shares.
 """
 
 import sys
@@ -57,9 +57,9 @@ class Audit:
 
     def install(self) -> None:
         """Begin; there is no end."""
-        sys.addaudithook(self._heard)
+        sys.addaudithook(self._on_event)
 
-    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         kind = KINDS.get(event)
         if event == "import" and args[0] in FORBIDDEN_IMPORTS:
             kind = "forbidden_import"

@@ -67,16 +67,16 @@ def answer(call: dict[str, Any]) -> dict[str, Any]:
         kind = type(error)
         return {"raised": f"{kind.__module__}.{kind.__qualname__}"}
     try:
-        told = {
+        report = {
             "returned": encode(returned)
             if items is None
             else {"iterator": [encode(one) for one in items]}
         }
         if not any(is_object(one) for one in call["arguments"]):
-            told["arguments"] = [encode(one) for one in arguments]
+            report["arguments"] = [encode(one) for one in arguments]
     except Exception as error:  # noqa: BLE001  its class may be the agent's
         return {"unencodable": f"{type(returned).__name__}: {type(error).__name__}"[:200]}
-    return told
+    return report
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 The spec is JSON on standard input: `mark`, `modules` (names that must not be importable here) and
 `bodies` (by a digest of their first line: pairs of a number of lines and a digest of all). Copies
-in the standard library are told last, so that one elsewhere goes before them.
+in the standard library are reported last, so that one elsewhere goes before them.
 """
 
 import hashlib

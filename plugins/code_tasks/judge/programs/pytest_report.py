@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import pytest
 
 LONGEST_FAILURE = 3000
-MOST_TOLD = 50
+MOST_REPORTED = 50
 """Failures that are reported with their text."""
 
 
@@ -24,7 +24,7 @@ class ReportPlugin:
         self._reporter, self._wanted = reporter, None if wanted is None else set(wanted)
         self._phases: dict[str, str] = {}
         self._failures: dict[str, str] = {}
-        self._told = 0
+        self._reported = 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -41,8 +41,8 @@ class ReportPlugin:
         outcome = "xfail" if hasattr(report, "wasxfail") else str(report.outcome)
         if outcome != "passed" and self._phases.get(report.nodeid, "passed") == "passed":
             self._phases[report.nodeid] = outcome
-            self._failures[report.nodeid] = _text(report) if self._told < MOST_TOLD else ""
-            self._told += 1
+            self._failures[report.nodeid] = _text(report) if self._reported < MOST_REPORTED else ""
+            self._reported += 1
         self._phases.setdefault(report.nodeid, outcome)
         if report.when == "teardown":
             self._reporter.say(

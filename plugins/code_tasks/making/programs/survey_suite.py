@@ -37,7 +37,7 @@ VARIABLE, KEYWORDS = 0x04, 0x08
 
 
 class CallRecorder:
-    """Hears of calls: notes which functions the current test reaches, and some of their inputs."""
+    """Receives calls: notes which functions the current test reaches, and some of their inputs."""
 
     def __init__(self, functions: list[list[Any]], makers: list[list[Any]]) -> None:
         paths = {one: in_tree([one])[0] for one in {each[0] for each in functions + makers}}
@@ -54,12 +54,12 @@ class CallRecorder:
         self.reached: set[int] = set()
 
     def start(self) -> None:
-        """Hear all calls of this thread and of those that it starts."""
-        sys.setprofile(self.heard)
-        threading.setprofile(self.heard)
+        """Receive all calls of this thread and of those that it starts."""
+        sys.setprofile(self.on_call)
+        threading.setprofile(self.on_call)
 
-    def heard(self, frame: FrameType, event: str, _: Any) -> None:
-        """Note a call of a function that is asked about."""
+    def on_call(self, frame: FrameType, event: str, _: Any) -> None:
+        """Note a call of a function that is queried."""
         if event != "call":
             return
         code = frame.f_code
@@ -106,7 +106,7 @@ class CallRecorder:
 
     def _note_inputs(self, number: int, frame: FrameType, code: CodeType) -> None:
         if frame.f_lasti != self._starts.setdefault(id(code), frame.f_lasti):
-            return  # a generator that goes on
+            return  # a generator that continues
         how, (values, named) = self._how[number], taken_by(frame, code)
         first: list[Any] = []
         if how in {"method", "class"}:
@@ -116,12 +116,12 @@ class CallRecorder:
             first, values = ([{"object": made}] if how == "method" else []), values[1:]
         try:
             arguments = [*first, *encode(values)["list"]]
-            told = [arguments, {name: encode(one) for name, one in named.items()}]
+            encoded = [arguments, {name: encode(one) for name, one in named.items()}]
         except (TypeError, RecursionError):
             return
-        key = json.dumps(told)
+        key = json.dumps(encoded)
         if len(key) <= LONGEST_INPUT:
-            self.inputs[number].setdefault(key, told)
+            self.inputs[number].setdefault(key, encoded)
 
 
 def name_of(value: Any) -> str:

@@ -84,15 +84,15 @@ class Trials:
         """Run one variant and report it; return whether the next one is wanted."""
         started = time.monotonic()
         items = [one for one in session.items if one.nodeid in set(tests)]
-        told = in_a_fork(lambda: self._child(items, deletions), self._spec["limit_s"])
-        told = told or {"tests": {}, "broken": -1}
+        outcome = in_a_fork(lambda: self._child(items, deletions), self._spec["limit_s"])
+        outcome = outcome or {"tests": {}, "broken": -1}
         places = {test: place for place, test in enumerate(tests)}
-        passed = [places[one] for one, how in told["tests"].items() if how == "passed"]
-        failed = [places[one] for one, how in told["tests"].items() if how == "failed"]
-        about = {"passed": sorted(passed), "failed": sorted(failed), "broken": told["broken"]}
+        passed = [places[one] for one, how in outcome["tests"].items() if how == "passed"]
+        failed = [places[one] for one, how in outcome["tests"].items() if how == "failed"]
+        about = {"passed": sorted(passed), "failed": sorted(failed), "broken": outcome["broken"]}
         seconds = round(time.monotonic() - started, 3)
         self._reporter.say("trial", trial=number, variant=name, seconds=seconds, **about)
-        return bool(failed) and not told["broken"]
+        return bool(failed) and not outcome["broken"]
 
     def _child(self, items: list[Any], deletions: list[list[Any]]) -> dict[str, Any]:
         """Delete, run the tests, and return how each ended."""

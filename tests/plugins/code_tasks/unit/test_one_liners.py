@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from composer_mesh.plugins.code_tasks.one_liners import ASKED, Expression, OneLiners, expression_of
+from composer_mesh.plugins.code_tasks.one_liners import PROMPT, Expression, OneLiners, expression_of
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.task import TaskSettings, split_of
@@ -66,7 +66,7 @@ def test_a_wrong_action_of_the_expert_is_wrong() -> None:
     task, rng = OneLiners.create(), random.Random(0)
     for index in range(300):
         words = task.episode("train", index).payload["words"]
-        messages = [{"role": "user", "content": f"{ASKED}{words}."}]
+        messages = [{"role": "user", "content": f"{PROMPT}{words}."}]
         call = parse_action(task.corrupted(messages, rng))
         assert isinstance(call, ToolCall)
         assert call != parse_action(task.expert(messages))

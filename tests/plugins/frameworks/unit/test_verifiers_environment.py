@@ -142,7 +142,7 @@ def test_one_error_of_infrastructure_makes_an_episode_that() -> None:
     ("plan", "said"),
     [
         ({"traces": [{"rewards": {"right": None}}]}, "rewards right of agent agent were not"),
-        ({"traces": [{"turns": 0}]}, "asked the endpoint for nothing"),
+        ({"traces": [{"turns": 0}]}, "requested nothing of the endpoint"),
         ({"traces": [{"trainable": False}]}, "without a run of an agent that is trained"),
         ({"traces": []}, "without a run"),
     ],

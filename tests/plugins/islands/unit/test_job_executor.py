@@ -114,7 +114,7 @@ def test_a_job_that_cannot_be_cancelled_is_named_and_the_others_are(
     executor, replicas = islands("sleep 600")
     executor.launch_replicas(replicas)
     cloud.failing = 1
-    with pytest.raises(LaunchFailed, match=r"job job0 may go on: .*503"):
+    with pytest.raises(LaunchFailed, match=r"job job0 may continue: .*503"):
         executor.cancel(0.0)
     assert [one.stage for one in cloud.jobs.values()] == ["RUNNING", "CANCELED"]
 

@@ -16,8 +16,8 @@ from composer_mesh.plugins.openenv.client.schemas import SchemaToolSpec
 from composer_mesh.plugins.openenv.client.session import (
     OpenEnvSession,
     UnreadableObservation,
+    reported_error,
     text_of,
-    told_error,
 )
 from composer_mesh.plugins.openenv.client.task import OpenEnvTask
 from composer_mesh.plugins.openenv.client.wire import ObservationData
@@ -167,7 +167,7 @@ def test_every_broken_observation_is_read_or_refused(cases: Cases):
             assert isinstance(text_of(data, None), str)
         except UnreadableObservation:
             continue
-        error = told_error(data, TEMPLATES)
+        error = reported_error(data, TEMPLATES)
         if error is not None and error.hint != "tool_error":
             assert TEMPLATES[error.hint].format_map(error.facts)
 

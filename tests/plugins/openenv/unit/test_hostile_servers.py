@@ -140,7 +140,7 @@ ANSWERS: dict[str, tuple[Send, type[Exception], str]] = {
 
 STEPS: dict[str, tuple[Send, type[Exception], str]] = {
     **ANSWERS,
-    "two answers": (twice, ProtocolViolation, "two answers|was not asked for"),
+    "two answers": (twice, ProtocolViolation, "two answers|was not requested"),
     "huge reward": (observed(reward=1e300), ProtocolViolation, "beyond most_reward"),
     "reward of many digits": (
         text('{"type":"observation","data":{"observation":{},"reward":' + "9" * 5000 + "}}"),
@@ -273,7 +273,7 @@ async def test_a_second_answer_to_an_earlier_step_never_becomes_a_reward():
         running = RunningEpisode(task, task.episode("train", 0), TaskCalls(limit_s=CALL_S))
         await running.begin()
         await running.step(call_text("add", {"number": 1}))
-        with pytest.raises(ProtocolViolation, match=r"two answers|was not asked for"):
+        with pytest.raises(ProtocolViolation, match=r"two answers|was not requested"):
             await running.outcome()
         with pytest.raises(ServerFailure):
             await running.outcome()
@@ -386,7 +386,7 @@ async def test_a_flood_of_frames_is_not_buffered():
                 await socket.writer.drain()  # it is never told to go on
 
     with OpenEnvServer(hooks={"step": step}) as server:
-        await ends(server, ProtocolViolation, "two answers|was not asked for|cannot be read")
+        await ends(server, ProtocolViolation, "two answers|was not requested|cannot be read")
 
 
 async def test_a_lost_call_leaves_the_session_unusable():
@@ -430,7 +430,7 @@ def test_an_exception_of_the_environment_is_a_fault_of_the_episode():
 async def test_an_episode_that_a_server_does_not_finish_as_it_said_has_no_reward(name: str):
     accepted = {"metadata": {"accepted_actions": ["finish", 7, "more"], "turn": 0}}
     answers = {
-        "goes on": ({"type": "observation", "data": observation(done=False)}, "goes on after"),
+        "goes on": ({"type": "observation", "data": observation(done=False)}, "continues after"),
         "refuses": ({"type": "error", "data": {"code": "VALIDATION_ERROR"}}, "VALIDATION_ERROR"),
         "counts a turn": (
             {"type": "observation", "data": observation(metadata={"turn": 1})},

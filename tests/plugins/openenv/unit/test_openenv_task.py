@@ -190,7 +190,7 @@ def test_nobody_listening_is_one_line():
     with OpenEnvServer() as server:
         url = server.url
     with pytest.raises(
-        ConnectionLost, match=rf"{url}: cannot be asked .* start the server"
+        ConnectionLost, match=rf"{url}: cannot be queried .* start the server"
     ) as told:
         OpenEnvTask.create(SETTINGS, url=url)
     assert "\n" not in str(told.value)
@@ -264,7 +264,7 @@ def test_check_says_what_the_environment_offers():
         lines = made(server).remarks()
         assert "2 tools" in lines[0]
         assert "a quarter is held out" in lines[1]
-        assert "states are told by the server" in lines[2]
+        assert "states are reported by the server" in lines[2]
     with OpenEnvServer(splits={"train": 10}) as server:
         lines = made(server).remarks()
         assert "8 training tasks of split 'train', 2 held-out ones" in lines[1]

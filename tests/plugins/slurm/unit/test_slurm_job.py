@@ -167,7 +167,7 @@ def test_without_resubmit_the_job_ends_at_its_time_limit(job: Callable[..., Job]
     process.send_signal(signal.SIGTERM)
     status, printed = ended(process)
     assert status == 143
-    assert "go on with composer-mesh launch --resume" in printed
+    assert "continue with composer-mesh launch --resume" in printed
     assert not one.requeues
 
 

@@ -154,7 +154,7 @@ async def test_a_model_that_is_not_open_replaces_nothing(world: World) -> None:
     ranks = await world.ranks(2)
     for one in world.host.actors:
         one.errors["execute"] = ModelNotOpen("a", 3, -1)
-    with pytest.raises(BackendLost, match="a is asked for at position 3"):
+    with pytest.raises(BackendLost, match="a is requested at position 3"):
         await ranks.call("execute")
     assert await ranks.call("execute") == 0
     assert ranks.restarts == 0
