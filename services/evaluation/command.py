@@ -95,8 +95,8 @@ def evaluate_endpoint(
 ) -> int:
     """Play episodes against an endpoint; the exit status is 1 where it answered none of them.
 
-    With `max_usd` no request is sent that might cost more in all, over all commands that continued in
-    this directory; the endpoint needs prices. `transport` replaces the network.
+    With `max_usd` no request is sent that might cost more in all, over all commands that continued
+    in this directory; the endpoint needs prices. `transport` replaces the network.
     """
     signals.hold()
 
