@@ -218,8 +218,8 @@ class Instances:
             return f"Error during execution: {error}", str(error)
         if name in ("cp", "mv"):
             _check_files(self._instances["GorillaFileSystem"].root)
-        error = result.get("error") if isinstance(result, dict) else None
-        return text, str(error) if error else None
+        reported = result.get("error") if isinstance(result, dict) else None
+        return text, str(reported) if reported else None
 
     def bound(self, call: str) -> tuple[str, dict[str, Any]]:
         """Return the name and the named arguments of a gold call; raise UnusableTask for others."""

@@ -308,8 +308,8 @@ async def test_a_step_that_differs_when_it_is_trained_again_is_told(run: Running
     await resumed(run, past)
     (told,) = [event[2] for event in run.world.events if event[0] == "run_caught_up"]
     assert told == (
-        "1 step trained again, whose losses and gradients differ by up to 0.5 of their size, goes "
-        "on at version 1"
+        "1 step trained again, whose losses and gradients differ by up to 0.5 of their size, "
+        "continues at version 1"
     )
 
 
