@@ -156,7 +156,7 @@ async def test_an_episode_asks_for_a_bounded_number_of_answers(
     chat: ChatFormat, generation: ScriptedGeneration
 ) -> None:
     episode = an_episode(chat, generation)
-    with pytest.raises(TooManyTurns, match="may ask for 4096"):
+    with pytest.raises(TooManyTurns, match="may request 4096"):
         await episode.answer(Ask(ASK.questions, n=agent_episode.MOST_TURNS + 1), b"k", False)
     assert generation.requests == []
 
