@@ -158,7 +158,7 @@ def serve(report: Report, prompt: int) -> float:
     rows = [[name, f"{value:,.2f}"] for name, value in found.items()]
     report.print_table(f"{DECODING} sessions during a prompt of {prompt:,}", ["a step", ""], rows)
     for name, value in found.items():
-        report.figures[f"beside a prompt of {prompt:,}: {name}"] = round(value, 3)
+        report.figures[f"during a prompt of {prompt:,}: {name}"] = round(value, 3)
     return found["beside_ms"] / found["before_ms"]
 
 

@@ -219,7 +219,7 @@ def run_ablation(
             code = train(run.config, place, changes)
         publish()
         if code > SIGNALLED:
-            tell(f"stopped at {title}: the same command goes on from here")
+            tell(f"stopped at {title}: the same command continues from here")
             return code
     return 0
 
@@ -229,15 +229,15 @@ def _half(run: PlannedRun, place: Path) -> tuple[Sequence[Change] | None, list[s
 
     A run that cannot be resumed is moved aside.
     """
-    told = []
+    notes = []
     if may_be_resumed(place):
         try:
             return refuse_unfit(place, run.config), ["resumed where it was stopped"]
         except RunDirectoryError as error:
-            told.append(f"begins anew: {error}")
+            notes.append(f"begins anew: {error}")
     if aside := set_aside(place):
-        told.append(f"moved an unfinished one to {aside}")
-    return None, told
+        notes.append(f"moved an unfinished one to {aside}")
+    return None, notes
 
 
 def is_finished(place: Path, steps: int) -> bool:
@@ -252,8 +252,8 @@ def refuse_other_runs(runs: Sequence[PlannedRun], output: Path) -> None:
         place = output / run.place
         if (place / "config.toml").exists() and (changed := _differences(run.config, place)):
             raise RunDirectoryError(
-                f"{place} holds a run of another config than the one asked for ({changed}): ask "
-                "for the same, or name another directory with --output"
+                f"{place} holds a run of another config than the requested one ({changed}): request "
+                "the same, or name another directory with --output"
             )
 
 
