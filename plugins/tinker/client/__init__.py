@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer_mesh.plugins.tinker.client.episodes import (
-        ChatSampler,
+        Sampler,
         hinted_turns,
         pairs_by_vote,
         rollouts_of,
@@ -34,7 +34,7 @@ _MODULES = {
     "Hinted": "plugins.tinker.client.sequences",
     "Pair": "plugins.tinker.client.sequences",
     "Rollout": "plugins.tinker.client.sequences",
-    "ChatSampler": "plugins.tinker.client.episodes",
+    "Sampler": "plugins.tinker.client.episodes",
     "TeacherTopK": "plugins.tinker.client.sequences",
     "ThreeChannelStep": "plugins.tinker.client.sequences",
     "ToolboxTask": "tasks.toolbox",
@@ -52,10 +52,10 @@ _MODULES = {
 
 __all__ = [
     "ChatFormat",
-    "ChatSampler",
     "Hinted",
     "Pair",
     "Rollout",
+    "Sampler",
     "TeacherTopK",
     "ThreeChannelStep",
     "ToolboxTask",

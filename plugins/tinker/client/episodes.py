@@ -30,7 +30,7 @@ ERROR = 1e-4
 
 
 @dataclass(frozen=True)
-class ChatSampler:
+class Sampler:
     """A SamplingClient with the chat format of its model, and bounds of what it writes."""
 
     client: Any
@@ -94,7 +94,7 @@ def hinted_turns(
 
 
 def pairs_by_vote(
-    teachers: Sequence[ChatSampler],
+    teachers: Sequence[Sampler],
     turns: Sequence[Hinted],
     ask: int = 3,
     threshold: int = 2,

@@ -149,9 +149,9 @@ class Routes:
             check_sample(found, served.data, served.limits)  # counts all tokens, however many
             return found
 
-        parsed = await self._bodies.read(request, own, made)
-        accepted = await self._server.sample(own, parsed)
-        names = [f"{accepted.request_id}/{n}" for n in range(parsed.num_samples)]
+        sample = await self._bodies.read(request, own, made)
+        accepted = await self._server.sample(own, sample)
+        names = [f"{accepted.request_id}/{n}" for n in range(sample.num_samples)]
         return JSONResponse(accepted.body(sample_sequence_ids=names))
 
     async def retrieve_future(self, request: Request) -> Response:

@@ -44,7 +44,7 @@ KIND = FileKind(
     purpose="be the log of a training server",
     repair="serve from another --output, or take the file from a copy",
     application_id=0x434D5356,
-    version=3,
+    version=4,
     tables=(
         """CREATE TABLE records (
             kind TEXT NOT NULL, id TEXT NOT NULL, content TEXT NOT NULL, PRIMARY KEY (kind, id))""",

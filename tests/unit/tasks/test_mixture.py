@@ -87,7 +87,7 @@ def test_a_config_mixes_tasks(build_config: Any, tmp_path: Any) -> None:
     ("data", "said"),
     [
         ("", "task is not set"),
-        ('task = "toolbox"\n[[data.mixture]]\ntask = "toolbox"', "beside mixture"),
+        ('task = "toolbox"\n[[data.mixture]]\ntask = "toolbox"', "together with mixture"),
         ('[[data.mixture]]\ntask = "toolbox"\nweight = 0', "weight"),
     ],
 )

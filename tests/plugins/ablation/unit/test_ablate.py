@@ -170,7 +170,7 @@ def test_runs_of_another_config_are_never_mixed_in(plan: Ablation, tmp_path: Pat
     ablate_command(Study((plan,)), tmp_path, FakeRuns())
     refuse_other_runs(plan.runs, tmp_path)
     other = plan_ablation(QUICKSTART, ["run.steps=6", "trainer.lr=1e-4"], seeds=(0,), eval_every=2)
-    with pytest.raises(RunDirectoryError, match=r"another config .*\(trainer\): ask for the same"):
+    with pytest.raises(RunDirectoryError, match=r"another config .*\(trainer\): request the same"):
         refuse_other_runs(other.runs, tmp_path)
 
 

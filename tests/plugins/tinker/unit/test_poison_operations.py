@@ -184,7 +184,7 @@ def test_a_log_of_an_earlier_version_is_refused_with_the_repair(tmp_path: Path) 
     open_log(tmp_path / "log.sqlite").close()
     with closing(sqlite3.connect(tmp_path / "log.sqlite")) as rows:
         rows.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match=r"its version is 1, not 3\): serve from another --output"):
+    with pytest.raises(StoreError, match=r"its version is 1, not 4\): serve from another --output"):
         open_log(tmp_path / "log.sqlite")
 
 

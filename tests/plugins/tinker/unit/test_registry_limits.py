@@ -70,8 +70,8 @@ async def test_idle_sessions_and_their_samplers_are_freed_and_models_stay(tmp_pa
             assert "of yours here" in (await client.post("asample", 404, **sample(one)))["detail"]
         await idle.post("session_heartbeat", 404, session_id=idle.session)
         await trains.post("session_heartbeat", session_id=trains.session)
-        assert await rows(world, "records WHERE kind = 'Session'") == 1
-        assert await rows(world, "records WHERE kind = 'Sampler'") == 0
+        assert await rows(world, "records WHERE kind = 'ClientSession'") == 1
+        assert await rows(world, "records WHERE kind = 'SamplerSource'") == 0
         assert await rows(world, "operations WHERE kind = 'sample'") == 0
         assert b"error" not in (await trains.raw(await trains.train(model, 1))).content
     async with served(tmp_path) as world:
