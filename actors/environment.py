@@ -127,7 +127,7 @@ class EnvironmentActor(MeshActor):
         self._drop(session_id)
 
     @concurrent_endpoint
-    async def disconnect(self, caller: str) -> None:
+    async def close_calls(self, caller: str) -> None:
         """Drop the sessions of a caller that is dead. Waits for its calls under way."""
         await self.end_calls(caller)
         for session_id in [name for name, one in self._callers.items() if one == caller]:

@@ -94,14 +94,14 @@ class MeshActor(Actor):
         return self._streams.open(caller, answers, longest_wait_s)
 
     @concurrent_endpoint
-    async def disconnect(self, caller: str) -> None:
+    async def close_calls(self, caller: str) -> None:
         """Drop everything of a caller that is dead. Waits until its calls have ended."""
         await self.end_calls(caller)
 
     async def end_calls(self, caller: str) -> None:
         """Cancel the calls of a caller's `CallStream`. Waits until they have ended."""
         if self._streams is not None:
-            await self._streams.disconnect(caller)
+            await self._streams.close_calls(caller)
 
     def in_use(self) -> int:
         """Return how many calls and sessions of others would be lost with this actor."""

@@ -173,7 +173,7 @@ class CallServer:
         """Number of calls that are not answered yet."""
         return sum(map(len, self._running.values()))
 
-    async def disconnect(self, caller: str) -> None:
+    async def close_calls(self, caller: str) -> None:
         """Cancel the calls of a caller that is dead. Waits until they have ended."""
         await cancel_and_wait(list(self._running.pop(caller, {}).values()))
         if (answers := self._answers.pop(caller, None)) is not None:
@@ -356,7 +356,7 @@ class PipeCalls(Caller):
 
     async def close(self) -> None:
         """Stop reading and close the connection; calls under way here are cancelled."""
-        await self._server.disconnect(OTHER)
+        await self._server.close_calls(OTHER)
         if self._reading is not None:
             await cancel_and_wait([self._reading])
         if self._writer is not None:

@@ -5,7 +5,7 @@
 
 Both sides write to a port of the other, which costs a fraction of a call to an endpoint. A
 cancelled call is cancelled at the other end too. Messages to a dead process are lost without an
-error: whoever learns of a death calls `CallStream.lose`, or `StreamServer.disconnect` at the other
+error: whoever learns of a death calls `CallStream.lose`, or `StreamServer.close_calls` at the other
 end. Calls have no deadline of their own.
 """
 
@@ -165,11 +165,11 @@ class StreamServer(CallServer):
         self._reading[caller].add_done_callback(self._ended)
         return calls
 
-    async def disconnect(self, caller: str) -> None:
+    async def close_calls(self, caller: str) -> None:
         """Cancel the calls of a caller that is dead. Waits until they have ended."""
         if (reading := self._reading.pop(caller, None)) is not None:
             await cancel_and_wait([reading])
-        await super().disconnect(caller)
+        await super().close_calls(caller)
 
     async def _read(self, caller: str, receiver: PortReceiver[list[Item]]) -> None:
         while True:

@@ -252,8 +252,8 @@ def refuse_other_runs(runs: Sequence[PlannedRun], output: Path) -> None:
         place = output / run.place
         if (place / "config.toml").exists() and (changed := _differences(run.config, place)):
             raise RunDirectoryError(
-                f"{place} holds a run of another config than the requested one ({changed}): request "
-                "the same, or name another directory with --output"
+                f"{place} holds a run of another config than the requested one ({changed}): "
+                "request the same, or name another directory with --output"
             )
 
 

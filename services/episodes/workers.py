@@ -261,7 +261,7 @@ class RolloutWorkers:
     async def _disconnect(self, worker: str) -> None:
         """Have the other actors drop what a worker that is gone requested of them."""
         pools = [self._pools.generators, self._pools.environments]
-        await asyncio.gather(*(call_serving(pool, "disconnect", worker) for pool in pools))
+        await asyncio.gather(*(call_serving(pool, "close_calls", worker) for pool in pools))
         if self._rounds is not None:
             await call_serving(self._pools.generators, "close_round", self._rounds.number)
 

@@ -72,7 +72,7 @@ def make_episode_order(config: Config, task: Task, past: ResumeContents) -> Epis
     return order
 
 
-NOT_WORK = frozenset({"describe", "disconnect", "forget", "hold", "waiting", "connect", "release"})
+NOT_WORK = frozenset({"describe", "close_calls", "forget", "hold", "waiting", "connect", "release"})
 SHORTEST_S = 0.001
 MOST_OF_A_STEP = 400
 """Intervals of a step that are written, the longest ones."""

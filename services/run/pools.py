@@ -122,7 +122,7 @@ class MeshJudges:
         changed = self._judges.refresh()
         environments = {one.name: one for one in _serving(self.environments)}
         for name in self._informed - environments.keys():
-            ending = call_serving(self.pool, "disconnect", name)
+            ending = call_serving(self.pool, "close_calls", name)
             self._tasks.start(f"ending the questions of {name}", ending)
         to_tell = environments.keys() if changed else environments.keys() - self._informed
         for name in to_tell:

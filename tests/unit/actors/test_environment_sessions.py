@@ -25,7 +25,7 @@ async def test_a_dead_callers_sessions_are_dropped_and_no_others(
         for number in range(2):
             await calls.call("begin", f"{name}/{number}", toolbox.episode("train", number))
     assert actor.in_use() == 4
-    await own_endpoint(actor, "disconnect")("rollouts-0")
+    await own_endpoint(actor, "close_calls")("rollouts-0")
     assert actor.in_use() == 2
     with pytest.raises(UnknownSession):
         await callers["rollouts-1"].call("finish", "rollouts-0/0")

@@ -147,10 +147,10 @@ async def test_the_calls_of_a_dead_caller_end_and_those_of_others_go_on() -> Non
     for caller in ("a", "b"):
         server.take(caller, [call(0, "hang"), call(1, "hang")])
     await turns()
-    await server.disconnect("a")
-    await server.disconnect("unknown")
+    await server.close_calls("a")
+    await server.close_calls("unknown")
     assert (actor.ended, server.running) == (2, 2)
-    await server.disconnect("b")
+    await server.close_calls("b")
 
 
 async def test_every_message_says_how_many_calls_of_others_are_unanswered() -> None:
@@ -160,5 +160,5 @@ async def test_every_message_says_how_many_calls_of_others_are_unanswered() -> N
     server.take("a", [call(0, "add", 1, 1), call(1, "hang")])
     await turns()
     assert sent[0] == (2, LOAD, b"")
-    await server.disconnect("a")
-    await server.disconnect("other")
+    await server.close_calls("a")
+    await server.close_calls("other")

@@ -132,7 +132,7 @@ async def test_the_attempts_of_a_dead_worker_fail_and_the_others_hang_up_on_it(
     with pytest.raises(ActorDied, match="rollouts-0 died: rollouts-0 was killed"):
         await play
     await turns()
-    assert world.generators.asked == world.environments.asked == [("disconnect", "rollouts-0")]
+    assert world.generators.asked == world.environments.asked == [("close_calls", "rollouts-0")]
     again = world.play(0)
     await turns()
     world.ends["rollouts-1"].finish()

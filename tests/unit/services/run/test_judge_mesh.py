@@ -64,5 +64,5 @@ async def test_judges_drop_what_an_environment_that_is_gone_asked() -> None:
     mesh = connected(judges, environments)
     environments.change()
     await turns()
-    assert judges.asked == [("disconnect", "environment-0")]
+    assert judges.asked == [("close_calls", "environment-0")]
     await mesh.close()
