@@ -252,7 +252,7 @@ def power_before(arguments: argparse.Namespace, seeds: int, output: Path) -> str
     deviation = None if source is None else earlier_deviation(source)
     if deviation is None and arguments.deviation_from is not None:
         raise UsageError(
-            f"--deviation-from {source} has no arm with two finished seeds as well as the baseline, "
+            f"--deviation-from {source} has no arm with two finished seeds and the baseline, "
             "so it has no deviation: name another, or state it with --deviation"
         )
     return power_line(seeds, deviation)

@@ -69,9 +69,7 @@ async def test_fanout_asks_every_replica_in_order_and_on_asks_one(host: MeshHost
     assert await pool.fanout("say", text="you") == ["hi you", "hi you"]
     with pytest.raises(IndexError, match="replica 2 of echo"):
         await pool.on(2, "pid")
-    with pytest.raises(
-        AttributeError, match="no endpoint 'sing': it has close_calls, describe"
-    ):
+    with pytest.raises(AttributeError, match="no endpoint 'sing': it has close_calls, describe"):
         await pool.sing("la")
 
 
