@@ -14,7 +14,10 @@ from composer_mesh.services.commands.parser import make_parser
 
 PAGES = {
     name: Guide.read(name)
-    for name in ("channels.md", "ablation.md", "decisions/0025-a-backward-for-each-channel.md")
+    for name in (
+        *("channels.md", "ablation.md", "ablate.md"),
+        "decisions/0025-a-backward-for-each-channel.md",
+    )
 }
 METRICS = {
     f"{kind}_{channel}"
@@ -22,7 +25,7 @@ METRICS = {
     for channel in ("policy", "sdpo", "replay")
 }
 """Names of metrics that are made of their parts."""
-CHANNELS, ABLATION = PAGES["channels.md"], PAGES["ablation.md"]
+CHANNELS, ABLATE = PAGES["channels.md"], PAGES["ablate.md"]
 
 
 def test_the_example_is_a_run_with_every_setting_of_the_page() -> None:
@@ -42,6 +45,6 @@ def test_every_name_on_the_page_exists(page: str) -> None:
 
 def test_the_page_on_ablations_names_every_option_of_the_command() -> None:
     options = vars(make_parser().parse_args(["ablate", "a.toml"]))
-    shown = ABLATION.text[ABLATION.text.index("composer-mesh ablate CONFIG...") :]
+    shown = ABLATE.text[ABLATE.text.index("composer-mesh ablate CONFIG...") :]
     for option in options.keys() - {"command", "config"}:
         assert f"--{option.replace('_', '-')}" in shown, option
