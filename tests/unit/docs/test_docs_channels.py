@@ -22,7 +22,7 @@ PAGES = {
 METRICS = {
     f"{kind}_{channel}"
     for kind in ("norm", "share", "scale")
-    for channel in ("policy", "sdpo", "replay")
+    for channel in ("policy", "sdpo", "replay", "echo")
 }
 """Names of metrics that are made of their parts."""
 CHANNELS, ABLATE = PAGES["channels.md"], PAGES["ablate.md"]
