@@ -1,6 +1,6 @@
 # Everything a clone needs: `make quickstart` trains, `make new-user` trains a task of your own, `make vllm` trains with
 # vLLM on the CPU. `make test` tests the core in minutes, `make test-all` everything that needs no further packages, and
-# `make check` format, lint, types and imports; CI runs `make check` and `make test-all`.
+# `make check` format, lint, types, imports and `make docs`, the documentation as a site in build/site; CI runs `make check` and `make test-all`.
 # `make test-NAME` tests a product on the core: test-ablation, test-code-tasks, test-dashboard, test-frameworks, test-islands, test-kubernetes,
 # test-long-tasks, test-openenv, test-slurm, test-task-packages, test-tinker, test-trackers. Some install what they play with: `make test-islands` lets
 # islands meet in an S3 server, `make test-openenv` plays with OpenEnv's own package, `make test-tinker` trains through
@@ -65,7 +65,7 @@ LOCK := $(STAMPS)/uv/bin/uv pip compile pyproject.toml --universal --python-vers
 	--generate-hashes --no-emit-package torch --no-annotate --no-header --quiet
 
 .PHONY: help quickstart new-user vllm openenv verifiers tasks test test-all benchmarks-quick test-slurm test-openenv test-verifiers test-tasks
-.PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types
+.PHONY: gpu-check test-trackers test-browser test-security test-attacks test-mcp test-tinker families fuzz check types docs
 .PHONY: real-model mutations imports size lock sbom audit clean s3 test-islands bench-skyrl
 
 help:
@@ -323,7 +323,7 @@ mutations: $(STAMPS)/dev
 check: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --jobs=$(TEST_JOBS) --output-sync=target types imports
+	$(MAKE) --jobs=$(TEST_JOBS) --output-sync=target types imports docs
 
 types: $(STAMPS)/dev
 	$(BIN)/python tests/helpers/check_types.py
@@ -331,6 +331,10 @@ types: $(STAMPS)/dev
 imports: $(STAMPS)/dev
 	$(BIN)/lint-imports
 	$(BIN)/python tests/helpers/import_cycles.py
+
+# The documentation as a site in build/site, which opens from the folder. Without the network.
+docs: $(STAMPS)/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
 
 # Only Python and git are needed.
 size:

@@ -142,7 +142,7 @@ def _owners(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """Return the `type` values of the table whose sections have the last key."""
     key = str(path[-1])
     sections = _sections_at(root, path)
-    return [str(_tag(s)) for s in sections if len(sections) > 1 and key in s.model_fields]
+    return [str(tag(s)) for s in sections if len(sections) > 1 and key in s.model_fields]
 
 
 def _how_to_add(path: Sequence[str | int]) -> str:
@@ -179,12 +179,12 @@ def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[
     for part in path:
         fields = [section.model_fields.get(str(part)) for section in sections]
         if isinstance(part, str) and len(sections) > 1 and not any(fields):
-            chosen = [s for s in sections if _tag(s) == part]
-            sections = chosen or [s for s in sections if _tag(s) is None] or sections
+            chosen = [s for s in sections if tag(s) == part]
+            sections = chosen or [s for s in sections if tag(s) is None] or sections
             continue
         found.append(part)
         if isinstance(part, str):
-            sections = [s for field in fields if field for s in _sections_of(field.annotation)]
+            sections = [s for field in fields if field for s in sections_of(field.annotation)]
     return found
 
 
@@ -197,7 +197,7 @@ def _first_keys(root: type[BaseModel]) -> dict[str, str]:
 def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
-        for child in _sections_of(field.annotation):
+        for child in sections_of(field.annotation):
             yield from _all_keys(child, f"{prefix}{name}.")
 
 
@@ -207,7 +207,7 @@ def _sections_at(root: type[BaseModel], path: Sequence[str | int]) -> list[type[
     for part in path[:-1]:
         if isinstance(part, str):
             fields = [section.model_fields.get(part) for section in sections]
-            sections = [s for field in fields if field for s in _sections_of(field.annotation)]
+            sections = [s for field in fields if field for s in sections_of(field.annotation)]
     return sections
 
 
@@ -216,14 +216,14 @@ def _is_free_table(root: type[BaseModel], path: Sequence[str | int]) -> bool:
     return any(field and typing.get_origin(field.annotation) is dict for field in fields)
 
 
-def _sections_of(annotation: object) -> list[type[BaseModel]]:
+def sections_of(annotation: object) -> list[type[BaseModel]]:
     """Return the sections in an annotation such as `Section`, `tuple[Section, ...]` or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for inner in typing.get_args(annotation) for found in _sections_of(inner)]
+    return [found for inner in typing.get_args(annotation) for found in sections_of(inner)]
 
 
-def _tag(section: type[BaseModel]) -> str | None:
+def tag(section: type[BaseModel]) -> str | None:
     """Return the value of `type` that selects this section."""
     field = section.model_fields.get("type")
     return next(iter(typing.get_args(field.annotation)), None) if field else None

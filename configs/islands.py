@@ -29,6 +29,7 @@ class OuterSgd(Section):
     """SGD on the mean outer gradient, with Nesterov momentum as in DiLoCo."""
 
     type: Literal["sgd"] = "sgd"
+    """Type of the outer optimizer."""
 
     lr: Positive = 0.7
     """Outer learning rate; 1 with momentum 0 averages the islands' weights."""
@@ -44,6 +45,7 @@ class OuterAdam(Section):
     """Adam on the mean outer gradient."""
 
     type: Literal["adam"]
+    """Type of the outer optimizer."""
 
     lr: Positive = 0.001
     """Outer learning rate."""

@@ -94,6 +94,7 @@ class LengthFilter(_Between):
     """Number of characters of a text."""
 
     type: Literal["length"] = "length"
+    """Type of the filter."""
 
     min: CountOrZero = 8
     """Minimum number of characters."""
@@ -106,6 +107,7 @@ class WordsFilter(_Between):
     """Number of words of a text; characters of scripts without spaces count one each."""
 
     type: Literal["words"]
+    """Type of the filter."""
 
     min: CountOrZero = 2
     """Minimum number of words."""
@@ -118,6 +120,7 @@ class SpecialCharactersFilter(_OfSides):
     """Share of characters other than letters, digits and white space; of a call, in its values."""
 
     type: Literal["special_characters"]
+    """Type of the filter."""
 
     max_ratio: Share = 0.5
     """Maximum share."""
@@ -127,12 +130,14 @@ class ExactDuplicatesFilter(Section):
     """Drops pairs whose context and actions equal those of an earlier pair of the run."""
 
     type: Literal["exact_duplicates"]
+    """Type of the filter."""
 
 
 class NearDuplicatesFilter(Section):
     """Drops pairs whose text is similar to an earlier one, by MinHash over character shingles."""
 
     type: Literal["near_duplicates"]
+    """Type of the filter."""
 
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Jaccard similarity from which two pairs count as duplicates."""

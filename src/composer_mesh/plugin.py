@@ -5,6 +5,7 @@ _COMMANDS = "composer_mesh.services.commands"
 TABLE = {
     "commands": {
         "check": f"{_COMMANDS}.training:check",
+        "explain": f"{_COMMANDS}.explain:explain",
         "verify": f"{_COMMANDS}.inspection:verify",
         "train": f"{_COMMANDS}.training:train",
         "sft": f"{_COMMANDS}.training:sft",

@@ -39,6 +39,7 @@ def test_every_command_of_the_page_is_one() -> None:
         "play",
         "eval",
         "check",
+        "explain",
         "verify",
         "dashboard",
         "report",

@@ -1,0 +1,39 @@
+"""The command that explains keys of a config: type, bounds, default, and what each is for."""
+
+import argparse
+import textwrap
+
+from composer_mesh.configs.errors import ConfigError, unknown_key
+from composer_mesh.configs.reference import Key, explained, keys
+from composer_mesh.configs.schema import Config
+from composer_mesh.services.commands.parser import argument, command
+
+WIDTH = 100
+
+
+@command(
+    "explain keys of a config: type, bounds, default",
+    argument(
+        "key",
+        nargs="?",
+        metavar="KEY",
+        help="as in --set: trainer.lr, or a table; all when not given",
+    ),
+)
+def explain(arguments: argparse.Namespace) -> int:
+    """Print a key, or a table and its keys; the tables of a config if none is named."""
+    if arguments.key is None:
+        found = [one for one in keys(Config) if "." not in one.path]
+    elif not (found := explained(Config, arguments.key)):
+        raise ConfigError(unknown_key(Config, arguments.key.split("."), ""))
+    for one in found:
+        print(*_lines(one), sep="\n")
+    return 0
+
+
+def _lines(key: Key) -> list[str]:
+    types = ", ".join(key.types)
+    only = f" (type {types})" if types and not key.path.endswith(".type") else ""
+    indent = " " * 4
+    text = textwrap.wrap(key.text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return [f"{key.path}{only}: {key.value}", *text]
