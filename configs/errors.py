@@ -62,7 +62,7 @@ def unknown_key(root: type[BaseModel], path: Sequence[str | int], value: object)
     """Return the error line of an unknown key, with the most similar known key."""
     return (
         f"{dotted(path)} = {shown(value)}: unknown key, must be one the schema has: "
-        f"{_nearest(root, path)}{'' if path[0] in root.model_fields else plugins.missing()}"
+        f"{nearest_key(root, path)}{'' if path[0] in root.model_fields else plugins.missing()}"
     )
 
 
@@ -151,7 +151,8 @@ def _how_to_add(path: Sequence[str | int]) -> str:
     return f"{path[-1]} = … under [{dotted(path[:-1])}]"
 
 
-def _nearest(root: type[BaseModel], path: Sequence[str | int]) -> str:
+def nearest_key(root: type[BaseModel], path: Sequence[str | int]) -> str:
+    """Return the repair of an unknown key: the most similar one, or those of its table."""
     path = _up_to_the_unknown_part(root, path)
     key, siblings = str(path[-1])[:LONGEST_KEY], keys_at(root, path)
     if near := difflib.get_close_matches(key, siblings, n=1):

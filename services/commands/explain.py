@@ -3,7 +3,7 @@
 import argparse
 import textwrap
 
-from composer_mesh.configs.errors import ConfigError, unknown_key
+from composer_mesh.configs.errors import ConfigError, nearest_key
 from composer_mesh.configs.reference import Key, explained, keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.commands.parser import argument, command
@@ -22,10 +22,11 @@ WIDTH = 100
 )
 def explain(arguments: argparse.Namespace) -> int:
     """Print a key, or a table and its keys; the tables of a config if none is named."""
-    if arguments.key is None:
+    key: str | None = arguments.key
+    if key is None:
         found = [one for one in keys(Config) if "." not in one.path]
-    elif not (found := explained(Config, arguments.key)):
-        raise ConfigError(unknown_key(Config, arguments.key.split("."), ""))
+    elif not (found := explained(Config, key)):
+        raise ConfigError(f"no key {key[:80]!r}: {nearest_key(Config, key.split('.'))}")
     for one in found:
         print(*_lines(one), sep="\n")
     return 0
