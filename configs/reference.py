@@ -158,7 +158,8 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if 1e-3 < abs(value) < 1e9 and value == int(value) else f"{value:g}"
+    whole = value == int(value) and (isinstance(value, int) or abs(value) < 1e9)
+    return f"{int(value):,}" if whole else f"{value:g}"
 
 
 def _constraints(field: FieldInfo) -> Iterator[dict[str, Any]]:

@@ -111,4 +111,4 @@ def api_page() -> Iterator[str]:
         if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "_MODULES"
     )
     for name, module in modules.items():
-        yield f"## {name}\n\n::: composer_mesh.{module}.{name}\n"
+        yield f"::: composer_mesh.{module}.{name}\n"

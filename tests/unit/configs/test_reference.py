@@ -16,8 +16,8 @@ def test_every_key_has_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "types"),
     [
-        ("run.steps", "whole number, at least 1, at most 1e+09, must be set", ()),
-        ("generator.temperature", "number, at least 0.0001, at most 100.0, default 1.0", ()),
+        ("run.steps", "whole number, at least 1, at most 1,000,000,000, must be set", ()),
+        ("generator.temperature", "number, at least 0.0001, at most 100, default 1.0", ()),
         ("replay.teachers.3.name", "text, at least 1 long, at most 100 long, must be set", ()),
         ("replay.teachers[].kind", '"builtin", "openai", "openrouter", must be set', ()),
         ("trainer.lora.rank", "whole number, at least 1, at most 100,000, default 16", ()),
