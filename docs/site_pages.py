@@ -104,11 +104,12 @@ def commands_page() -> Iterator[str]:
 def api_page() -> Iterator[str]:
     """The public names, as their docstrings describe them."""
     yield "# Python API\n\nImport these names from `composer_mesh`.\n"
-    root = ast.parse((ROOT / "src/composer_mesh/__init__.py").read_text())
-    (modules,) = (
-        ast.literal_eval(one.value)
-        for one in root.body
-        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "_MODULES"
-    )
-    for name, module in modules.items():
+    stub = ast.parse((ROOT / "src/composer_mesh/__init__.pyi").read_text())
+    names = {
+        name.name: one.module
+        for one in stub.body
+        if isinstance(one, ast.ImportFrom) and one.module
+        for name in one.names
+    }
+    for name, module in sorted(names.items()):
         yield f"::: composer_mesh.{module}.{name}\n"

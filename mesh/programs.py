@@ -275,11 +275,12 @@ def start_tied(
     return process.pid
 
 
-def reap(pid: int) -> None:
-    """Wait for the end of a program that was started by `start_tied`, or is about to end."""
+def reap(pid: int) -> int | None:
+    """Wait for the end of a program that this process started; return its exit status, once."""
     for process in [one for one in _left if one.pid == pid]:
-        process.wait()
         _left.remove(process)
+        return process.wait()
+    return None
 
 
 def detached(

@@ -1,0 +1,100 @@
+"""The public names, each once, with its module: read by the package itself and by type checkers."""
+
+from . import losses as losses
+from .actors.models.backend import (
+    BackendContext as BackendContext,
+    TorchBackend as TorchBackend,
+    TrainerBackend as TrainerBackend,
+)
+from .actors.teacher_replay import TeacherReplayActor as TeacherReplayActor
+from .channels.port import (
+    Channel as Channel,
+    ChannelRows as ChannelRows,
+)
+from .configs.base import Section as Section
+from .configs.errors import ConfigError as ConfigError
+from .configs.load import load_config as load_config
+from .configs.schema import Config as Config
+from .losses.custom_function import (
+    AdvantageInputs as AdvantageInputs,
+    AdvantageOutputs as AdvantageOutputs,
+    LossInputs as LossInputs,
+    LossOutputs as LossOutputs,
+    loss_needs as loss_needs,
+)
+from .mesh.actor import MeshActor as MeshActor
+from .plugins.frameworks.trl.trainer import ComposerGRPOTrainer as ComposerGRPOTrainer
+from .rollouts.batches import ChannelSample as ChannelSample
+from .rollouts.tasks import (
+    Episode as Episode,
+    Outcome as Outcome,
+)
+from .rollouts.traces import (
+    ErrorSite as ErrorSite,
+    Message as Message,
+)
+from .services.commands.parser import Command as Command
+from .services.offline.api import (
+    chat_state as chat_state,
+    extract_dpo_pairs as extract_dpo_pairs,
+    replay_and_normalize_trace as replay_and_normalize_trace,
+    replay_trace as replay_trace,
+)
+from .services.run_handle import (
+    Run as Run,
+    RunFailed as RunFailed,
+    evaluate as evaluate,
+    sft as sft,
+    train as train,
+)
+from .services.store.reading import RunReader as RunReader
+from .services.trackers.port import (
+    TrackedRun as TrackedRun,
+    TrackedStep as TrackedStep,
+    Tracker as Tracker,
+)
+from .tasks.errors import (
+    JudgeFailed as JudgeFailed,
+    JudgesSpent as JudgesSpent,
+    ToolError as ToolError,
+)
+from .tasks.judges import (
+    Judge as Judge,
+    JudgeQuestion as JudgeQuestion,
+    JudgeReply as JudgeReply,
+    Judgement as Judgement,
+    quoted as quoted,
+)
+from .tasks.playing import SyncSession as SyncSession
+from .tasks.reward import (
+    Transcript as Transcript,
+    group_reward as group_reward,
+    reward as reward,
+    turn_reward as turn_reward,
+)
+from .tasks.rows import (
+    Row as Row,
+    read_rows as read_rows,
+)
+from .tasks.session import (
+    Reply as Reply,
+    Session as Session,
+)
+from .tasks.task import (
+    Task as Task,
+    TaskSettings as TaskSettings,
+)
+from .tasks.tool import tool as tool
+from .tasks.workflow import (
+    Agent as Agent,
+    AgentWorkflow as AgentWorkflow,
+    CommandAgent as CommandAgent,
+    ContextFull as ContextFull,
+    Conversation as Conversation,
+    Engine as Engine,
+    FunctionAgent as FunctionAgent,
+    Generated as Generated,
+    Trajectory as Trajectory,
+    Workflow as Workflow,
+)
+from .services import service as service

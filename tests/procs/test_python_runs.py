@@ -1,0 +1,66 @@
+"""Runs from Python: followed, scaled, stopped, killed and resumed by the public names."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_run import ENDLESS, PRESET, RUN_DEADLINE_S, SHORT, wait_until
+
+import composer_mesh
+from composer_mesh import ConfigError, Run, RunFailed, load_config, train
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def changes(policy_cache: Path, **more: Any) -> dict[str, Any]:
+    return SHORT | {"policy.cache_dir": policy_cache} | more
+
+
+async def test_a_run_is_followed_and_scaled_inside_a_loop(here: Path, policy_cache: Path) -> None:
+    config = load_config(PRESET)
+    run = train(config, changes(policy_cache))
+    steps = []
+    async for step in run:
+        steps.append(step["step"])
+        if len(steps) == 1:
+            assert run.scale(generator=2) == {"generator": {"before": 1, "after": 2}}
+            assert run.tree()["state"] in ("running", "evaluating", "finished")
+    assert steps == [1, 2, 3]
+    assert run.summary() is not None
+    assert len(list(run.rollouts())) >= 3 * 2 * 4
+    assert run.events()[0]["event"] == "run_started"
+    assert list(run.metrics()["step"]) == steps
+    assert Run("runs/quickstart").wait().steps() == run.steps()
+
+
+def test_a_stopped_run_ended_well_and_a_killed_one_did_not(here: Path, policy_cache: Path) -> None:
+    endless = changes(policy_cache, **ENDLESS)
+    run = train(PRESET, endless, output="run")
+    wait_until(run.steps, "step", RUN_DEADLINE_S)
+    assert run.stop() == 0
+    assert not run.wait().live
+    run = train(PRESET, endless, output="run", resume=True)
+    assert run._pid is not None
+    os.kill(run._pid, signal.SIGKILL)
+    with pytest.raises(RunFailed, match=r"was killed by signal 9, see run\.log"):
+        run.wait()
+    assert not Run("run").live
+
+
+def test_what_cannot_start_is_refused_at_once(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean run\.steps"):
+        train(PRESET, {"run.step": 3})
+    with pytest.raises(RunFailed, match="holds no run but must be the directory of one"):
+        train(PRESET, output="nothing", resume=True)
+    with pytest.raises(RunFailed, match="nothing"):
+        composer_mesh.evaluate("nothing")
