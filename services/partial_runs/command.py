@@ -39,7 +39,7 @@ from composer_mesh.services.partial_runs.stored_steps import (
     as_trained,
 )
 from composer_mesh.services.replay.late_rewards import make_late_rewards
-from composer_mesh.services.run.assembly import FAILED, Run
+from composer_mesh.services.run.assembly import FAILED, TrainingRun
 from composer_mesh.services.run.mesh import RunHalf, RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.run.resume_loader import ResumeContents
@@ -154,7 +154,7 @@ def partial_run_command(
 
 
 @dataclass
-class PartialRun(Run, ABC):
+class PartialRun(TrainingRun, ABC):
     """Common base of the two partial runs."""
 
     half: RunHalf = "sampling"

@@ -132,7 +132,7 @@ def train_command(
     output: Path,
     signals: CommandSignals,
     resumed: Sequence[Change] | None = None,
-    make_run: "Callable[..., Run] | None" = None,
+    make_run: "Callable[..., TrainingRun] | None" = None,
 ) -> int:
     """Train; the exit status is 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
 
@@ -143,7 +143,7 @@ def train_command(
     ceiling = config.replay.budget.usd if config.replay.on else None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
-        run = (make_run or Run)(config, store, view, resumed)
+        run = (make_run or TrainingRun)(config, store, view, resumed)
         live = until_interrupted(run.live(), signals, run.stopping, grace_s(config))
         code = run.settled(asyncio.run(live))
     try:
@@ -166,7 +166,7 @@ def train_command(
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """State of one run: its store, view, hosts, mesh and controller."""
 
     config: Config

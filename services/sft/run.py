@@ -19,7 +19,7 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
-from composer_mesh.services.run.assembly import Run
+from composer_mesh.services.run.assembly import TrainingRun
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder
@@ -100,7 +100,7 @@ def refuse_other(steps: Iterable[StepRow], dataset: Dataset) -> None:
 
 
 @dataclass
-class SftRun(Run):
+class SftRun(TrainingRun):
     """State of one supervised run."""
 
     dataset: Dataset | None = None

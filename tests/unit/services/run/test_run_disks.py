@@ -21,7 +21,7 @@ from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed
-from composer_mesh.services.run.assembly import Run, train_command, unexpected
+from composer_mesh.services.run.assembly import TrainingRun, train_command, unexpected
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.store.schema import KIND
@@ -53,7 +53,7 @@ class NoMesh:
         await asyncio.sleep(0)
 
 
-class FaultyRun(Run):
+class FaultyRun(TrainingRun):
     """A run that stores a group, has a fault of its disk, and stores another or waits for ever."""
 
     fault: Fault
@@ -80,7 +80,7 @@ def play(tmp_path: Path, build_config: Any) -> Callable[..., int]:
     config = build_config(run={"name": "unit", "seed": 3, "steps": 2})
 
     def played(fault: Fault, waits: bool = False) -> int:
-        def make_run(*arguments: Any) -> Run:
+        def make_run(*arguments: Any) -> TrainingRun:
             run = FaultyRun(*arguments)
             run.fault, run.waits = fault, waits
             return run

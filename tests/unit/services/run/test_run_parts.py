@@ -32,7 +32,7 @@ from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.pool.process_placement import ProcessPlacements
-from composer_mesh.services.run.assembly import Run
+from composer_mesh.services.run.assembly import TrainingRun
 from composer_mesh.services.run.parts import RunParts, make_episode_order
 from composer_mesh.services.run.pools import Pools
 from composer_mesh.services.run.resume_loader import ResumeContents
@@ -136,7 +136,7 @@ class StoppingView:
     """Requests a stop as training begins; `finishes_step` is whether training ends first."""
 
     def __init__(self) -> None:
-        self.run: Run | None = None
+        self.run: TrainingRun | None = None
         self.finishes_step: bool | None = None
 
     def phase(self, text: str) -> None:
@@ -151,7 +151,7 @@ async def stopped(root: Path, config: Config, task: ToolboxTask, past: ResumeCon
     chat = SimpleNamespace(content_tokens=lambda text: [])
     evaluated = replace(past, evaluations=[Evaluation(0, 0.5, 4)])
     with RunStore(root, config) as store:
-        run: Any = Run(config, store, cast(RunView, view))
+        run: Any = TrainingRun(config, store, cast(RunView, view))
         view.run, run._past = run, evaluated
         await run._train_from(mesh, root, task, chat, [0])
     return SimpleNamespace(run=run, finishes_step=view.finishes_step)

@@ -23,7 +23,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.inspection.view import RunView
-from composer_mesh.services.run.assembly import Run, train_command
+from composer_mesh.services.run.assembly import TrainingRun, train_command
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -128,7 +128,7 @@ class FakeWatch:
         self.state = state
 
 
-class FakeRun(Run):
+class FakeRun(TrainingRun):
     """A run whose mesh is a world of fakes."""
 
     def __init__(self, world: SignalledWorld, *arguments: Any) -> None:
