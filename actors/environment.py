@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.rollout_workers.peers import Peer, PeerJudges
 from composer_mesh.actors.task_process.process import TaskProcess
 from composer_mesh.configs.schema import Config

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_mesh.rollouts.message_pickling import pickled_by_position
-from composer_mesh.rollouts.traces import ErrorSite, Message, Split
+from composer_mesh.rollouts.traces import ErrorSite, Message, Split, pickled_by_position
 
 
 @pickled_by_position

@@ -33,7 +33,7 @@ from composer_mesh.actors.mcp_servers.stdio import (
     clean_json,
     result_text,
 )
-from composer_mesh.actors.provider.keys import Secret
+from composer_mesh.actors.provider.endpoint import Secret
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.mcp import MOST_TOOLS, McpServer, McpTool
 from composer_mesh.mesh.programs import ProgramFailed

@@ -12,7 +12,7 @@ from monarch.actor import concurrent_endpoint
 
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.budget import BudgetReport
 

@@ -27,15 +27,19 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.endpoint import (
+    RetryDelays,
+    TeacherEndpoint,
+    Timeouts,
+    read_key,
+    warn_if_others_can_read,
+)
 from composer_mesh.actors.provider.errors import (
     ProviderBudgetError,
     ProviderError,
     ProviderRequestError,
 )
 from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
-from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
 from composer_mesh.actors.provider.money import (
     Bill,
     Meter,
@@ -44,9 +48,9 @@ from composer_mesh.actors.provider.money import (
     routing_of,
 )
 from composer_mesh.actors.provider.reply import NoResponse, read_completion, read_reply
-from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter
+from composer_mesh.actors.provider.request_limiter import BreakerRules, Deadline, RequestLimiter
 from composer_mesh.configs.worded import Worded
-from composer_mesh.rollouts.money import Prices, dollars
+from composer_mesh.rollouts.budget import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.traces import Message
 
@@ -90,8 +94,6 @@ class RequestCoalescer(Generic[T]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-
-__all__ = ["BreakerRules", "ProviderClient", "RetryDelays", "TeacherEndpoint", "Timeouts"]
 
 ID_DIGITS = 24
 RETRIES, BREAKER = RetryDelays(), BreakerRules()

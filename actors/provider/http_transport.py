@@ -18,14 +18,13 @@ from typing import Any
 
 import httpx
 
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.endpoint import Secret, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
     ProviderError,
     ProviderMalformed,
     ProviderServerError,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.reply import NoResponse, ProviderReply
 
 LARGEST_BODY = 8 * 2**20

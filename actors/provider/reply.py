@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.endpoint import Secret, TeacherEndpoint
 from composer_mesh.actors.provider.errors import (
     ProviderError,
     ProviderMalformed,
@@ -29,7 +29,6 @@ from composer_mesh.actors.provider.errors import (
     ProviderServerError,
     error_class,
 )
-from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import highest_prices, reported_charge, token_counts
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.rollouts.pairs import TeacherAnswer

@@ -17,8 +17,8 @@ import httpx
 from rich.console import Console
 
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
-from composer_mesh.actors.provider.client import ProviderClient, Timeouts
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.budget import BudgetRules

@@ -24,7 +24,7 @@ from composer_mesh.actors.generator import GeneratorActor
 from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.judge import JudgeActor
 from composer_mesh.actors.panel.configured import judge_settings
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.rollouts import RolloutActor
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
@@ -35,9 +35,8 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks, together
 from composer_mesh.planning.mesh_layout import rollout_workers
-from composer_mesh.rollouts.budget import BudgetReport
+from composer_mesh.rollouts.budget import BudgetReport, dollars
 from composer_mesh.rollouts.hints import HintReply, HintRequest
-from composer_mesh.rollouts.money import dollars
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
 from composer_mesh.services.episodes.workers import call_serving

@@ -13,8 +13,8 @@ from live_run import launched
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
 from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.provider.errors import ProviderAuthError
-from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.hints import HintRequest

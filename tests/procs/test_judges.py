@@ -11,7 +11,7 @@ from gated_provider import GatedProvider
 
 from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.judge import JudgeActor
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.group_rewards import FinishedRollout

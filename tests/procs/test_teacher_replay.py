@@ -17,16 +17,14 @@ from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import TOKEN_ENV, Expert, new_token
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.endpoint import Keys, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError
-from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.rollouts.budget import BudgetRules
+from composer_mesh.rollouts.budget import BudgetRules, Prices, dollars, nano
 from composer_mesh.rollouts.consensus import VoteOutcome, decide
-from composer_mesh.rollouts.money import Prices, dollars, nano
 from composer_mesh.rollouts.pairs import (
     FailureKind,
     FrozenState,

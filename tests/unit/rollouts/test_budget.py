@@ -18,8 +18,8 @@ from composer_mesh.rollouts.budget import (
     SettledTwice,
     TakenAmounts,
     UnknownPrice,
+    nano,
 )
-from composer_mesh.rollouts.money import nano
 
 AMOUNTS = st.integers(0, 10**12)
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.rollouts.generation import GenerationRequest
-from composer_mesh.rollouts.message_pickling import pickled_by_position, runs_of, values_of
-from composer_mesh.rollouts.traces import Turn
+from composer_mesh.rollouts.traces import Turn, pickled_by_position, runs_of, values_of
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 NUMBERS = st.floats(width=64)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.rollouts.money import (
+from composer_mesh.rollouts.budget import (
     NANO,
     TEMPLATE_TOKENS,
     Prices,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.rollouts.near_duplicates import MISSED, NearDuplicates, index_shape, shingles
+from composer_mesh.rollouts.pair_filters import MISSED, NearDuplicates, index_shape, shingles
 
 WORDS = [
     "lamp",

@@ -18,8 +18,14 @@ from hypothesis import strategies as st
 
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.rollouts.budget import Account, BudgetRules, OverBudget, SettledTwice
-from composer_mesh.rollouts.money import ceiling, dollars
+from composer_mesh.rollouts.budget import (
+    Account,
+    BudgetRules,
+    OverBudget,
+    SettledTwice,
+    ceiling,
+    dollars,
+)
 
 OpenLedger = Callable[..., Ledger]
 RULES = BudgetRules(usd=dollars(1000), per_teacher={"a": dollars(600)}, usd_per_day=dollars(700))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.panel.response_cache import ResponseCache, content_key
+from composer_mesh.actors.panel.panel import ResponseCache, content_key
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.pairs import TeacherAnswer

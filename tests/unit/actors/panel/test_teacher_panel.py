@@ -18,11 +18,11 @@ from scripted_provider import ENVIRON, KEY, ScriptedProvider, answer, state, tea
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.client import ClientClosed, RetryDelays
+from composer_mesh.actors.provider.client import ClientClosed
+from composer_mesh.actors.provider.endpoint import RetryDelays
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderBudgetError
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.money import NANO, Prices, dollars, nano
+from composer_mesh.rollouts.budget import NANO, BudgetRules, Prices, dollars, nano
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure
 
 OpenPanel = Callable[..., Awaitable[TeacherPanel]]

@@ -10,14 +10,15 @@ from fake_provider import TickingLoop, in_simulated_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.provider.breaker import (
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.request_limiter import (
+    MINUTE_S,
     Breaker,
     BreakerRules,
     BreakerState,
     BreakerVerdict,
+    StartLimiter,
 )
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint
-from composer_mesh.actors.provider.request_limiter import MINUTE_S, StartLimiter
 
 RULES = BreakerRules(failures=3, rest_s=10.0)
 

@@ -23,7 +23,8 @@ from fake_provider import (
     said,
 )
 
-from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderRequestError, ProviderServerError
 from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.tool_calls import ToolCall, assistant_message, call_text, parse_action

@@ -24,9 +24,10 @@ from fake_provider import (
 )
 
 from composer_mesh.actors.provider import errors as provider_errors
-from composer_mesh.actors.provider.breaker import BreakerVerdict
-from composer_mesh.actors.provider.client import ProviderClient, Timeouts
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import Timeouts
 from composer_mesh.actors.provider.errors import (
+    BreakerVerdict,
     ProviderAuthError,
     ProviderError,
     ProviderMalformed,

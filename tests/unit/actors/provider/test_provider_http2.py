@@ -20,12 +20,8 @@ import httpx
 import pytest
 from fake_provider import ASK, KEY, PATIENT, CeilingMeter, completion
 
-from composer_mesh.actors.provider.client import (
-    ProviderClient,
-    RetryDelays,
-    TeacherEndpoint,
-    Timeouts,
-)
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderServerError
 
 

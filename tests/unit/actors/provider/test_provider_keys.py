@@ -16,8 +16,8 @@ import httpx
 import pytest
 from fake_provider import KEY, TEACHER, Script, ask, called, client, completion, error, fault, said
 
+from composer_mesh.actors.provider.endpoint import HIDDEN, LONGEST_KEY, Secret
 from composer_mesh.actors.provider.errors import ProviderAuthError
-from composer_mesh.actors.provider.keys import HIDDEN, LONGEST_KEY, Secret
 
 
 @pytest.mark.parametrize("key", ["", "  \n"])

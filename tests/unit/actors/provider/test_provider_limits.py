@@ -21,13 +21,8 @@ from fake_provider import (
     said,
 )
 
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import (
-    ProviderClient,
-    RetryDelays,
-    TeacherEndpoint,
-    Timeouts,
-)
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
     ProviderBudgetError,
     ProviderCrowded,
@@ -37,7 +32,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderSuspended,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.request_limiter import StartLimiter
+from composer_mesh.actors.provider.request_limiter import BreakerRules, StartLimiter
 from composer_mesh.rollouts.pairs import TeacherAnswer
 
 

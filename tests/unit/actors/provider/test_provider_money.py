@@ -27,10 +27,10 @@ from fake_provider import (
 from gated_ledger import GatedLedger
 
 from composer_mesh.actors.panel.ledger import LedgerMeter
-from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderTimeout
-from composer_mesh.rollouts.budget import Account
-from composer_mesh.rollouts.money import TEMPLATE_TOKENS, Prices
+from composer_mesh.rollouts.budget import TEMPLATE_TOKENS, Account, Prices
 
 PRICES = Prices.per_million(2000.0, 8000.0)
 PAID = replace(TEACHER, prices=PRICES, max_tokens=100)

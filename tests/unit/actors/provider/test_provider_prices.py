@@ -15,7 +15,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderServerError,
 )
 from composer_mesh.actors.provider.money import highest_prices, listed_prices, routing_of
-from composer_mesh.rollouts.money import Prices, nano
+from composer_mesh.rollouts.budget import Prices, nano
 
 PRICES = Prices.per_million(2.0, 8.0)
 PAID = replace(TEACHER, prices=PRICES)
