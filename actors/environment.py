@@ -24,8 +24,7 @@ from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import TaskProcessEnded, UnusableTask
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply

@@ -1,13 +1,17 @@
 """Episodes as rollouts see them: which one it is, the result of an action, and the outcome.
 
 What an episode is made of is up to its task (`composer_mesh.tasks`).
+
+Rewards that concern a whole group: those of all its rollouts together, and those left out of it.
+Rewards of a group are compared with each other, so each is made of the same parts.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from composer_mesh.rollouts.traces import ErrorSite, Message, Split, pickled_by_position
+from composer_mesh.rollouts.traces import ErrorSite, Message, Split, Trace, pickled_by_position
 
 
 @pickled_by_position
@@ -58,3 +62,83 @@ class Outcome:
     turn_rewards: list[float] = field(default_factory=list)
     screened: bool = False
     episode_id: str = ""
+
+
+SMALLEST_GROUP = 2
+"""Rollouts below which there is nothing to compare, so that group rewards are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRollout:
+    """What group rewards read of a rollout: its conversation, error sites and own rewards."""
+
+    messages: list[Message]
+    errors: list[ErrorSite]
+    rewards: dict[str, float]
+
+    @classmethod
+    def of(cls, trace: Trace) -> "FinishedRollout":
+        return cls(trace.messages, trace.error_sites, trace.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """The values of each group reward in the order of the rollouts; `left_out` ones have none."""
+
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def total_reward(
+    values: Mapping[str, float], weights: Mapping[str, float], penalty: float
+) -> float:
+    """Return the weighted sum of a rollout's rewards less its penalty, which takes none below 0.
+
+    Rewards without a weight are those of turns, and no part of it.
+    """
+    total = sum(weight * values[name] for name, weight in weights.items() if name in values)
+    return max(min(0.0, total), total - penalty)
+
+
+def without_left_out(group: Sequence[Trace], weights: Mapping[str, float]) -> list[Trace]:
+    """Return a group in which a reward that one rollout does without is left out of all.
+
+    `weights` are those of the task's rewards. Success stays as it was measured.
+    """
+    names = sorted({name for trace in group for name in trace.left_out})
+    return [_without(trace, names, weights) for trace in group] if names else list(group)
+
+
+def with_group_score(
+    group: Sequence[Trace], score: GroupScore, weights: Mapping[str, float]
+) -> list[Trace]:
+    """Return a group with its group rewards added.
+
+    All trajectories of a rollout get its value, except those with an advantage of their own.
+    """
+    return [
+        _added(trace, {name: found[place] for name, found in score.values.items()}, score, weights)
+        for place, trace in enumerate(group)
+    ]
+
+
+def _without(trace: Trace, names: Sequence[str], weights: Mapping[str, float]) -> Trace:
+    rewards = {name: value for name, value in trace.rewards.items() if name not in names}
+    reward = total_reward(rewards, weights, trace.penalty) + math.fsum(trace.turn_rewards)
+    return replace(trace, rewards=rewards, reward=reward, left_out=list(names))
+
+
+def _added(
+    trace: Trace, values: Mapping[str, float], score: GroupScore, weights: Mapping[str, float]
+) -> Trace:
+    others = [_added(other, values, score, weights) for other in trace.others]
+    if trace.has_own_advantage:
+        return replace(trace, others=others)
+    bonus = sum(weights[name] * value for name, value in values.items())
+    return replace(
+        trace,
+        others=others,
+        reward=trace.reward + bonus,
+        rewards={**trace.rewards, **values},
+        left_out=[*trace.left_out, *score.left_out],
+    )

@@ -38,9 +38,8 @@ from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.pairs import TeacherReply
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import JudgeFailed
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply, reply_of

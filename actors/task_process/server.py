@@ -20,8 +20,7 @@ from composer_mesh.mesh.call_server import Endpoint, PipeCalls
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import STACKS_SIGNAL, CallMarks
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply

@@ -28,15 +28,15 @@ from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
 from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.episode import Sample, Sampling
-from composer_mesh.rollouts.group_rewards import (
+from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
+from composer_mesh.rollouts.tasks import (
     SMALLEST_GROUP,
+    Episode,
     FinishedRollout,
     GroupScore,
     with_group_score,
     without_left_out,
 )
-from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
-from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.pool.dispatch import NoReplicaLeft, ServiceClosed
 from composer_mesh.services.steps.ports import Player

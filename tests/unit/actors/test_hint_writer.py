@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from composer_mesh.actors.hint_writer import hint_reply
 from composer_mesh.actors.panel.panel import TeacherPanel
+from composer_mesh.actors.panel_actors import hint_reply
 from composer_mesh.actors.provider.endpoint import Timeouts
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services.replay.teacher_settings import HINT_BREAKER, hint_settings

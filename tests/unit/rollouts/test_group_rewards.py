@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from composer_mesh.rollouts.group_rewards import total_reward, without_left_out
+from composer_mesh.rollouts.tasks import total_reward, without_left_out
 from composer_mesh.rollouts.traces import Trace, Turn
 
 WEIGHTS = {"own": 1.0, "judged": 2.0}

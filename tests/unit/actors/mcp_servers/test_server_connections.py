@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.server import ServerConnections
+from composer_mesh.actors.mcp_servers.servers import ServerConnections
 from composer_mesh.actors.mcp_servers.stdio import LONGEST_RESULT
 from composer_mesh.configs.mcp import McpServer, McpTool
 from composer_mesh.mesh.monarch_log import LOGS
