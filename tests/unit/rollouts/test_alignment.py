@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
 from composer_mesh.rollouts.alignment import HintedView, MisalignedError, hinted_view
-from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import render_hint
-from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
-from composer_mesh.tasks.playing import SyncSession
-from composer_mesh.tasks.toolbox import ToolboxTask
+from composer_mesh.rollouts.traces import Trace, Turn
 
 PROMPT = [7, 8]
 IDS = st.lists(st.integers(0, 99), max_size=8)
@@ -32,30 +28,6 @@ def trace_of(turns: list[tuple[list[int], list[int]]], prompt: list[int] = PROMP
 
 
 TRACES = st.lists(st.tuples(IDS, IDS.filter(bool)), min_size=1, max_size=4).map(trace_of)
-
-
-@given(TRACES, IDS, st.data())
-def test_both_models_predict_the_same_ids_at_their_rows(
-    trace: Trace, hint: list[int], data: st.DataObject
-) -> None:
-    turn = data.draw(st.integers(0, len(trace.turns) - 1))
-    view, student_ids = hinted_view(trace, turn, hint, PROMPT), trace.token_ids()
-    assert view.targets == trace.turns[turn].action_ids
-    assert [student_ids[row + 1] for row in view.student_rows] == view.targets
-    assert [view.teacher_ids[row + 1] for row in view.teacher_rows] == view.targets
-
-
-@given(TRACES, IDS, st.data())
-def test_the_teacher_reads_what_the_student_read_and_the_hint(
-    trace: Trace, hint: list[int], data: st.DataObject
-) -> None:
-    turn = data.draw(st.integers(0, len(trace.turns) - 1))
-    view = hinted_view(trace, turn, hint, PROMPT)
-    place = len(trace.prompt_ids(turn)) - len(PROMPT)
-    without_hint = view.teacher_ids[:place] + view.teacher_ids[place + len(hint) :]
-    assert view.teacher_ids[place : place + len(hint)] == hint
-    assert without_hint == trace.token_ids()[: len(without_hint)]
-    assert view.offset == len(hint)
 
 
 @given(TRACES, st.lists(IDS, min_size=4, max_size=4))
@@ -97,32 +69,6 @@ def test_a_turn_without_an_action_has_no_view_and_the_error_names_it() -> None:
     trace = trace_of([([1], [2]), ([3], [])])
     with pytest.raises(MisalignedError, match=r"turn 1 of t has no action token.*leave the turn"):
         hinted_view(trace, 1, [5], PROMPT)
-
-
-def failing_episode(toolbox: ToolboxTask, chat: ChatFormat) -> Trace:
-    """Two different errors, then an answer, grown the way a rollout grows."""
-    session = SyncSession(toolbox, toolbox.episode("train", 0))
-    fresh, turns, sites = chat.first_prompt(session.messages), [], list[ErrorSite]()
-    for text in ('<tool_call>\n{"name": "mat', "<tool_call>\nnot json\n</tool_call>", "I quit."):
-        ids = chat.action(text)
-        turns.append(Turn(fresh, ids, [-1.0] * len(ids), [0] * len(ids), "stop"))
-        result = session.step(text)
-        assert result.error is not None
-        sites.append(result.error)
-        fresh = chat.continuation(result.messages, chat.stop_ids[:1])
-    return Trace("e", 0, 0, "toolbox", "train", 0, turns, session.messages, 0.0, False, sites)
-
-
-def test_the_error_sites_of_a_real_episode_align(toolbox: ToolboxTask, tokenizer: Any) -> None:
-    chat = ChatFormat(tokenizer, toolbox.tools)
-    trace = failing_episode(toolbox, chat)
-    assert [site.turn for site in trace.error_sites] == [0, 1, 2]
-    for site in trace.error_sites:
-        hint = chat.hint(render_hint(site))
-        view = hinted_view(trace, site.turn, hint, chat.generation_prompt)
-        assert view.offset == len(hint) > 0
-        assert chat.action_text(view.targets) == chat.action_text(trace.turns[site.turn].action_ids)
-        assert render_hint(site) in chat.action_text(view.teacher_ids)
 
 
 def random_trace(rng: random.Random, turns: int) -> Trace:

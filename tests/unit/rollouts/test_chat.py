@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from chat_templates import with_template
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from composer_mesh.actors.models.policy import build_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 # Of the manner of today's Qwen models: a system part of its own, tools described in it, tool
@@ -109,20 +109,6 @@ def test_a_conversation_grown_by_ids_is_the_conversation_rendered_at_once(
         assert ids == rendered_at_once(chat, messages)
 
 
-def test_whole_toolbox_episodes_grow_to_what_their_messages_render_to(
-    chat: ChatFormat, toolbox: ToolboxTask
-) -> None:
-    for index in range(30):
-        session = SyncSession(toolbox, toolbox.episode("train", index))
-        ids, done = chat.first_prompt(session.messages), False
-        while not done:
-            assert ids == rendered_at_once(chat, session.messages)
-            text = toolbox.expert(session.messages)
-            result = session.step(text)
-            ids, done = ids + chat.action(text), result.done
-            ids += [] if done else chat.continuation(result.messages, chat.stop_ids[:1])
-
-
 def test_the_mark_inside_a_message_is_only_text(chat: ChatFormat) -> None:
     messages = [{"role": "user", "content": "COMPOSERMESHACTIONX COMPOSERMESHACTION"}]
     assert chat.first_prompt(messages) == rendered_at_once(chat, messages)
@@ -215,12 +201,6 @@ def test_a_call_keeps_its_control_tokens_in_ids_and_in_text(chat: ChatFormat) ->
     assert chat.action_text(ids) == text
 
 
-def with_template(tokenizer: Any, template: str) -> ChatFormat:
-    copy = deepcopy(tokenizer)
-    copy.chat_template = template
-    return ChatFormat(copy, [])
-
-
 ENDLESS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 REWRITING = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
@@ -229,11 +209,11 @@ REWRITING = """\
 
 def test_a_template_that_rewrites_earlier_text_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ChatTemplateError, match="use one that only appends"):
-        _ = with_template(tokenizer, REWRITING).generation_prompt
+        _ = ChatFormat(with_template(tokenizer, REWRITING), []).generation_prompt
 
 
 def test_a_template_that_never_ends_an_assistant_turn_is_refused(tokenizer: Any) -> None:
-    chat = with_template(tokenizer, ENDLESS)
+    chat = ChatFormat(with_template(tokenizer, ENDLESS), [])
     with pytest.raises(ChatTemplateError, match=r"does not end an assistant turn with <\|im_end"):
         chat.continuation([{"role": "user", "content": "q"}], chat.stop_ids[:1])
     with pytest.raises(ChatTemplateError, match=r"does not end an assistant turn with <\|im_end"):

@@ -222,18 +222,6 @@ def test_an_abstention_changes_no_outcome(
     assert (after.outcome, after.agreeing) == (before.outcome, before.agreeing)
 
 
-@given(own=TEXTS, texts=VOTES, failed=st.sets(st.integers(0, 6)))
-def test_partial_failures_only_take_votes_away(
-    own: str, texts: list[str | None], failed: set[int]
-) -> None:
-    """Teachers that fail count as if they had never been asked, but for `asked` and the cost."""
-    replies = answers(*texts)
-    broken = [failure(r.teacher) if i in failed else r for i, r in enumerate(replies)]
-    left = [reply for i, reply in enumerate(replies) if i not in failed]
-    one, other = (decide(student(own), some, 2) for some in (broken, left))
-    assert (one.outcome, one.agreeing) == (other.outcome, other.agreeing)
-
-
 @given(own=TEXTS, texts=VOTES, name=st.sampled_from("abcdefg"))
 def test_one_more_vote_for_the_majority_keeps_it(
     own: str, texts: list[str | None], name: str

@@ -89,15 +89,6 @@ def test_a_file_that_cannot_be_a_cache_is_named_with_the_repair(tmp_path: Path) 
             ResponseCache(tmp_path / name, "a.key")
 
 
-def test_a_file_of_another_version_is_not_misread(tmp_path: Path) -> None:
-    ResponseCache(tmp_path / "c").close()
-    with sqlite3.connect(tmp_path / "c") as rows:
-        rows.execute("PRAGMA user_version = 2")
-    rows.close()
-    with pytest.raises(StoreError, match="its version is 2, not 1"):
-        ResponseCache(tmp_path / "c")
-
-
 @pytest.mark.parametrize("value", ["{", "nonsense", b"\xff\xfe", "[" * 100_000, '["no answer"]'])
 def test_a_damaged_value_is_an_error_and_no_silent_miss(tmp_path: Path, value: object) -> None:
     store = ResponseCache(tmp_path / "c")

@@ -47,22 +47,6 @@ def test_it_opens_at_the_last_failure_of_a_row_and_not_before() -> None:
     assert (breaker.rest_s(4), breaker.rest_s(11)) == (6, 0)
 
 
-def test_an_answer_ends_a_row_and_being_busy_does_not() -> None:
-    breaker = Breaker(RULES)
-    verdicts = [
-        BreakerVerdict.FAILED,
-        BreakerVerdict.FAILED,
-        BreakerVerdict.ANSWERED,
-        BreakerVerdict.FAILED,
-        BreakerVerdict.FAILED,
-    ]
-    for verdict in [*verdicts, BreakerVerdict.BUSY, BreakerVerdict.NOTHING]:
-        breaker.end(started(breaker, 0), verdict, 0)
-    assert breaker.state(0) is BreakerState.CLOSED
-    breaker.end(started(breaker, 0), BreakerVerdict.FAILED, 0)
-    assert breaker.state(0) is BreakerState.OPEN
-
-
 def test_after_the_rest_one_request_tries_and_the_others_wait() -> None:
     breaker = tripped()
     assert breaker.state(10) is BreakerState.HALF_OPEN
