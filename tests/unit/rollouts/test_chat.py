@@ -1,8 +1,13 @@
-"""Chat: conversations grow by ids, and nothing that is written inside one controls it."""
+"""Chat: conversations grow by ids, and nothing that is written inside one controls it.
+
+Long messages are encoded in a thread, so that an event loop never stands still for them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.actors.models.policy import build_tokenizer
-from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.chat import LONG_TEXT, ChatFormat, ChatTemplateError, encoded
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -229,3 +234,20 @@ def test_arguments_render_the_same_as_text_and_as_an_object(chat: ChatFormat) ->
     )
     question = [{"role": "user", "content": "q"}]
     assert chat.first_prompt(question + said) == chat.first_prompt(question + parsed)
+
+
+async def test_the_loop_goes_on_while_long_messages_are_encoded() -> None:
+    going_on = threading.Event()
+
+    def encode() -> list[int]:
+        assert going_on.wait(60)  # set by the loop, which therefore goes on
+        return [1, 2]
+
+    asyncio.get_running_loop().call_soon(going_on.set)
+    long = [{"role": "tool", "content": "x" * LONG_TEXT}, {"role": "assistant", "content": None}]
+    assert await encoded(long, encode) == [1, 2]
+
+
+async def test_short_messages_are_encoded_at_once() -> None:
+    found = encoded([{"role": "tool", "content": "x"}], lambda: [threading.get_ident()])
+    assert await found == [threading.get_ident()]
