@@ -109,11 +109,6 @@ class EnvironmentActor(MeshActor):
         return await self._in_session("step", session_id, text)
 
     @concurrent_endpoint
-    async def state(self, session_id: str, turn: int) -> list[Message]:
-        """Return exactly the messages that the agent saw when it acted at `turn`."""
-        return await self._in_session("state", session_id, turn)
-
-    @concurrent_endpoint
     async def finish(self, session_id: str) -> Outcome:
         """Score and close a session, ended or not; return its conversation and its reward."""
         outcome: Outcome = await self._in_session("finish", session_id)

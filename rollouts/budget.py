@@ -134,13 +134,12 @@ class OverBudget(BudgetRefusal):
 
     def __init__(self, of: str, limit: int, taken: int, amount: int) -> None:
         super().__init__(of, limit, taken, amount)
-        self.of, self.limit, self.taken, self.amount = of, limit, taken, amount
 
     def __str__(self) -> str:
+        of, limit, taken, amount = self.args
         return (
-            f"a request of up to ${dollars(self.amount):.6f} does not fit under the ceiling of "
-            f"{self.of}, ${dollars(self.limit):.6f}, of which ${dollars(self.taken):.6f} are "
-            "spent or set aside"
+            f"a request of up to ${dollars(amount):.6f} does not fit under the ceiling of {of}, "
+            f"${dollars(limit):.6f}, of which ${dollars(taken):.6f} are spent or set aside"
         )
 
 

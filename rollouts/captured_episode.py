@@ -273,11 +273,6 @@ class CapturedEpisode:
         self._conversations = Conversations(format.formats)
         self._raw = RawPrompts(format.chat, format.vocabulary)
 
-    @property
-    def sampled(self) -> int:
-        """The number of turns that were recorded."""
-        return len(self._tree)
-
     def chat_prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], stops: Sequence[str] = ()
     ) -> CapturedPrompt:

@@ -7,6 +7,7 @@ the episode. Concurrent attempts count once, because one cause may have hit all 
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 from composer_mesh.rollouts.tasks import Episode
 
@@ -62,14 +63,16 @@ class Trial:
 class Shortage:
     """Detects consecutive steps in which most groups lack most of their rollouts."""
 
-    def __init__(self, most: int = 2) -> None:
-        self._most, self._running = most, 0
+    MOST: ClassVar[int] = 2
+
+    def __init__(self) -> None:
+        self._running = 0
 
     def step(self, sizes: list[int], wanted: int) -> bool:
-        """Record the group sizes of a step; return True after `most` short steps in a row."""
+        """Record the group sizes of a step; return True after `MOST` short steps in a row."""
         short = short_groups(sizes, wanted)
         self._running = self._running + 1 if 2 * short > len(sizes) else 0
-        return self._running >= self._most
+        return self._running >= self.MOST
 
 
 def short_groups(sizes: list[int], wanted: int) -> int:

@@ -20,6 +20,7 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain, groupby, repeat, starmap
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -60,21 +61,12 @@ def runs_of(values: Sequence[int]) -> list[tuple[int, int]]:
     """Return values as pairs of a value and how often it follows itself."""
     if values and values.count(values[0]) == len(values):
         return [(values[0], len(values))]
-    runs: list[tuple[int, int]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1] = (value, runs[-1][1] + 1)
-        else:
-            runs.append((value, 1))
-    return runs
+    return [(value, len(list(run))) for value, run in groupby(values)]
 
 
 def values_of(runs: Sequence[tuple[int, int]]) -> list[int]:
     """Return the values of runs, one after another."""
-    values: list[int] = []
-    for value, times in runs:
-        values += [value] * times
-    return values
+    return list(chain.from_iterable(starmap(repeat, runs)))
 
 
 def _decoded(contents: Any) -> Any:

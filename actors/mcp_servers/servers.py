@@ -45,8 +45,6 @@ class ServerConnections:
         self._slots = asyncio.Semaphore(most)
         self._opening = asyncio.Lock()
         self._failures, self._not_before = 0, 0.0
-        self.replaced = 0
-        """Number of connections that were opened in place of broken ones."""
 
     async def tools(self) -> tuple[McpTool, ...]:
         """Open a connection only to return the server's tools."""
@@ -116,9 +114,7 @@ class ServerConnections:
         return None if best is None or (grows and best.calls) else best
 
     def _drop_broken(self) -> None:
-        broken = [one for one in self._shared if not one.is_open]
         self._shared = [one for one in self._shared if one.is_open]
-        self.replaced += len(broken)
 
     async def _own_of(self, key: str) -> McpConnection:
         found = self._own.get(key)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.rollouts.control_tokens import AddedToken
 from composer_mesh.rollouts.traces import Message
 
 _SHOWN = 60

@@ -31,6 +31,7 @@ from composer_mesh.actors.rollout_workers.openai_wire import (
     Stops,
     StreamOptions,
     TokenUsage,
+    WireAnswer,
     WireRequest,
     bad_request,
     check_parameters,
@@ -54,11 +55,10 @@ class CompletionRequest(WireRequest):
 
 
 @dataclass(frozen=True)
-class CompletionAnswer:
+class CompletionAnswer(WireAnswer):
     """A request for completions, read."""
 
     request: CompletionRequest
-    ask: Ask
     model: str
     decode: Any
 
@@ -71,10 +71,6 @@ class CompletionAnswer:
             raise bad_request(f"ask for 1 to {MOST_ANSWERS} answers at once", "prompt")
         ask = Ask(questions, n, request.max_tokens, stop_strings(request.stop))
         return cls(request, ask, request.model or model, episode.token_text)
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         turns = enumerate(exchange.turns)
@@ -156,11 +152,10 @@ class ChatRequest(WireRequest):
 
 
 @dataclass(frozen=True)
-class ChatAnswer:
+class ChatAnswer(WireAnswer):
     """A request for chat completions, read."""
 
     request: ChatRequest
-    ask: Ask
     model: str
     decode: Any
 
@@ -176,10 +171,6 @@ class ChatAnswer:
             stop_strings(request.stop),
         )
         return cls(request, ask, request.model or model, episode.token_text)
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         choices = [self._choice(turn, at) for at, turn in enumerate(exchange.turns)]
@@ -302,11 +293,10 @@ class GenerateRequest(WireRequest):
 
 
 @dataclass(frozen=True)
-class GenerateAnswer:
+class GenerateAnswer(WireAnswer):
     """A request for ids, read."""
 
     request: GenerateRequest
-    ask: Ask
 
     @classmethod
     def read(cls, body: bytes, _episode: AgentEpisode, _model: str) -> GenerateAnswer:
@@ -323,10 +313,6 @@ class GenerateAnswer:
             tuple(parameters.stop_token_ids or ()),
         )
         return cls(request, ask)
-
-    @property
-    def stream(self) -> bool:
-        return False
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         choices = [self._choice(turn, at) for at, turn in enumerate(exchange.turns)]

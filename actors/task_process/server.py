@@ -94,10 +94,6 @@ class TaskServer:
         """Execute an action."""
         return await self._runner.run(self._sessions[session_id].step(text))
 
-    async def state(self, session_id: str, turn: int) -> list[Message]:
-        """Return exactly the messages that the agent saw when it acted at `turn`."""
-        return self._sessions[session_id].state(turn)
-
     async def finish(self, session_id: str) -> Outcome:
         """Score and close a session."""
         outcome = await self._runner.run(self._sessions[session_id].outcome())

@@ -16,6 +16,7 @@ from composer_mesh.rollouts.call_formats.port import (
     blocks,
     json_object,
     json_value,
+    named_call,
     one_call,
 )
 from composer_mesh.rollouts.tool_calls import (
@@ -73,15 +74,12 @@ class ListedJson(CallFormat):
             before, *insides = text.split(self.opening)
         if len(insides) > 1:
             raise Unreadable(f"write {self.opening} once, with a list of all calls")
-        calls = [self._call(one) for inside in insides for one in _listed(inside)]
+        calls = [
+            named_call(one, self.named, self.given, "id")
+            for inside in insides
+            for one in _listed(inside)
+        ]
         return ParsedAction(before, tuple(calls))
-
-    def _call(self, one: Any) -> ToolCall:
-        if not isinstance(one, dict) or not isinstance(one.get(self.named), str):
-            raise Unreadable(f'the call needs a "{self.named}"')
-        if not isinstance(one.get(self.given), dict):
-            raise Unreadable(f'the call needs an object "{self.given}"')
-        return one_call(one[self.named], one[self.given], str(one.get("id") or ""))
 
 
 def _listed(text: str) -> list[Any]:
@@ -127,21 +125,13 @@ def _objects(text: str) -> list[ToolCall]:
     found, at = [], 0
     while at < len(text):
         value, at = json_at(text, at)
-        found.append(_llama_call(value))
+        found.append(named_call(value, given="parameters"))
         at = space_ends(text, at)
         if text.startswith(";", at):
             at = space_ends(text, at + 1)
     if not found:
         raise Unreadable("the call is empty")
     return found
-
-
-def _llama_call(value: Any) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise Unreadable('the call needs a "name"')
-    if not isinstance(value.get("parameters"), dict):
-        raise Unreadable('the call needs an object "parameters"')
-    return one_call(value["name"], value["parameters"])
 
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
