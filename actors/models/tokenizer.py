@@ -92,6 +92,7 @@ def _shown(text: str) -> str:
 
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
