@@ -1,6 +1,8 @@
 """A task's code that holds or ends its process costs its own call; all others are lost unharmed.
 
 Which call ended a task process, and where: from marks, stacks and the threads' CPU seconds.
+
+Sessions of an environment actor belong to the caller that opened them.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process_calls import InProcessCalls
 from raised_kinds import NAMES
 from repetition import repeated
 
-from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.environment import EnvironmentActor, UnknownSession
 from composer_mesh.actors.task_process.process import (
     CrashStacks,
     Frame,
@@ -32,6 +35,7 @@ from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode, Outcome
 from composer_mesh.tasks.calls import CallMark
 from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskProcessEnded
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 TASK = """
 import asyncio
@@ -288,3 +292,65 @@ def test_a_place_is_the_users_function_and_what_it_called() -> None:
     assert place([USERS, OTHER]) == str(USERS)
     assert place([MATCH, OURS]) == str(MATCH)
     assert place([]) == ""
+
+
+async def test_a_dead_callers_sessions_are_dropped_and_no_others(
+    toolbox: ToolboxTask, build_config: Any, environment_actor: Any
+) -> None:
+    actor = environment_actor()
+    await own_endpoint(actor, "load")(build_config())
+    callers = {name: InProcessCalls(name, actor) for name in ("rollouts-0", "rollouts-1")}
+    for name, calls in callers.items():
+        for number in range(2):
+            await calls.call("begin", f"{name}/{number}", toolbox.episode("train", number))
+    assert actor.in_use() == 4
+    await own_endpoint(actor, "close_calls")("rollouts-0")
+    assert actor.in_use() == 2
+    with pytest.raises(UnknownSession):
+        await callers["rollouts-1"].call("finish", "rollouts-0/0")
+    for number in range(2):
+        await callers["rollouts-1"].call("finish", f"rollouts-1/{number}")
+    assert actor.in_use() == 0
+
+
+ASKS = """
+from composer_mesh import Session, Task, reward
+
+
+class Broken(Session):
+    def start(self):
+        raise KeyError("of start")
+
+    def close(self):
+        self.never_set.close()
+
+
+class Asks(Task):
+    session_class = Broken
+
+    def generate(self, rng):
+        return {"question": str(rng.random())}
+
+    def prompt(self, row):
+        return row["question"]
+
+    @reward
+    def right(self, transcript):
+        assert transcript.session is None
+        return float(transcript.answer == "yes")
+"""
+
+
+async def test_a_session_that_cannot_start_is_told_by_its_start_and_messages_are_scored_without_one(
+    tmp_path: Path, build_config: Any, environment_actor: Any
+) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    actor = environment_actor()
+    await own_endpoint(actor, "load")(build_config(data={"task": f"{tmp_path}/asks.py:Asks"}))
+    episode = Episode("asks", "train", 0)
+    with pytest.raises(TaskCodeError, match="KeyError: 'of start'") as failed:
+        await own_endpoint(actor, "begin")("session", episode)
+    assert "never_set" in failed.value.__notes__[0]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
+    outcome = await own_endpoint(actor, "score")(episode, said)
+    assert (outcome.reward, outcome.success) == (1.0, True)
