@@ -44,8 +44,13 @@ from composer_mesh.actors.provider.errors import (
     ProviderServerError,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.http_transport import LARGEST_BODY, LARGEST_HEADERS
-from composer_mesh.actors.provider.reply import MOST_VALUES, json_object, retry_after_s
+from composer_mesh.actors.provider.reply import (
+    LARGEST_BODY,
+    LARGEST_HEADERS,
+    MOST_VALUES,
+    json_object,
+    retry_after_s,
+)
 from composer_mesh.rollouts.consensus import canonical_action
 
 
