@@ -165,12 +165,13 @@ def blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
 def named_call(
     value: Any, named: str = "name", given: str = "arguments", call_id: str = ""
 ) -> ToolCall:
-    """Return the call that a JSON object is; raises `Unreadable`."""
+    """Return the call that a JSON object is, by the keys of its parts; raises `Unreadable`."""
     if not isinstance(value, dict) or not isinstance(value.get(named), str):
         raise Unreadable(f'the call needs a "{named}"')
     if not isinstance(value.get(given), dict):
         raise Unreadable(f'the call needs an object "{given}"')
-    return one_call(value[named], value[given], str(value.get(call_id) or ""))
+    found = value.get(call_id) if call_id else None
+    return one_call(value[named], value[given], str(found or ""))
 
 
 def one_call(name: str, arguments: dict[str, Any], call_id: str = "") -> ToolCall:
