@@ -190,7 +190,6 @@ NO_SYSTEM_ROLE = (
 )
 """As Gemma 2 writes."""
 
-QUESTION: Message = {"role": "user", "content": "q"}
 CALL = call_text("lookup", {"key": "price"})
 
 
