@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.rollout_workers.peers import Peer, PeerJudges
 from composer_mesh.actors.task_process.process import TaskProcess
 from composer_mesh.configs.schema import Config
@@ -24,8 +24,7 @@ from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import TaskProcessEnded, UnusableTask
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
@@ -108,11 +107,6 @@ class EnvironmentActor(MeshActor):
     async def step(self, session_id: str, text: str) -> StepResult:
         """Execute an action."""
         return await self._in_session("step", session_id, text)
-
-    @concurrent_endpoint
-    async def state(self, session_id: str, turn: int) -> list[Message]:
-        """Return exactly the messages that the agent saw when it acted at `turn`."""
-        return await self._in_session("state", session_id, turn)
 
     @concurrent_endpoint
     async def finish(self, session_id: str) -> Outcome:

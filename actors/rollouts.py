@@ -33,8 +33,7 @@ from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore
 from composer_mesh.tasks.loading import make_workflow
 
 

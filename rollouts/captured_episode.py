@@ -165,11 +165,6 @@ class ThinkingStyle:
 
     separate: bool
 
-    @classmethod
-    def of(cls, chat: ChatFormat) -> "ThinkingStyle":
-        """Probe a chat template."""
-        return cls(_separates(chat))
-
     def split(self, text: str) -> tuple[str, str]:
         """Return the thinking and the answer of an action's text.
 
@@ -248,7 +243,7 @@ class CaptureFormat:
     @classmethod
     def of(cls, chat: ChatFormat, vocabulary: int) -> "CaptureFormat":
         """Probe the chat template; ids are below `vocabulary`."""
-        return cls(ToolFormats(chat), ThinkingStyle.of(chat), vocabulary)
+        return cls(ToolFormats(chat), ThinkingStyle(_separates(chat)), vocabulary)
 
     @property
     def chat(self) -> ChatFormat:
@@ -272,11 +267,6 @@ class CapturedEpisode:
         self._tree = TurnTree()
         self._conversations = Conversations(format.formats)
         self._raw = RawPrompts(format.chat, format.vocabulary)
-
-    @property
-    def sampled(self) -> int:
-        """The number of turns that were recorded."""
-        return len(self._tree)
 
     def chat_prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], stops: Sequence[str] = ()

@@ -95,9 +95,6 @@ class TurnTree:
     def __init__(self) -> None:
         self._turns: list[CapturedTurn] = []
 
-    def __len__(self) -> int:
-        return len(self._turns)
-
     def add(self, turn: CapturedTurn) -> None:
         self._turns.append(turn)
 

@@ -26,8 +26,8 @@ from composer_mesh.rollouts.call_formats.choosing import (
     calling,
     styles,
 )
+from composer_mesh.rollouts.call_formats.json_calls import FINAL
 from composer_mesh.rollouts.call_formats.port import CallFormat, ParsedAction
-from composer_mesh.rollouts.call_formats.token_calls import FINAL
 from composer_mesh.rollouts.control_tokens import ChatTemplateError
 from composer_mesh.rollouts.tool_calls import ToolCall, wire_arguments
 from composer_mesh.rollouts.traces import Message

@@ -5,16 +5,21 @@ message holds the text of a control token, the template is given a stand-in for 
 the rendering then shows where it is, and is cut inside of it.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from composer_mesh.rollouts.agent_messages import CLOSE, OPEN, text_of
 from composer_mesh.rollouts.traces import Message
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
 PRIVATE = range(0xF0000, 0x10FFFE)
 """Characters without a meaning, from which stand-ins are taken."""
@@ -36,19 +41,6 @@ Change = Callable[[str, tuple[str, ...]], str]
 
 class ChatTemplateError(ValueError):
     """The model's chat template cannot extend a conversation by ids."""
-
-
-class AddedToken(Protocol):
-    """A token that the tokenizer finds in a text before anything else."""
-
-    @property
-    def content(self) -> str: ...
-
-    @property
-    def special(self) -> bool: ...
-
-    @property
-    def normalized(self) -> bool: ...
 
 
 class TextEncoder(Protocol):

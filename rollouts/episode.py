@@ -16,9 +16,8 @@ from typing import Protocol
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat, encoded
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
-from composer_mesh.rollouts.message_pickling import IDS
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
-from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
+from composer_mesh.rollouts.traces import IDS, ErrorSite, Message, Trace, Turn
 
 
 class Generation(Protocol):

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from composer_mesh.rollouts.message_pickling import pickled_by_position
-from composer_mesh.rollouts.traces import ExpertChoices, StopReason
+from composer_mesh.rollouts.traces import ExpertChoices, StopReason, pickled_by_position
 
 
 @pickled_by_position

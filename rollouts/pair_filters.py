@@ -5,15 +5,25 @@ A pair is dropped and counted by the first filter that it fails. Filters with a 
 values only, because JSON punctuation says nothing about quality. Two pairs are duplicates if
 context and both actions are equal (as for votes: `actions`). Two are near-duplicates if the chosen
 action is equal and the wording similar, so tasks that differ only in numbers stay distinct.
+
+Similarity of wording is that of character shingles by MinHash: the Jaccard similarity is estimated
+from `permutations` hash values with a standard error of at most 0.5 / sqrt(permutations). Hashes
+are fixed, so the same texts in the same order give the same results on every machine.
 """
 
 import hashlib
 import json
 import re
 import unicodedata
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from composer_mesh.configs.replay import (
     ExactDuplicatesFilter,
@@ -26,9 +36,17 @@ from composer_mesh.configs.replay import (
 )
 from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.tool_calls import ToolCall, parse_action, text_before_calls
+from composer_mesh.rollouts.tool_calls import ToolCall, normal_form, parse_action, text_before_calls
 from composer_mesh.rollouts.traces import Message
 
+if TYPE_CHECKING:
+    from datasketch import MinHash
+
+MISSED = 0.01
+"""Largest probability that the index misses a text whose similarity equals the threshold."""
+_CHUNK = 8192
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_SCHEME = "affine32"
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
@@ -171,9 +189,6 @@ class _NearDuplicates:
     """Near-duplicate filter over the task, the last message and both actions."""
 
     def __init__(self, config: NearDuplicatesFilter) -> None:
-        # The library takes a second to import; runs without this filter skip that.
-        from composer_mesh.rollouts.near_duplicates import NearDuplicates
-
         self._texts = NearDuplicates(
             config.threshold, config.shingle, config.permutations, config.window
         )
@@ -212,3 +227,73 @@ def _without_ids(message: Message) -> Message:
 def _mark(*parts: Any) -> bytes:
     raw = json.dumps(parts, sort_keys=True).encode()
     return hashlib.blake2b(raw, digest_size=16).digest()
+
+
+class NearDuplicates:
+    """Index of the last `window` texts that were not near-duplicates of earlier ones."""
+
+    def __init__(self, threshold: float, shingle: int, permutations: int, window: int) -> None:
+        # The library takes a second to import; runs without this filter skip that.
+        from datasketch import MinHash, MinHashLSH
+
+        self._threshold, self._shingle, self._window = threshold, shingle, window
+        self._empty = MinHash(permutations, seed=1, hashfunc=int, scheme=_SCHEME)
+        shape = index_shape(threshold, permutations)
+        self._index = MinHashLSH(threshold, permutations, params=shape)
+        self._signatures: dict[int, MinHash] = {}
+        self._order: deque[int] = deque()
+        self._names = count()
+
+    def seen(self, text: str, topic: bytes) -> bool:
+        """Return whether a text is a near-duplicate within its topic; if not, index it."""
+        signature = self._signature(text, topic)
+        for name in self._index.query(signature):
+            if signature.jaccard(self._signatures[name]) >= self._threshold:
+                return True
+        self._remember(signature)
+        return False
+
+    def _remember(self, signature: "MinHash") -> None:
+        if len(self._order) == self._window:
+            oldest = self._order.popleft()
+            self._index.remove(oldest)
+            del self._signatures[oldest]
+        name = next(self._names)
+        self._index.insert(name, signature)
+        self._signatures[name] = signature
+        self._order.append(name)
+
+    def _signature(self, text: str, topic: bytes) -> "MinHash":
+        signature: MinHash = self._empty.copy()
+        found = shingles(text, self._shingle)
+        for start in range(0, len(found), _CHUNK):
+            signature.update_batch(found[start : start + _CHUNK].tolist())
+        # Texts of different topics then share no hash value, so the index never compares them.
+        signature.hashvalues ^= np.uint32(zlib.crc32(topic))
+        return signature
+
+
+def shingles(text: str, size: int) -> NDArray[np.uint32]:
+    """Hash all runs of `size` characters; case and the amount of white space are ignored."""
+    plain = " ".join(normal_form("NFKC", text).casefold().split())
+    raw = plain.encode("utf-32-le", "surrogatepass")
+    codes = np.frombuffer(raw, dtype="<u4").astype(np.uint64)
+    size = max(1, min(size, len(codes)))
+    starts = len(codes) - size + 1
+    hashes = np.zeros(starts, dtype=np.uint64)
+    for offset in range(size if starts > 0 else 0):
+        hashes = hashes * _BASE + codes[offset : offset + starts]
+    return np.unique((hashes ^ (hashes >> np.uint64(32))).astype(np.uint32))
+
+
+def index_shape(threshold: float, permutations: int) -> tuple[int, int]:
+    """Return the bands and rows of the index: the fewest bands that miss at most `MISSED`.
+
+    Two texts collide if all values of one band are equal: with b bands of r values, a pair of
+    similarity t is missed with probability (1 - t^r)^b.
+    """
+    for rows in range(permutations // 2, 1, -1):
+        bands = permutations // rows
+        if (1 - threshold**rows) ** bands <= MISSED:
+            return bands, rows
+    return permutations, 1

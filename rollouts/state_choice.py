@@ -109,18 +109,14 @@ def situation(trace: Trace, turn: int, action_text: str) -> str:
 
 
 class Novelty:
-    """Number of queries for each situation; pass `counts` to restore an instance."""
+    """Number of queries for each situation."""
 
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        self._counts = Counter(counts or {})
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts)
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
 
     def count_queries(self, states: Iterable[StudentState]) -> None:
         """Count states that are sent to teachers."""
-        self._counts.update(state.situation for state in states)
+        self.restore(state.situation for state in states)
 
     def restore(self, situations: Iterable[str]) -> None:
         """Count states that an earlier process of the run has sent to teachers."""

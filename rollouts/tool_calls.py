@@ -91,13 +91,11 @@ class Unreadable(ValueError):
 
 def parse_bounded(text: str, most: int) -> tuple[ToolCall, ...] | MalformedCall:
     """Parse the tool calls in an action's text; more than `most` of them make it malformed."""
-    if most == 1:
-        action = parse_action(text)
-        return action if isinstance(action, MalformedCall) else (action,) if action else ()
     found = parse_calls(text)
     if isinstance(found, MalformedCall) or len(found) <= most:
         return found
-    return MalformedCall(text, f"write at most {most} tool calls")
+    wanted = "exactly one tool call" if most == 1 else f"at most {most} tool calls"
+    return MalformedCall(text, f"write {wanted}")
 
 
 def parse_action(text: str) -> ToolCall | MalformedCall | None:
@@ -105,11 +103,9 @@ def parse_action(text: str) -> ToolCall | MalformedCall | None:
 
     An action makes one call at most; a second one makes it malformed.
     """
-    found = parse_calls(text)
+    found = parse_bounded(text, 1)
     if isinstance(found, MalformedCall):
         return found
-    if len(found) > 1:
-        return MalformedCall(text, "write exactly one tool call")
     return found[0] if found else None
 
 

@@ -16,8 +16,14 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
 
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore, total_reward
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import (
+    Episode,
+    FinishedRollout,
+    GroupScore,
+    Outcome,
+    StepResult,
+    total_reward,
+)
 from composer_mesh.rollouts.tool_calls import (
     MalformedCall,
     ToolCall,

@@ -33,7 +33,7 @@ from composer_mesh.actors.mcp_servers.stdio import (
     clean_json,
     result_text,
 )
-from composer_mesh.actors.provider.keys import Secret
+from composer_mesh.actors.provider.endpoint import Secret
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.mcp import MOST_TOOLS, McpServer, McpTool
 from composer_mesh.mesh.programs import ProgramFailed
@@ -320,8 +320,7 @@ class McpConnection:
 
     def _reason(self, error: BaseException) -> Exception:
         """Return why a connection could not be opened, from what is inside of groups."""
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = _inner(error)
         if isinstance(error, UnusableTask | ToolServerLost):
             return error
         if isinstance(error, ProgramFailed):
@@ -376,7 +375,11 @@ def imported(server: McpServer) -> Any:
         ) from error
 
 
+def _inner(error: BaseException) -> BaseException:
+    """Return the first error that is inside of groups."""
+    return _inner(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
 def _short(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = _inner(error)
     return clean(f"{type(error).__name__}: {error}", LONGEST_ERROR)

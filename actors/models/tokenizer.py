@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.rollouts.control_tokens import AddedToken
 from composer_mesh.rollouts.traces import Message
 
 _SHOWN = 60
@@ -93,6 +92,7 @@ def _shown(text: str) -> str:
 
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds at each controller start
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"

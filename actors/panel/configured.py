@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import RetryDelays, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.request_limiter import BreakerRules
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import BudgetConfig, OpenRouterConfig, TeacherConfig
 from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.money import Prices
+from composer_mesh.rollouts.budget import BudgetRules, Prices
 
 
 @dataclass(frozen=True)

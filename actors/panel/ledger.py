@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from composer_mesh.actors.group_commit import GroupCommit
 from composer_mesh.actors.provider.errors import ProviderBudgetError
-from composer_mesh.actors.sqlite_file import FileKind, SqliteFile, StoreError
+from composer_mesh.actors.sqlite_file import FileKind, GroupCommit, SqliteFile, StoreError
 from composer_mesh.rollouts.budget import (
+    LARGEST_CHARGE,
     Account,
     BudgetRefusal,
     BudgetReport,
@@ -31,7 +31,6 @@ from composer_mesh.rollouts.budget import (
     SettledTwice,
     TakenAmounts,
 )
-from composer_mesh.rollouts.money import LARGEST_CHARGE
 
 T = TypeVar("T")
 

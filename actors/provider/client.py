@@ -1,20 +1,25 @@
 """The client of the teachers' providers: sends queries, with bounded retries.
 
 Speaks the OpenAI chat protocol, and OpenRouter's extensions for OpenRouter endpoints. Failure
-handling is in `errors`, rate limits in `request_limiter`, costs in `bill`, HTTP in `http_transport`
-and `reply`. Budget ceilings, votes and actors are other layers' concerns.
+handling is in `errors`, rate limits in `request_limiter`, costs in `money`, and what is read of a
+response in `reply`. Budget ceilings, votes and actors are other layers' concerns.
 
-Request coalescing: concurrent equal queries share one request.
+HTTP/2 where a provider offers it, one pool for all teachers. The pool is unbounded, because callers
+limit the number of concurrent requests. Request coalescing: concurrent equal queries share one
+request.
 """
 
 import asyncio
 import hashlib
 import json
+import logging
 import os
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -27,15 +32,22 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.endpoint import (
+    RetryDelays,
+    Secret,
+    TeacherEndpoint,
+    Timeouts,
+    read_key,
+    warn_if_others_can_read,
+)
 from composer_mesh.actors.provider.errors import (
     ProviderBudgetError,
     ProviderError,
+    ProviderMalformed,
     ProviderRequestError,
+    ProviderServerError,
+    ProviderTimeout,
 )
-from composer_mesh.actors.provider.http_transport import HttpTransport, Outgoing
-from composer_mesh.actors.provider.keys import read_key, warn_if_others_can_read
 from composer_mesh.actors.provider.money import (
     Bill,
     Meter,
@@ -43,10 +55,17 @@ from composer_mesh.actors.provider.money import (
     listed_prices,
     routing_of,
 )
-from composer_mesh.actors.provider.reply import NoResponse, read_completion, read_reply
-from composer_mesh.actors.provider.request_limiter import Deadline, RequestLimiter
+from composer_mesh.actors.provider.reply import (
+    NoResponse,
+    ProviderReply,
+    RefusedReply,
+    bounded_body,
+    read_completion,
+    read_reply,
+)
+from composer_mesh.actors.provider.request_limiter import BreakerRules, Deadline, RequestLimiter
 from composer_mesh.configs.worded import Worded
-from composer_mesh.rollouts.money import Prices, dollars
+from composer_mesh.rollouts.budget import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.traces import Message
 
@@ -91,20 +110,28 @@ class RequestCoalescer(Generic[T]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-__all__ = ["BreakerRules", "ProviderClient", "RetryDelays", "TeacherEndpoint", "Timeouts"]
-
 ID_DIGITS = 24
 RETRIES, BREAKER = RetryDelays(), BreakerRules()
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """One chat completion request, identical in every attempt."""
+class Outgoing:
+    """One request to a teacher's `path`: a POST if it has content.
+
+    `call_id` is that of a call in its answer.
+    """
 
     teacher: TeacherEndpoint
-    content: bytes
-    request_id: str
-    call_id: str
+    path: str
+    content: bytes | None = None
+    request_id: str = ""
+    call_id: str = ""
+
+    def headers(self, secret: Secret) -> dict[str, str]:
+        if self.content is None:
+            return secret.headers
+        own = {"Content-Type": "application/json", "X-Request-Id": self.request_id}
+        return {**own, **secret.headers}
 
 
 class ProviderClient:
@@ -171,7 +198,7 @@ class ProviderClient:
             self.check(teacher)
             self._refuse_overcharging(teacher)
             question = _question(teacher, messages, tools, seed)
-            most = bound(teacher, len(question.content))
+            most = bound(teacher, len(question.content or b""))
             bill = Bill(meter, teacher.name, most)
             answer = await self._persist(limiter, partial(self._ask, limiter, question, bill))
         except ProviderError as error:
@@ -224,7 +251,7 @@ class ProviderClient:
     async def _ask(
         self,
         limiter: RequestLimiter,
-        question: _Question,
+        question: Outgoing,
         bill: Bill,
         number: int,
         deadline: Deadline,
@@ -232,16 +259,11 @@ class ProviderClient:
         """Run one attempt: wait for the limits, reserve, send, settle."""
         teacher = question.teacher
         async with limiter.turn(deadline):
-            outgoing = Outgoing(
-                teacher,
-                "chat/completions",
-                read_key(teacher, self._environ),
-                question.content,
-                f"{question.request_id}-{number}",
-            )
+            secret = read_key(teacher, self._environ)
+            outgoing = replace(question, request_id=f"{question.request_id}-{number}")
             async with bill.attempt() as attempt:
                 deadline.leave_line()
-                reply = await self._transport.send(outgoing, deadline.left_s)
+                reply = await self._transport.send(outgoing, secret, deadline.left_s)
                 reading = read_reply(teacher, reply, question.call_id)
                 attempt.charge = reading.charge
             if bill.overcharge:
@@ -259,8 +281,8 @@ class ProviderClient:
         """Make one attempt to read the provider's model list."""
         async with limiter.turn(deadline):
             deadline.leave_line()
-            outgoing = Outgoing(teacher, "models", read_key(teacher, self._environ))
-            reply = await self._transport.send(outgoing, deadline.left_s)
+            secret = read_key(teacher, self._environ)
+            reply = await self._transport.send(Outgoing(teacher, "models"), secret, deadline.left_s)
             if isinstance(reply, NoResponse):
                 raise reply.error
             return read_completion(teacher.name, reply, reply.body())
@@ -303,7 +325,7 @@ def _question(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]],
     seed: int,
-) -> _Question:
+) -> Outgoing:
     body: dict[str, Any] = {
         "model": teacher.model,
         "messages": list(messages),
@@ -324,4 +346,105 @@ def _question(
         raise ProviderRequestError(teacher.name, "the question cannot be written as JSON") from None
     request_id = hashlib.sha256(teacher.name.encode() + b"\n" + content).hexdigest()[:ID_DIGITS]
     turn = sum(message["role"] == "assistant" for message in messages)
-    return _Question(teacher, content, request_id, f"call_{turn}")
+    return Outgoing(teacher, "chat/completions", content, request_id, f"call_{turn}")
+
+
+KEPT_S = 30.0
+"""Seconds an idle connection is kept for the next request."""
+LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+WIRE_LOGS = ("hpack", "httpcore", "httpx")
+"""Loggers that write headers, which contain the key, and a line per request."""
+
+
+class NoCookies(CookieJar):
+    """A jar that stays empty: a provider sets no state, and its dates are not parsed."""
+
+    def extract_cookies(self, response: Any, request: Any) -> None:
+        """Ignore the response's cookies."""
+
+
+@cache
+def _authorities(_file: str | None, _folder: str | None) -> ssl.SSLContext:
+    """Return httpx's context, which reads these variables; loading it takes up to 0.1 s."""
+    return httpx.create_ssl_context()
+
+
+class HttpTransport:
+    """A connection pool of one event loop."""
+
+    def __init__(self, timeouts: Timeouts, transport: httpx.AsyncBaseTransport | None) -> None:
+        for name in WIRE_LOGS:
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._timeouts = timeouts
+        # Requests to this machine never use a proxy from the environment.
+        direct: dict[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(LOOPBACK)
+        self._client = httpx.AsyncClient(
+            http2=True,
+            verify=_authorities(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
+            headers={"Accept-Encoding": "identity"},
+            cookies=NoCookies(),
+            event_hooks={"response": [_forget_location]},
+            timeout=timeouts.of_request(),
+            limits=httpx.Limits(keepalive_expiry=KEPT_S),
+            transport=transport,
+            mounts=direct,
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def send(
+        self, outgoing: Outgoing, secret: Secret, within_s: float
+    ) -> ProviderReply | NoResponse:
+        """Return the complete response, or how the request was lost.
+
+        Waits at most `within_s`. A cancelled request is closed.
+        """
+        teacher = outgoing.teacher
+        if self._client.is_closed:
+            return NoResponse(ProviderServerError(teacher.name, "the client is closed"), sent=False)
+        if within_s <= 0:
+            return NoResponse(
+                ProviderTimeout(teacher.name, "no time was left to send it"), sent=False
+            )
+        try:
+            async with asyncio.timeout(within_s):
+                response, raw = await self._exchange(outgoing, secret)
+        except (httpx.HTTPError, httpx.StreamError, OSError, RefusedReply) as fault:
+            return self._lost(teacher.name, fault)
+        headers = {name.lower(): secret.hide(text) for name, text in response.headers.items()}
+        raw = secret.hide_bytes(raw)
+        return ProviderReply(response.status_code, headers, raw, outgoing.request_id, secret)
+
+    async def _exchange(self, outgoing: Outgoing, secret: Secret) -> tuple[httpx.Response, bytes]:
+        async with self._client.stream(
+            "GET" if outgoing.content is None else "POST",
+            outgoing.teacher.url(outgoing.path),
+            content=outgoing.content,
+            headers=outgoing.headers(secret),
+        ) as response:
+            return response, await bounded_body(response)
+
+    def _lost(self, teacher: str, fault: Exception) -> NoResponse:
+        """Return the error of a lost request, without its text, which may hold headers."""
+        error: ProviderError
+        sent, name = True, type(fault).__name__
+        match fault:
+            case RefusedReply():
+                error = ProviderMalformed(teacher, str(fault))
+            case TimeoutError():
+                error = ProviderTimeout(teacher, f"no answer within {self._timeouts.total_s} s")
+            case httpx.ConnectTimeout():
+                error, sent = ProviderTimeout(teacher, f"no connection ({name})"), False
+            case httpx.TimeoutException():
+                error = ProviderTimeout(teacher, f"it fell silent ({name})")
+            case httpx.ConnectError():
+                error, sent = ProviderServerError(teacher, f"no connection ({name})"), False
+            case _:
+                error = ProviderServerError(teacher, f"the connection broke ({name})")
+        return NoResponse(error, sent)
+
+
+async def _forget_location(response: httpx.Response) -> None:
+    """Drop where a redirect leads: it is not followed, and httpx fails on what is no address."""
+    response.headers.pop("location", None)

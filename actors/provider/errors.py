@@ -27,10 +27,25 @@ cancelled query is charged in full, and no breaker counts it.
 Error messages never contain an API key.
 """
 
+from enum import StrEnum
 from typing import ClassVar
 
-from composer_mesh.actors.provider.breaker import BreakerVerdict
 from composer_mesh.rollouts.pairs import FailureKind
+
+
+class BreakerVerdict(StrEnum):
+    """State of the provider, as the end of a request shows it."""
+
+    ANSWERED = "answered"
+    """The provider works, even if it refused this request."""
+
+    BUSY = "busy"
+    """The provider is at its limit: neither a failure nor the end of a row of failures."""
+
+    FAILED = "failed"
+
+    NOTHING = "nothing"
+    """The request was not sent, or its result was not awaited."""
 
 
 class ProviderError(Exception):

@@ -17,7 +17,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Protocol
 
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
-from composer_mesh.rollouts.money import LARGEST_CHARGE, LARGEST_USD, Prices, dollars, nano
+from composer_mesh.rollouts.budget import LARGEST_CHARGE, LARGEST_USD, Prices, dollars, nano
 
 
 class Meter(Protocol):

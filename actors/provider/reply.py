@@ -1,6 +1,7 @@
 """Parses a provider's response into an answer or a typed error, with its charge.
 
-The bytes are untrusted: every field is checked before use.
+The bytes are untrusted: they are read within limits, and every field is checked before use. An
+encoded body is refused, because it can turn kilobytes into gigabytes.
 
 Converts a provider's error status, body and headers into one typed error.
 
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+import httpx
+
+from composer_mesh.actors.provider.endpoint import Secret, TeacherEndpoint
 from composer_mesh.actors.provider.errors import (
     ProviderError,
     ProviderMalformed,
@@ -29,7 +32,6 @@ from composer_mesh.actors.provider.errors import (
     ProviderServerError,
     error_class,
 )
-from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import highest_prices, reported_charge, token_counts
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.rollouts.pairs import TeacherAnswer
@@ -353,3 +355,43 @@ def _error_in(body: dict[str, Any], *others: str) -> Any:
     """Return a body's error: its own, its first choice's, or the one under other keys."""
     found = [body.get("error"), _first_choice(body).get("error"), *map(body.get, others)]
     return next(filter(None, found), None)
+
+
+LARGEST_BODY = 8 * 2**20
+"""In bytes."""
+LARGEST_HEADERS = 64 * 2**10
+PLAIN = ("", "identity")
+"""Content encodings that are read."""
+SHOWN_CHARS = 40
+
+
+class RefusedReply(Exception):
+    """A response breaks a limit and is not read to its end; its text says which one."""
+
+
+async def bounded_body(response: httpx.Response) -> bytes:
+    """Return the body; raises RefusedReply as soon as a limit is passed."""
+    _check_headers(response.headers)
+    encoding = response.headers.get("content-encoding", "").strip().lower()
+    if encoding not in PLAIN:
+        shown = "".join(filter(str.isprintable, encoding[:SHOWN_CHARS]))
+        raise RefusedReply(f"its answer is encoded as {shown!r}, and no encoding was requested")
+    stream, body = response.stream, bytearray()
+    assert isinstance(stream, httpx.AsyncByteStream), "an async client gave a sync stream"
+    async for chunk in stream:
+        body += chunk
+        if len(body) > LARGEST_BODY:
+            raise _too_long()
+    return bytes(body)
+
+
+def _check_headers(headers: httpx.Headers) -> None:
+    if sum(len(name) + len(value) for name, value in headers.raw) > LARGEST_HEADERS:
+        raise RefusedReply(f"its headers are longer than {LARGEST_HEADERS} bytes")
+    announced = headers.get("content-length", "")
+    if announced.isdecimal() and len(announced) < 20 and int(announced) > LARGEST_BODY:
+        raise _too_long()
+
+
+def _too_long() -> RefusedReply:
+    return RefusedReply(f"its answer is longer than {LARGEST_BODY} bytes")

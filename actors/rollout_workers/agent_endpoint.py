@@ -31,10 +31,13 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
     NoRoomForAnswer,
     TooManyTurns,
 )
-from composer_mesh.actors.rollout_workers.openai_chat import ChatAnswer, CompletionAnswer
+from composer_mesh.actors.rollout_workers.openai_chat import (
+    ChatAnswer,
+    CompletionAnswer,
+    GenerateAnswer,
+)
 from composer_mesh.actors.rollout_workers.openai_responses import ResponsesAnswer
 from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
-from composer_mesh.actors.rollout_workers.vllm_generate import GenerateAnswer
 from composer_mesh.mesh.json_server import LOOPBACK, JsonHandler, JsonServer, Refusal
 from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.captured_episode import CaptureFormat

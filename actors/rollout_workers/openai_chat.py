@@ -1,11 +1,14 @@
 """`/v1/chat/completions`: what agents send, and what they get, also as a stream.
 
 `/v1/completions`: agents that render their conversation themselves, as text or token ids.
+
+`/inference/v1/generate` of vLLM: token ids in, token ids out. verifiers and prime-rl render
+conversations themselves and sample by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any
@@ -22,13 +25,16 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
 from composer_mesh.actors.rollout_workers.openai_wire import (
     DONE,
     MOST_ANSWERS,
+    SAMPLING_OF_THE_RUN,
     Count,
     Ids,
     Stops,
     StreamOptions,
     TokenUsage,
+    WireAnswer,
     WireRequest,
     bad_request,
+    check_parameters,
     checked_tools,
     pieces,
     read_as,
@@ -49,11 +55,10 @@ class CompletionRequest(WireRequest):
 
 
 @dataclass(frozen=True)
-class CompletionAnswer:
+class CompletionAnswer(WireAnswer):
     """A request for completions, read."""
 
     request: CompletionRequest
-    ask: Ask
     model: str
     decode: Any
 
@@ -66,10 +71,6 @@ class CompletionAnswer:
             raise bad_request(f"ask for 1 to {MOST_ANSWERS} answers at once", "prompt")
         ask = Ask(questions, n, request.max_tokens, stop_strings(request.stop))
         return cls(request, ask, request.model or model, episode.token_text)
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         turns = enumerate(exchange.turns)
@@ -151,11 +152,10 @@ class ChatRequest(WireRequest):
 
 
 @dataclass(frozen=True)
-class ChatAnswer:
+class ChatAnswer(WireAnswer):
     """A request for chat completions, read."""
 
     request: ChatRequest
-    ask: Ask
     model: str
     decode: Any
 
@@ -171,10 +171,6 @@ class ChatAnswer:
             stop_strings(request.stop),
         )
         return cls(request, ask, request.model or model, episode.token_text)
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         choices = [self._choice(turn, at) for at, turn in enumerate(exchange.turns)]
@@ -251,3 +247,92 @@ def token_logprob(text: str, logprob: float) -> dict[str, Any]:
     """Return one sampled token with its log-prob; others are not offered."""
     written = list(text.encode(errors="replace"))
     return {"token": text, "logprob": logprob, "bytes": written, "top_logprobs": []}
+
+
+MOST_STOP_IDS = 256
+
+GENERATE_IGNORED = SAMPLING_OF_THE_RUN | frozenset(
+    {"cache_salt", "detokenize", "priority", "request_id", "routed_experts_prompt_start"}
+    | {"skip_special_tokens", "spaces_between_special_tokens", "reasoning_effort"}
+)
+"""Ignored: the run decides about sampling; the others concern text, caches and queues."""
+GENERATE_REFUSED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "content_parts": ([],),
+    "features": (),
+    "frequency_penalty": (0,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+}
+"""Refused with any other value than these and null."""
+
+
+class GenerateSampling(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    max_tokens: Count | None = None
+    stop: Stops = None
+    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOP_IDS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+
+class GenerateRequest(WireRequest):
+    token_ids: Annotated[Ids, Field(min_length=1)]
+    sampling_params: GenerateSampling
+    return_token_ids: bool | None = None
+
+
+@dataclass(frozen=True)
+class GenerateAnswer(WireAnswer):
+    """A request for ids, read."""
+
+    request: GenerateRequest
+
+    @classmethod
+    def read(cls, body: bytes, _episode: AgentEpisode, _model: str) -> GenerateAnswer:
+        request = read_as(GenerateRequest, body, GENERATE_IGNORED, GENERATE_REFUSED)
+        parameters = request.sampling_params
+        check_parameters(parameters.model_extra or {}, GENERATE_IGNORED, GENERATE_REFUSED)
+        if request.stream:
+            raise bad_request("ids are not streamed: leave stream out", "stream")
+        ask = Ask(
+            [TextQuestion(request.token_ids)],
+            parameters.n or 1,
+            parameters.max_tokens,
+            stop_strings(parameters.stop),
+            tuple(parameters.stop_token_ids or ()),
+        )
+        return cls(request, ask)
+
+    def reply(self, exchange: Exchange) -> dict[str, Any]:
+        choices = [self._choice(turn, at) for at, turn in enumerate(exchange.turns)]
+        usage = TokenUsage.of(exchange, self.ask.n).named()
+        return {"request_id": exchange.id, "choices": choices, "usage": usage}
+
+    def events(self, _exchange: Exchange) -> Iterable[bytes]:
+        """Return nothing: streams of ids are refused."""
+        return ()
+
+    def _choice(self, turn: CapturedTurn, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "token_ids": turn.turn.action_ids,
+            "finish_reason": turn.finish,
+            "logprobs": self._logprobs(turn),
+        }
+
+    def _logprobs(self, turn: CapturedTurn) -> dict[str, Any] | None:
+        if self.request.sampling_params.logprobs is None:
+            return None
+        sampled = zip(turn.turn.action_ids, turn.turn.logprobs, strict=True)
+        return {"content": [{"token": f"token_id:{i}", "logprob": value} for i, value in sampled]}

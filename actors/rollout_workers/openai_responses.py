@@ -19,6 +19,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
 from composer_mesh.actors.rollout_workers.openai_wire import (
     Count,
     TokenUsage,
+    WireAnswer,
     WireRequest,
     bad_request,
     checked_tools,
@@ -154,11 +155,10 @@ class ResponsesRequest(WireRequest):
 
 
 @dataclass(frozen=True)
-class ResponsesAnswer:
+class ResponsesAnswer(WireAnswer):
     """A request of the Responses API, read; `messages` are without its instructions."""
 
     request: ResponsesRequest
-    ask: Ask
     model: str
     messages: list[Message]
     episode: AgentEpisode
@@ -173,10 +173,6 @@ class ResponsesAnswer:
         tools = checked_tools(chat_tools(request.tools))
         ask = Ask([ChatQuestion([*system, *messages], tools)], 1, request.max_output_tokens)
         return cls(request, ask, request.model or model, messages, episode)
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         """Return the whole response; a later request may name it as the previous one."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -78,18 +79,24 @@ class StreamOptions(BaseModel):
 R = TypeVar("R", bound=WireRequest)
 
 
-class WireAnswer(Protocol):
+@dataclass(frozen=True)
+class WireAnswer(ABC):
     """One request of an agent, read, and how its answer is written."""
 
-    @property
-    def ask(self) -> Ask: ...
+    request: WireRequest
+    ask: Ask
 
     @property
-    def stream(self) -> bool: ...
+    def stream(self) -> bool:
+        return bool(self.request.stream)
 
-    def reply(self, exchange: Exchange) -> dict[str, Any]: ...
+    @abstractmethod
+    def reply(self, exchange: Exchange) -> dict[str, Any]:
+        """Return the whole answer."""
 
-    def events(self, exchange: Exchange) -> Iterable[bytes]: ...
+    @abstractmethod
+    def events(self, exchange: Exchange) -> Iterable[bytes]:
+        """Return the answer as a stream."""
 
 
 ReadRequest = Callable[[bytes, AgentEpisode, str], WireAnswer]

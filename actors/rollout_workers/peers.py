@@ -38,9 +38,8 @@ from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.pairs import TeacherReply
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import JudgeFailed
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply, reply_of
@@ -246,16 +245,16 @@ class PeerEnvironments:
             died = self._environments.died(home)
             raise SessionLost(session_id, home, died.reason)
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._environments.call(home, endpoint, session_id, *args)
-        except TimeoutError:
-            raise DeadlineExceeded(home, endpoint, self._deadline_s) from None
+            return await self._within_deadline(home, endpoint, session_id, *args)
         except ActorDied as died:
             raise SessionLost(session_id, home, died.reason, True) from died
 
     async def _anywhere(self, endpoint: str, *args: Any) -> Any:
         """Call the least busy actor; raises `ActorDied` where it dies of it."""
         home = min(await self._environments.some_open(), key=self._environments.load)
+        return await self._within_deadline(home, endpoint, *args)
+
+    async def _within_deadline(self, home: str, endpoint: str, *args: Any) -> Any:
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self._environments.call(home, endpoint, *args)
@@ -272,9 +271,8 @@ class PeerEnvironments:
 
     async def _forget(self, home: str, session_id: str) -> None:
         try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._environments.call(home, "forget", session_id)
-        except (ActorDied, TimeoutError):
+            await self._within_deadline(home, "forget", session_id)
+        except (ActorDied, DeadlineExceeded):
             return  # its sessions are gone with it, or it is killed as hung
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, cast
 
-from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint, CapturedAgent
+from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint, CapturedAgent, There
 from composer_mesh.mesh.actor import end_this_process
 from composer_mesh.mesh.programs import TiedProgram
 from composer_mesh.mesh.supervision import SessionLost
@@ -147,7 +147,10 @@ class EpisodeEngine:
         return Conversation(self, as_messages(messages), role, tools)
 
     def environment(self) -> EngineEnvironment:
-        return EngineEnvironment(self, f"{self._session}/{next(self._sessions)}")
+        session = f"{self._session}/{next(self._sessions)}"
+        return EngineEnvironment(
+            self._environments, self._episode, session, self._there, self._open
+        )
 
     async def score(self, messages: Sequence[Message]) -> Outcome:
         return await self._there(self._environments.score(self._episode, list(messages)))
@@ -168,21 +171,6 @@ class EpisodeEngine:
             program.close()
             await asyncio.wait([finishing])
         return Program(done.status, done.stdout, done.stderr)
-
-    async def begin(self, session: str) -> list[Message]:
-        """Open a session of the task."""
-        self._open.add(session)
-        return await self._there(self._environments.begin(session, self._episode))
-
-    async def step(self, session: str, text: str) -> StepResult:
-        """Apply an action in a session of the task."""
-        return await self._there(self._environments.step(session, text))
-
-    async def finish(self, session: str) -> Outcome:
-        """Score and close a session of the task."""
-        outcome = await self._there(self._environments.finish(session))
-        self._open.discard(session)
-        return outcome
 
     def close(self) -> None:
         """Abandon the sessions that were not finished; call it on the worker's loop."""
@@ -264,21 +252,33 @@ class EpisodeEngine:
 class EngineEnvironment:
     """A session of the episode's task, opened by `async with`."""
 
-    def __init__(self, engine: EpisodeEngine, session: str) -> None:
-        self._engine, self._session = engine, session
+    def __init__(
+        self,
+        environments: Environments,
+        episode: Episode,
+        session: str,
+        there: There,
+        unfinished: set[str],
+    ) -> None:
+        """`unfinished` holds the sessions of the episode that are open."""
+        self._environments, self._episode, self._session = environments, episode, session
+        self._there, self._unfinished = there, unfinished
         self.messages: list[Message] = []
         """The first messages of the session."""
 
     async def step(self, text: str) -> StepResult:
         """Apply an action."""
-        return await self._engine.step(self._session, text)
+        return await self._there(self._environments.step(self._session, text))
 
     async def finish(self) -> Outcome:
         """Score and close the session."""
-        return await self._engine.finish(self._session)
+        outcome: Outcome = await self._there(self._environments.finish(self._session))
+        self._unfinished.discard(self._session)
+        return outcome
 
     async def __aenter__(self) -> Self:
-        self.messages = await self._engine.begin(self._session)
+        self._unfinished.add(self._session)
+        self.messages = await self._there(self._environments.begin(self._session, self._episode))
         return self
 
     async def __aexit__(self, *_: object) -> None:

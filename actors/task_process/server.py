@@ -20,8 +20,7 @@ from composer_mesh.mesh.call_server import Endpoint, PipeCalls
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import STACKS_SIGNAL, CallMarks
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
@@ -94,10 +93,6 @@ class TaskServer:
     async def step(self, session_id: str, text: str) -> StepResult:
         """Execute an action."""
         return await self._runner.run(self._sessions[session_id].step(text))
-
-    async def state(self, session_id: str, turn: int) -> list[Message]:
-        """Return exactly the messages that the agent saw when it acted at `turn`."""
-        return self._sessions[session_id].state(turn)
 
     async def finish(self, session_id: str) -> Outcome:
         """Score and close a session."""

@@ -10,12 +10,17 @@ from dataclasses import dataclass, replace
 from itertools import count, product, takewhile
 from typing import Any
 
-from composer_mesh.rollouts.call_formats.gemma_calls import GemmaCalls
-from composer_mesh.rollouts.call_formats.json_calls import HermesCalls, ListedJson, LlamaJson
+from composer_mesh.rollouts.call_formats.json_calls import (
+    HarmonyCalls,
+    HermesCalls,
+    ListedJson,
+    LlamaJson,
+    MistralArgs,
+    TokenFramed,
+)
 from composer_mesh.rollouts.call_formats.port import CallFormat, Schemas
 from composer_mesh.rollouts.call_formats.pythonic_calls import PythonicCalls
-from composer_mesh.rollouts.call_formats.token_calls import HarmonyCalls, MistralArgs, TokenFramed
-from composer_mesh.rollouts.call_formats.xml_calls import GlmXml, QwenXml
+from composer_mesh.rollouts.call_formats.tagged_calls import GemmaCalls, GlmXml, QwenXml
 from composer_mesh.rollouts.tool_calls import ParsedAction, ToolCall, wire_arguments
 from composer_mesh.rollouts.traces import Message
 

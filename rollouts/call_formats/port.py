@@ -162,6 +162,18 @@ def blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
     return before, insides
 
 
+def named_call(
+    value: Any, named: str = "name", given: str = "arguments", call_id: str = ""
+) -> ToolCall:
+    """Return the call that a JSON object is, by the keys of its parts; raises `Unreadable`."""
+    if not isinstance(value, dict) or not isinstance(value.get(named), str):
+        raise Unreadable(f'the call needs a "{named}"')
+    if not isinstance(value.get(given), dict):
+        raise Unreadable(f'the call needs an object "{given}"')
+    found = value.get(call_id) if call_id else None
+    return one_call(value[named], value[given], str(found or ""))
+
+
 def one_call(name: str, arguments: dict[str, Any], call_id: str = "") -> ToolCall:
     """Return a call; raises `Unreadable` where its name is none, or its arguments are no JSON."""
     if not name or name != name.strip() or any(c.isspace() for c in name):

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from composer_mesh.actors.experts.http import TOKEN_ENV
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import ChatEndpoint
 

@@ -28,9 +28,8 @@ from typing import Any, Self, TypeVar
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_background
 from composer_mesh.planning.model_sizes import UnknownSizes, parameter_count, sizes_of
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_of_task

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from composer_mesh.configs.validation import first_error
-from composer_mesh.rollouts.money import LARGEST_USD
+from composer_mesh.rollouts.budget import LARGEST_USD
 from composer_mesh.services.commands.parser import argument
 
 add_set = argument(

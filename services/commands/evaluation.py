@@ -9,7 +9,7 @@ from pathlib import Path
 
 from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
-from composer_mesh.rollouts.money import Prices
+from composer_mesh.rollouts.budget import Prices
 from composer_mesh.services.checks.accepting import (
     UsageError,
     accept,

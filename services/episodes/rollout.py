@@ -8,7 +8,7 @@
 
 The controller schedules episodes; `rollouts.episode` says how one is played. A sample that is given
 up is left out of its group, and never becomes a reward. Which failures are equal is decided here,
-and counted in `rollouts.poison`. Events of a kind are recorded once per interval, with a count of
+and counted in `rollouts.tasks`. Events of a kind are recorded once per interval, with a count of
 those that were suppressed; exact counts are in the metrics.
 """
 
@@ -28,15 +28,18 @@ from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
 from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.episode import Sample, Sampling
-from composer_mesh.rollouts.group_rewards import (
+from composer_mesh.rollouts.tasks import (
     SMALLEST_GROUP,
+    Episode,
     FinishedRollout,
     GroupScore,
+    PoisonedInput,
+    Shortage,
+    Trial,
+    short_groups,
     with_group_score,
     without_left_out,
 )
-from composer_mesh.rollouts.poison import PoisonedInput, Shortage, Trial, short_groups
-from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.pool.dispatch import NoReplicaLeft, ServiceClosed
 from composer_mesh.services.steps.ports import Player

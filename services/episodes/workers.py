@@ -32,8 +32,7 @@ from composer_mesh.mesh.heartbeat import ActivityLog
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks, unless
 from composer_mesh.rollouts.episode import Played, Sample
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore
 from composer_mesh.services.pool.dispatch import ServiceClosed
 from composer_mesh.services.pool.replicas import PoolPeers
 from composer_mesh.services.service import Service

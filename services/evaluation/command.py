@@ -17,12 +17,12 @@ import httpx
 from rich.console import Console
 
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
-from composer_mesh.actors.provider.client import ProviderClient, Timeouts
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.group_rewards import SMALLEST_GROUP
+from composer_mesh.rollouts.tasks import SMALLEST_GROUP
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.checks.local_judges import local_judges
 from composer_mesh.services.directory.report import STORE_FILE

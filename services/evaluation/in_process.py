@@ -28,13 +28,13 @@ from composer_mesh.actors.provider.money import Meter
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.episode import seed_of
-from composer_mesh.rollouts.group_rewards import (
+from composer_mesh.rollouts.tasks import (
     SMALLEST_GROUP,
+    Episode,
     FinishedRollout,
     with_group_score,
     without_left_out,
 )
-from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.checks.task import in_a_daemon_thread
 from composer_mesh.services.steps.ports import Store

@@ -16,8 +16,8 @@ from composer_mesh.actors.panel.panel import TeacherTally, chosen_teachers
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.money import bound
 from composer_mesh.configs.replay import ReplayConfig
+from composer_mesh.rollouts.budget import Prices, dollars, nano
 from composer_mesh.rollouts.consensus import MAJORITY, VoteOutcome, decide
-from composer_mesh.rollouts.money import Prices, dollars, nano
 from composer_mesh.rollouts.pairs import (
     StudentState,
     TeacherAnswer,

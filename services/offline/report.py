@@ -12,8 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from composer_mesh.rollouts.budget import BudgetReport
-from composer_mesh.rollouts.money import dollars
+from composer_mesh.rollouts.budget import BudgetReport, dollars
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.offline.figures import ReplayFigures, ReplayPlan
 

@@ -27,7 +27,8 @@ from composer_mesh.actors.experts.http import (
 )
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel, with_prices
-from composer_mesh.actors.provider.client import ProviderClient, TeacherEndpoint
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.schema import Config

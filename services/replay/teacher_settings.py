@@ -16,8 +16,8 @@ from composer_mesh.actors.panel.configured import (
     endpoint_of,
     ledger_name,
 )
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import RetryDelays, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
+from composer_mesh.actors.provider.request_limiter import BreakerRules
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import TeacherConfig
 from composer_mesh.rollouts.budget import BudgetRules

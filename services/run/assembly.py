@@ -26,7 +26,7 @@ from composer_mesh.actors.checkpoints.folder import (
 )
 from composer_mesh.actors.learning.weight_update import GradientNotFinite
 from composer_mesh.actors.models.template_process import open_chat
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.errors import ConfigError

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import Expert, new_token
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of

@@ -21,12 +21,10 @@ from typing import Any
 from composer_mesh.actors.engines.vllm_settings import process_environment
 from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.generator import GeneratorActor
-from composer_mesh.actors.hint_writer import HintWriterActor
-from composer_mesh.actors.judge import JudgeActor
 from composer_mesh.actors.panel.configured import judge_settings
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.panel_actors import HintWriterActor, JudgeActor, TeacherReplayActor
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.rollouts import RolloutActor
-from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.failures import cause_of, recorded_by
@@ -35,9 +33,8 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks, together
 from composer_mesh.planning.mesh_layout import rollout_workers
-from composer_mesh.rollouts.budget import BudgetReport
+from composer_mesh.rollouts.budget import BudgetReport, dollars
 from composer_mesh.rollouts.hints import HintReply, HintRequest
-from composer_mesh.rollouts.money import dollars
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
 from composer_mesh.services.episodes.workers import call_serving

@@ -6,11 +6,9 @@ from typing import Any, Protocol
 
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.episode import Played, Sample
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.rollouts.pairs import FrozenState, TeacherReply
-from composer_mesh.rollouts.poison import PoisonedInput
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, PoisonedInput
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import Evaluation
 

@@ -23,7 +23,7 @@ from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.open_folder import OpenFolder, write_whole
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.tasks import PoisonedInput
 from composer_mesh.rollouts.traces import Trace, TurnDivergences
 from composer_mesh.services.directory.claim import sign
 from composer_mesh.services.directory.report import (

@@ -21,22 +21,21 @@ from hostile_replies import HostileReplies
 from simulated_time import SimulatedLoop
 
 from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.provider.client import (
-    BreakerRules,
-    ProviderClient,
-    RetryDelays,
-    TeacherEndpoint,
-    Timeouts,
-)
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import RetryDelays, Secret, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderError, ProviderMalformed
-from composer_mesh.actors.provider.http_transport import RefusedReply, bounded_body
-from composer_mesh.actors.provider.keys import Secret
 from composer_mesh.actors.provider.money import routing_of
-from composer_mesh.actors.provider.reply import NoResponse, ProviderReply, read_reply
-from composer_mesh.rollouts.budget import BudgetRules
+from composer_mesh.actors.provider.reply import (
+    NoResponse,
+    ProviderReply,
+    RefusedReply,
+    bounded_body,
+    read_reply,
+)
+from composer_mesh.actors.provider.request_limiter import BreakerRules
+from composer_mesh.rollouts.budget import LARGEST_CHARGE, BudgetRules, Prices, ceiling
 from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.hints import one_line_hint
-from composer_mesh.rollouts.money import LARGEST_CHARGE, Prices, ceiling
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer
 
 Cases = Callable[[int], Iterator[int]]

@@ -19,8 +19,7 @@ from itertools import product
 import pytest
 
 from composer_mesh.actors.mcp_servers.stdio import clean
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint
-from composer_mesh.actors.provider.keys import Secret
+from composer_mesh.actors.provider.endpoint import Secret, TeacherEndpoint
 from composer_mesh.actors.provider.reply import ProviderReply, read_reply
 from composer_mesh.actors.rollout_workers.openai_chat import ChatRequest, CompletionRequest
 from composer_mesh.actors.rollout_workers.openai_wire import read_as
@@ -41,8 +40,7 @@ from composer_mesh.rollouts.captured_episode import ThinkingStyle
 from composer_mesh.rollouts.consensus import canonical_action
 from composer_mesh.rollouts.hints import one_line_hint
 from composer_mesh.rollouts.leaks import holds_answer
-from composer_mesh.rollouts.near_duplicates import shingles
-from composer_mesh.rollouts.pair_filters import action_content, special_ratio, word_count
+from composer_mesh.rollouts.pair_filters import action_content, shingles, special_ratio, word_count
 from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
 from composer_mesh.services.web.errors import RequestRefused
 from composer_mesh.tasks.judges import json_in

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.server import ServerConnections
+from composer_mesh.actors.mcp_servers.servers import ServerConnections
 from composer_mesh.configs.mcp import McpServer, McpTool
 from composer_mesh.tasks.errors import ToolError
 

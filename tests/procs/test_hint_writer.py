@@ -12,9 +12,9 @@ from live_run import launched
 
 from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import TOKEN_ENV, new_token
-from composer_mesh.actors.hint_writer import HintWriterActor
+from composer_mesh.actors.panel_actors import HintWriterActor
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.provider.errors import ProviderAuthError
-from composer_mesh.actors.provider.keys import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.hints import HintRequest
@@ -116,7 +116,7 @@ def test_a_run_that_repeats_another_pays_for_no_hint(tmp_path: Path, policy_cach
 
 async def test_the_writer_does_not_load_torch() -> None:
     program = (
-        "import sys; import composer_mesh.actors.hint_writer; sys.exit('torch' in sys.modules)"
+        "import sys; import composer_mesh.actors.panel_actors; sys.exit('torch' in sys.modules)"
     )
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     assert await child.wait() == 0

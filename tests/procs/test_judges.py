@@ -10,12 +10,11 @@ from pathlib import Path
 from gated_provider import GatedProvider
 
 from composer_mesh.actors.environment import EnvironmentActor
-from composer_mesh.actors.judge import JudgeActor
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.panel_actors import JudgeActor
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.rollouts.group_rewards import FinishedRollout
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout
 from composer_mesh.services import service
 from composer_mesh.services.pool.restarts import RestartRules
 from composer_mesh.services.run.pools import MeshJudges

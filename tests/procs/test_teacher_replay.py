@@ -17,16 +17,14 @@ from composer_mesh.actors.expert_server import ExpertServerActor
 from composer_mesh.actors.experts.http import TOKEN_ENV, Expert, new_token
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.ledger import Ledger
-from composer_mesh.actors.provider.client import TeacherEndpoint, Timeouts
+from composer_mesh.actors.panel_actors import TeacherReplayActor
+from composer_mesh.actors.provider.endpoint import Keys, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError
-from composer_mesh.actors.provider.keys import Keys
-from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
-from composer_mesh.rollouts.budget import BudgetRules
+from composer_mesh.rollouts.budget import BudgetRules, Prices, dollars, nano
 from composer_mesh.rollouts.consensus import VoteOutcome, decide
-from composer_mesh.rollouts.money import Prices, dollars, nano
 from composer_mesh.rollouts.pairs import (
     FailureKind,
     FrozenState,
@@ -167,7 +165,7 @@ async def test_killing_a_replica_mid_query_loses_no_state_and_no_money(
 
 
 async def test_neither_actor_loads_torch() -> None:
-    modules = "composer_mesh.actors.teacher_replay, composer_mesh.actors.expert_server"
+    modules = "composer_mesh.actors.panel_actors, composer_mesh.actors.expert_server"
     program = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     assert await child.wait() == 0

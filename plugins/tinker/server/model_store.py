@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.plugins.tinker.models.messages import TrainCall
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import TrainBackend

@@ -10,7 +10,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.plugins.tinker.models.messages import AdamParams, TrainCall
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server import requests

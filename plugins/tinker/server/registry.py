@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import operation_log as log

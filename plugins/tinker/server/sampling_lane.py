@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from composer_mesh.actors.engines.port import RequestAborted
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.plugins.tinker.models.messages import ScoreRequest, Scores
 from composer_mesh.plugins.tinker.server import operation_log as log

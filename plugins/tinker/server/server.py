@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import operation_log as log

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.server import operation_log as log

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import CHANGES, TrainCall, TrainResult

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any, Self
 
-from composer_mesh.rollouts.money import NANO
+from composer_mesh.rollouts.budget import NANO
 
 COST = 0.0001
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from live_run import LiveRun, composer_mesh
 from shared_runs import CEILING_USD, KEY, Finished
 
-from composer_mesh.rollouts.money import NANO
+from composer_mesh.rollouts.budget import NANO
 from composer_mesh.rollouts.pairs import PreferencePair
 
 

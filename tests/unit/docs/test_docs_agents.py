@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from guides import Guide
 
-from composer_mesh.actors.rollout_workers import vllm_generate
 from composer_mesh.actors.rollout_workers.agent_endpoint import (
     APIS,
     LARGEST_REQUEST,
     RETRY_HEADER,
     RETRY_WAIT_S,
 )
+from composer_mesh.actors.rollout_workers.openai_chat import GENERATE_IGNORED, GENERATE_REFUSED
 from composer_mesh.actors.rollout_workers.openai_wire import IGNORED, REFUSED
 
 PAGE = Guide.read("agents.md")
@@ -25,7 +25,7 @@ def test_every_ignored_and_refused_parameter_is_on_the_page() -> None:
 
 
 def test_every_ignored_and_refused_parameter_of_ids_is_on_the_page() -> None:
-    assert set(PAGE.inline()) >= vllm_generate.IGNORED | set(vllm_generate.REFUSED)
+    assert set(PAGE.inline()) >= GENERATE_IGNORED | set(GENERATE_REFUSED)
 
 
 def test_what_the_page_says_about_requests_is_true() -> None:

@@ -12,15 +12,11 @@ from typing import Any, ParamSpec
 import httpx
 import pytest
 
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import (
-    ProviderClient,
-    RetryDelays,
-    TeacherEndpoint,
-    Timeouts,
-)
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.actors.provider.money import Meter
+from composer_mesh.actors.provider.request_limiter import BreakerRules
 from composer_mesh.rollouts.pairs import TeacherAnswer
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

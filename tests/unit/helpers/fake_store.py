@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_mesh.rollouts.pairs import PreferencePair
-from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.tasks import PoisonedInput
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.steps.step_manifest import manifest_from_json

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 from composer_mesh.actors.panel.ledger import LEDGER, Ledger
 from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
-from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.money import dollars
+from composer_mesh.rollouts.budget import BudgetRules, dollars
 
 
 class GatedFile(SqliteFile):

@@ -14,8 +14,7 @@ from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Environments, EpisodePlayer, Generation, Played, Sample
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore
 from composer_mesh.services.episodes.workers import LockstepRounds
 
 Answer = Callable[[GenerationRequest], Awaitable[GenerationResult]]

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from composer_mesh.actors.provider.client import TeacherEndpoint
-from composer_mesh.rollouts.money import NANO, Prices
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.rollouts.budget import NANO, Prices
 from composer_mesh.rollouts.pairs import FrozenState
 
 KEY = "sk-test-0123456789"

@@ -1,4 +1,7 @@
-"""Captured conversations: an agent's requests become the token ids of the native loop."""
+"""Captured conversations: an agent's requests become the token ids of the native loop.
+
+Raw prompts, which agents render themselves, and stop strings: ids stay as they were sampled.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from chat_templates import OPENS_THINKING, with_template
 from scripted_generation import ADD, ScriptedGeneration, a_sample
 
 from composer_mesh.rollouts.agent_messages import UnusableMessages
-from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
+from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat, cut_at_stop
 from composer_mesh.rollouts.captured_turns import CapturedPrompt, CapturedTurn
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
@@ -363,3 +366,56 @@ def test_what_smolagents_writes_behind_an_answer_is_no_edit(
     prompt = agent.episode.chat_prompt([*QUESTION, echo, observed], [ADD], STOPS)
     assert prompt.parent is first
     assert [message["content"] for message in prompt.new_messages] == ["Observation:\n5"]
+
+
+@pytest.fixture(scope="module")
+def plain_qwen(tokenizer: Any) -> ChatFormat:
+    return ChatFormat(with_template(tokenizer, FAMILIES["qwen"]), [])
+
+
+def an_episode(chat: ChatFormat) -> CapturedEpisode:
+    return CapturedEpisode(CaptureFormat.of(chat, 500))
+
+
+@pytest.mark.parametrize("stop", ["Observation:", "tion", "n: it", "5"])
+def test_a_stop_string_keeps_the_ids_that_sampling_would_have_stopped_at(
+    plain_qwen: ChatFormat, stop: str
+) -> None:
+    text = "add 2 and 3 = 5\nObservation: it is 5 again\nObservation: 5"
+    ids = plain_qwen.action(text)
+    cut = cut_at_stop(plain_qwen, ids, ["never", stop])
+    assert cut.text == text[: text.index(stop)]
+    assert stop in plain_qwen.action_text(cut.ids)
+    assert stop not in plain_qwen.action_text(cut.ids[:-1])
+    assert ids[: len(cut.ids)] == cut.ids
+
+
+def test_raw_text_continues_the_same_ids(plain_qwen: ChatFormat) -> None:
+    episode, said = an_episode(plain_qwen), plain_qwen.action("cal culator")
+    prompt = episode.text_prompt("calcu")
+    result = GenerationResult("t-0", said, [-0.5] * len(said), [0] * len(said), "stop")
+    turn = episode.record_text(prompt, "calcu", result)
+    turn.deliver()
+    for rest in ("\nlator", "<|im_end|>\nlator"):
+        again = episode.text_prompt(f"calcucal culator{rest}")
+        assert again.parent is turn
+        after = plain_qwen.tokenizer.encode("\nlator", add_special_tokens=False)
+        assert again.ids == [*prompt.ids, *said, *after]
+    assert episode.text_prompt([*prompt.ids, *said, 7]).context_ids == [7]
+    assert episode.text_prompt("other").parent is None
+
+
+def test_a_raw_answer_without_text_is_not_what_its_own_prompt_continues(
+    plain_qwen: ChatFormat,
+) -> None:
+    episode = an_episode(plain_qwen)
+    prompt = episode.text_prompt("calcu")
+    result = GenerationResult("t-0", [plain_qwen.stop_ids[0]], [-0.5], [0], "stop")
+    episode.record_text(prompt, "calcu", result)
+    assert episode.text_prompt("calcu").ids == prompt.ids
+
+
+@pytest.mark.parametrize("given", ["", [], [500], [-1]])
+def test_a_raw_prompt_without_usable_ids_is_refused(plain_qwen: ChatFormat, given: Any) -> None:
+    with pytest.raises(UnusableMessages):
+        an_episode(plain_qwen).text_prompt(given)

@@ -1,20 +1,25 @@
-"""Chat: conversations grow by ids, and nothing that is written inside one controls it."""
+"""Chat: conversations grow by ids, and nothing that is written inside one controls it.
+
+Long messages are encoded in a thread, so that an event loop never stands still for them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from copy import deepcopy
 from typing import Any
 
 import pytest
+from chat_templates import with_template
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.actors.models.policy import build_tokenizer
-from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.chat import LONG_TEXT, ChatFormat, ChatTemplateError, encoded
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 # Of the manner of today's Qwen models: a system part of its own, tools described in it, tool
@@ -109,20 +114,6 @@ def test_a_conversation_grown_by_ids_is_the_conversation_rendered_at_once(
         assert ids == rendered_at_once(chat, messages)
 
 
-def test_whole_toolbox_episodes_grow_to_what_their_messages_render_to(
-    chat: ChatFormat, toolbox: ToolboxTask
-) -> None:
-    for index in range(30):
-        session = SyncSession(toolbox, toolbox.episode("train", index))
-        ids, done = chat.first_prompt(session.messages), False
-        while not done:
-            assert ids == rendered_at_once(chat, session.messages)
-            text = toolbox.expert(session.messages)
-            result = session.step(text)
-            ids, done = ids + chat.action(text), result.done
-            ids += [] if done else chat.continuation(result.messages, chat.stop_ids[:1])
-
-
 def test_the_mark_inside_a_message_is_only_text(chat: ChatFormat) -> None:
     messages = [{"role": "user", "content": "COMPOSERMESHACTIONX COMPOSERMESHACTION"}]
     assert chat.first_prompt(messages) == rendered_at_once(chat, messages)
@@ -215,12 +206,6 @@ def test_a_call_keeps_its_control_tokens_in_ids_and_in_text(chat: ChatFormat) ->
     assert chat.action_text(ids) == text
 
 
-def with_template(tokenizer: Any, template: str) -> ChatFormat:
-    copy = deepcopy(tokenizer)
-    copy.chat_template = template
-    return ChatFormat(copy, [])
-
-
 ENDLESS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 REWRITING = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
@@ -229,11 +214,11 @@ REWRITING = """\
 
 def test_a_template_that_rewrites_earlier_text_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ChatTemplateError, match="use one that only appends"):
-        _ = with_template(tokenizer, REWRITING).generation_prompt
+        _ = ChatFormat(with_template(tokenizer, REWRITING), []).generation_prompt
 
 
 def test_a_template_that_never_ends_an_assistant_turn_is_refused(tokenizer: Any) -> None:
-    chat = with_template(tokenizer, ENDLESS)
+    chat = ChatFormat(with_template(tokenizer, ENDLESS), [])
     with pytest.raises(ChatTemplateError, match=r"does not end an assistant turn with <\|im_end"):
         chat.continuation([{"role": "user", "content": "q"}], chat.stop_ids[:1])
     with pytest.raises(ChatTemplateError, match=r"does not end an assistant turn with <\|im_end"):
@@ -249,3 +234,20 @@ def test_arguments_render_the_same_as_text_and_as_an_object(chat: ChatFormat) ->
     )
     question = [{"role": "user", "content": "q"}]
     assert chat.first_prompt(question + said) == chat.first_prompt(question + parsed)
+
+
+async def test_the_loop_goes_on_while_long_messages_are_encoded() -> None:
+    going_on = threading.Event()
+
+    def encode() -> list[int]:
+        assert going_on.wait(60)  # set by the loop, which therefore goes on
+        return [1, 2]
+
+    asyncio.get_running_loop().call_soon(going_on.set)
+    long = [{"role": "tool", "content": "x" * LONG_TEXT}, {"role": "assistant", "content": None}]
+    assert await encoded(long, encode) == [1, 2]
+
+
+async def test_short_messages_are_encoded_at_once() -> None:
+    found = encoded([{"role": "tool", "content": "x"}], lambda: [threading.get_ident()])
+    assert await found == [threading.get_ident()]

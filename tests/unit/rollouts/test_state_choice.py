@@ -1,6 +1,13 @@
-"""Which turns teachers are shown: the best first, no state twice, the same choice every time."""
+"""Which turns teachers are shown: the best first, no state twice, the same choice every time.
 
+What a state is worth: each sign lies between 0 and 1 and says what its name says.
+"""
+
+from __future__ import annotations
+
+import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,8 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.configs.replay import GateConfig
-from composer_mesh.rollouts.pairs import StudentState
-from composer_mesh.rollouts.state_choice import Novelty, QueryRounds, select_states, student_state
+from composer_mesh.rollouts.consensus import ActionKey
+from composer_mesh.rollouts.pairs import FrozenState, StudentState
+from composer_mesh.rollouts.state_choice import (
+    LONGEST_NAME,
+    Novelty,
+    QueryRounds,
+    StateSignals,
+    action_disagreement,
+    entropy_sign,
+    error_sign,
+    reward_spread,
+    select_states,
+    situation,
+    state_value,
+    student_state,
+)
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
 
@@ -179,7 +200,6 @@ def test_what_was_asked_about_before_comes_later_but_only_if_the_caller_says_so(
     first = select_states(several(), 1, random.Random(0), gate, novelty)
     again = select_states(several(), 1, random.Random(0), gate, novelty)
     assert again == first
-    assert novelty.counts == {}
     novelty.count_queries(first.states)
     later = select_states(several(), 1, random.Random(0), gate, novelty)
     assert later.states[0].situation != first.states[0].situation
@@ -199,7 +219,8 @@ def test_one_question_answers_all_samples_that_stand_in_one_context() -> None:
 
 @given(seed=st.integers(0, 99), limit=st.integers(0, 9), order=st.permutations(range(3)))
 def test_the_same_arguments_choose_the_same_states(seed: int, limit: int, order: list[int]) -> None:
-    traces, novelty = several(), Novelty({"t: opening: answers: no error": 3})
+    traces, novelty = several(), Novelty()
+    novelty.restore(["t: opening: answers: no error"] * 3)
     one, other = (
         select_states(some, limit, random.Random(seed), GateConfig(), novelty)
         for some in (traces, [traces[i] for i in order])
@@ -278,3 +299,100 @@ def test_by_value_all_states_are_asked_at_once() -> None:
     assert rounds.next() == [[state] for state in chosen.states]
     rounds.differs(chosen.states[0])
     assert rounds.next() == []
+
+
+SHARES = st.floats(0, 1)
+WEIGHTS = st.floats(0, 1e12)
+
+
+def bare_trace(success: bool, *errors: tuple[int, str]) -> Trace:
+    sites = [ErrorSite(turn, kind, kind, {}) for turn, kind in errors]
+    return Trace("t", 0, 0, "toolbox", "train", 0, [], [], 0.0, success, sites)
+
+
+def words(text: str) -> ActionKey:
+    return ActionKey("words", text)
+
+
+def test_an_error_is_worth_most_then_a_failed_episode_then_nothing() -> None:
+    assert error_sign(bare_trace(True, (1, "wrong_type")), 1) == 1.0
+    assert error_sign(bare_trace(False, (1, "wrong_type")), 0) == 0.5
+    assert error_sign(bare_trace(True, (1, "wrong_type")), 0) == 0.0
+
+
+def test_surprise_grows_with_the_surprisal_of_the_sampled_tokens() -> None:
+    assert entropy_sign([0.0, 0.0], scale=1.0) == 0.0
+    assert entropy_sign([-1.0, -1.0], scale=1.0) == pytest.approx(1 - math.exp(-1))
+    assert entropy_sign([-1.0, -3.0], scale=2.0) == pytest.approx(1 - math.exp(-1))
+    assert entropy_sign([-math.inf], scale=1.0) == 1.0
+    assert entropy_sign([], scale=1.0) == 0.0
+
+
+def test_disagreement_is_the_share_of_the_others_who_did_something_else() -> None:
+    acted = Counter({words("a"): 3, words("b"): 1})
+    assert action_disagreement(words("a"), acted) == pytest.approx(1 / 3)
+    assert action_disagreement(words("b"), acted) == 1.0
+    assert action_disagreement(words("a"), Counter({words("a"): 8})) == 0.0
+    assert action_disagreement(words("a"), Counter({words("a"): 1})) == 0.0
+
+
+def test_rewards_are_spread_most_where_half_succeed() -> None:
+    assert reward_spread([0.0, 0.0, 1.0, 1.0]) == 1.0
+    assert reward_spread([1.0, 1.0, 1.0, 1.0]) == 0.0
+    assert reward_spread([0.0, 0.0, 0.0, 1.0]) == pytest.approx(0.75)
+    assert reward_spread([-10.0, 10.0]) == 1.0
+    assert reward_spread([]) == 0.0
+
+
+def test_a_situation_is_the_task_what_was_before_what_was_done_and_its_error() -> None:
+    of = bare_trace(False, (0, "malformed_call"), (1, "unknown_tool"))
+    call = call_text("f" * 99, {})
+    assert situation(of, 0, "<tool_call>") == "toolbox: opening: malformed: malformed_call"
+    assert situation(of, 1, call) == (
+        f"toolbox: malformed_call: calls {'f' * LONGEST_NAME}: unknown_tool"
+    )
+    assert situation(of, 2, "Answer: 5") == "toolbox: unknown_tool: answers: no error"
+    assert situation(of, 3, "Answer: 5") == "toolbox: going on: answers: no error"
+
+
+def test_a_situation_is_less_new_each_time_it_was_asked_about() -> None:
+    novelty = Novelty()
+    assert novelty.sign("a") == 1.0
+    state = StudentState(FrozenState("s", [], 0), "t", 0, "", [], [], 0, situation="a")
+    novelty.count_queries([state])
+    assert novelty.sign("a") == 0.5
+    novelty.count_queries([state, state])
+    assert novelty.sign("a") == 0.25
+    assert novelty.sign("b") == 1.0
+    resumed = Novelty()
+    resumed.restore(["a"] * 3)
+    assert resumed.sign("a") == 0.25
+
+
+def test_only_signs_with_a_weight_count() -> None:
+    signs = StateSignals(error=1.0, entropy=0.25, disagreement=0.5, novelty=0.0)
+    alone = {"error": 0.0, "entropy": 0.0, "disagreement": 0.0, "novelty": 0.0}
+    assert state_value(signs, GateConfig(**{**alone, "entropy": 3.0})) == 0.25
+    assert state_value(signs, GateConfig(**{**alone, "error": 1.0, "novelty": 3.0})) == 0.25
+
+
+@given(
+    signs=st.builds(StateSignals, SHARES, SHARES, SHARES, SHARES),
+    weights=st.tuples(WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS).filter(any),
+    more=SHARES,
+)
+def test_a_value_is_a_share_and_grows_with_each_sign(
+    signs: StateSignals, weights: tuple[float, ...], more: float
+) -> None:
+    names = ("error", "entropy", "disagreement", "novelty")
+    gate = GateConfig(**dict(zip(names, weights, strict=True)))
+    value = state_value(signs, gate)
+    assert 0 <= value <= 1
+    for name in names:
+        higher = {**{n: getattr(signs, n) for n in names}, name: max(more, getattr(signs, name))}
+        assert state_value(StateSignals(**higher), gate) >= value
+
+
+@given(logprobs=st.lists(st.floats(-1e6, 0.001), max_size=5), scale=st.floats(0.001, 1e6))
+def test_surprise_is_a_share(logprobs: list[float], scale: float) -> None:
+    assert 0 <= entropy_sign(logprobs, scale) <= 1

@@ -1,8 +1,12 @@
-"""A step's plan covers everything exactly once, however many ranks and teachers there are."""
+"""A step's plan covers everything exactly once, however many ranks and teachers there are.
+
+The parts of a step's batch that its updates train.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hinted
 import pytest
@@ -10,15 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.rollouts.alignment import HintedView
-from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.batches import Skipped, StepBatch
 from composer_mesh.rollouts.packing import packed_rows
 from composer_mesh.rollouts.prefix_tree import PrefixTree
 from composer_mesh.rollouts.step_plan import (
     RankPlan,
+    minibatches,
     pair_groups,
     pair_sides,
     pair_tokens,
     plan_step,
+    plan_views,
     rounds_of,
     split_views,
     spread,
@@ -45,28 +51,31 @@ def places(plans: Sequence[RankPlan], what: str) -> list[int]:
 
 
 @given(batches(), st.integers(60, 200), st.integers(1, 5))
-def test_every_sample_view_and_pair_is_trained_exactly_once(
+def test_all_is_trained_exactly_once_within_the_budget_views_with_their_samples_and_last(
     batch: StepBatch, budget: int, ranks: int
 ) -> None:
     plans = plan_step(batch, budget, ranks)
+    assert plans == plan_step(batch, budget, ranks), "everybody plans alike"
     assert len(plans) == ranks
     assert places(plans, "samples") == list(range(len(batch.samples)))
     assert places(plans, "views") == list(range(len(batch.views)))
     pairs = [p for plan in plans for p in (*plan.pairs, *plan.large_pairs)]
     assert sorted(pairs) == list(range(len(batch.pairs)))
-
-
-@given(batches(), st.integers(60, 200), st.integers(1, 5))
-def test_microbatches_keep_the_budget_and_views_stay_with_their_samples(
-    batch: StepBatch, budget: int, ranks: int
-) -> None:
-    for plan in plan_step(batch, budget, ranks):
+    for plan in plans:
         for microbatch in plan.microbatches:
             samples = [batch.samples[place] for place in microbatch.samples]
             assert samples
             assert len(samples) * max(len(sample.ids) for sample in samples) <= budget
             of_samples = {sample.trace_id for sample in samples}
             assert {batch.views[place].trace_id for place in microbatch.views} <= of_samples
+        needs = [bool(microbatch.views) for microbatch in plan.microbatches]
+        assert needs == sorted(needs)
+        groups = pair_groups(batch.pairs, plan.pairs, budget)
+        assert sorted(place for group in groups for place in group) == plan.pairs
+        assert all(pair_tokens(batch.pairs[place]) > budget for place in plan.large_pairs)
+        for group in groups:
+            widest = max(pair_tokens(batch.pairs[place]) for place in group)
+            assert len(group) * widest <= budget
 
 
 @given(batches(), st.integers(60, 200), st.integers(1, 4))
@@ -96,19 +105,6 @@ def test_rounds_are_what_the_busiest_rank_needs_in_each_microbatch(
         assert bool(most) == any(one.views for one in at_once)
 
 
-@given(batches(), st.integers(60, 200), st.integers(1, 4))
-def test_groups_of_pairs_hold_each_once_within_the_budget(
-    batch: StepBatch, budget: int, ranks: int
-) -> None:
-    for plan in plan_step(batch, budget, ranks):
-        groups = pair_groups(batch.pairs, plan.pairs, budget)
-        assert sorted(place for group in groups for place in group) == plan.pairs
-        assert all(pair_tokens(batch.pairs[place]) > budget for place in plan.large_pairs)
-        for group in groups:
-            widest = max(pair_tokens(batch.pairs[place]) for place in group)
-            assert len(group) * widest <= budget
-
-
 @given(batches(), st.integers(60, 80), st.integers(1, 4))
 def test_with_shared_prefixes_pairs_are_in_microbatches_or_larger_than_these(
     batch: StepBatch, budget: int, ranks: int
@@ -120,18 +116,6 @@ def test_with_shared_prefixes_pairs_are_in_microbatches_or_larger_than_these(
     for place, pair in enumerate(batch.pairs):
         assert (PrefixTree.of(pair_sides(pair)).computed > budget) == (place in large)
     assert rounds_of(batch, plans, budget).large_pairs == max(len(p.large_pairs) for p in plans)
-
-
-@given(batches(), st.integers(60, 200), st.integers(1, 3))
-def test_microbatches_without_views_come_first(batch: StepBatch, budget: int, ranks: int) -> None:
-    for plan in plan_step(batch, budget, ranks):
-        needs = [bool(microbatch.views) for microbatch in plan.microbatches]
-        assert needs == sorted(needs)
-
-
-@given(batches(), st.integers(1, 4))
-def test_everybody_who_plans_a_batch_gets_the_same_plan(batch: StepBatch, ranks: int) -> None:
-    assert plan_step(batch, 100, ranks) == plan_step(batch, 100, ranks)
 
 
 def test_one_rank_has_all_of_a_step() -> None:
@@ -185,10 +169,88 @@ def test_teachers_share_all_views_in_order_and_about_evenly(
         assert load <= sum(tokens) / parts + max(tokens, default=0)
 
 
-def test_one_view_has_one_teacher() -> None:
-    assert sorted(map(len, split_views([hinted.view("t")], 4))) == [0, 0, 0, 1]
-
-
 def test_a_pair_costs_both_padded_sides() -> None:
     batch = hinted.batch([], pairs=[6])
     assert pair_tokens(batch.pairs[0]) == 2 * (1 + 6)
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=9)
+
+
+def batch_of(groups: list[int], views: int = 0, pairs: int = 0) -> StepBatch:
+    """A batch of groups of these sizes, every third sample with views."""
+    count = sum(groups)
+    owners = [f"t{number}" for number in range(count) if number % 3 == 0][:views]
+    found = hinted.batch(
+        [10 + number % 7 for number in range(count)],
+        [hinted.view(owner, turn) for turn, owner in enumerate(owners)],
+        [8] * pairs,
+    )
+    ids = [group for group, size in enumerate(groups) for _ in range(size)]
+    samples = [replace(one, group_id=ids[at]) for at, one in enumerate(found.samples)]
+    return replace(found, samples=samples, skipped=Skipped(3, 17))
+
+
+@given(SIZES, st.integers(1, 12), st.integers(0, 9), st.integers(0, 9))
+def test_each_group_view_and_pair_is_in_one_part_and_none_is_empty(
+    groups: list[int], updates: int, views: int, pairs: int
+) -> None:
+    batch = batch_of(groups, views, pairs)
+    parts = minibatches(batch, updates)
+    assert len(parts) == min(updates, len(groups))
+    assert [sample for part in parts for sample in part.samples] == batch.samples
+    assert [pair for part in parts for pair in part.pairs] == batch.pairs
+    assert sum(len(part.views) for part in parts) == len(batch.views)
+    assert sum(part.skipped.sequences for part in parts) == 3
+    for part in parts:
+        names = {sample.trace_id for sample in part.samples}
+        assert part.samples
+        assert {view.trace_id for view in part.views} <= names
+    owners = [{sample.group_id for sample in part.samples} for part in parts]
+    assert sum(len(own) for own in owners) == len(groups)
+
+
+def test_parts_of_equal_groups_are_equal() -> None:
+    parts = minibatches(batch_of([4] * 8, pairs=6), 4)
+    assert [len(part.samples) for part in parts] == [8] * 4
+    assert [len(part.pairs) for part in parts] == [1, 2, 1, 2]
+
+
+def test_one_update_is_the_batch_and_an_epoch_repeats_all() -> None:
+    batch = batch_of([2, 2], pairs=1)
+    assert minibatches(batch, 1) == [batch]
+    assert minibatches(batch, 1, 3) == [batch] * 3
+    assert minibatches(batch, 2, 2) == minibatches(batch, 2) * 2
+
+
+def test_a_batch_without_samples_is_one_part() -> None:
+    batch = hinted.batch([], [], [8, 9])
+    assert minibatches(batch, 4) == [batch]
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3), st.integers(30, 80))
+def test_views_are_numbered_alike_by_those_who_train_and_those_who_teach(
+    groups: list[int], updates: int, epochs: int, ranks: int, budget: int
+) -> None:
+    batch = batch_of(groups, 9)
+    parts = minibatches(batch, updates, epochs)
+    seen = plan_views(batch, parts, budget, ranks, packed=False, sharing="off")
+    first = 0
+    for part in parts:
+        plans = plan_step(part, budget, ranks)
+        for rank, plan in enumerate(plans):
+            for index, microbatch in enumerate(plan.microbatches):
+                views = [part.views[view] for view in microbatch.views]
+                told = seen[rank].microbatches[first + index].views
+                assert [batch.views[view] for view in told] == views
+        first += max(len(plan.microbatches) for plan in plans)
+    assert {len(plan.microbatches) for plan in seen} == {first}
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_without_division_the_numbers_are_those_of_the_step(updates: int) -> None:
+    batch = batch_of([3], 2)
+    parts = minibatches(batch, updates)
+    (seen,) = plan_views(batch, parts, 30, 1, packed=False, sharing="off")
+    (plan,) = plan_step(batch, 30)
+    assert [one.views for one in seen.microbatches] == [one.views for one in plan.microbatches]

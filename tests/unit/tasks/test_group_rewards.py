@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from composer_mesh import JudgesSpent, Row, Task, TaskSettings, Transcript, group_reward, reward
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
+from composer_mesh.rollouts.tasks import FinishedRollout, GroupScore
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import TaskCodeError, UnusableTask

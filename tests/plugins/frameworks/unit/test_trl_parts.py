@@ -23,8 +23,8 @@ from composer_mesh.plugins.frameworks.trl.pairs import (
 )
 from composer_mesh.plugins.frameworks.trl.parts import BatchLayout, dealt, parts_of
 from composer_mesh.rollouts.batches import PairSample
+from composer_mesh.rollouts.budget import dollars
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.money import dollars
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.toolbox import ToolboxTask
 

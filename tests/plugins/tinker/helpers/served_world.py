@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import openai
 
-from composer_mesh.actors.group_commit import GroupCommit
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import (

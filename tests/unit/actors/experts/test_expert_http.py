@@ -13,12 +13,8 @@ import pytest
 from raised_kinds import NAMES, raised
 
 from composer_mesh.actors.experts.http import LARGEST_REQUEST, Expert, ExpertPanel, ExpertServer
-from composer_mesh.actors.provider.client import (
-    ProviderClient,
-    RetryDelays,
-    TeacherEndpoint,
-    Timeouts,
-)
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderAuthError, ProviderRequestError
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Message

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.server import ServerConnections
+from composer_mesh.actors.mcp_servers.servers import ServerConnections
 from composer_mesh.actors.mcp_servers.stdio import LONGEST_RESULT
 from composer_mesh.configs.mcp import McpServer, McpTool
 from composer_mesh.mesh.monarch_log import LOGS
@@ -94,7 +94,6 @@ async def test_a_server_that_dies_under_a_call_is_infrastructure_and_is_replaced
             await connections.call("s", "die", {})
         assert lost.value.failure_class == "infrastructure"
         assert await connections.call("s", "add", {"a": 1, "b": 1}) == "2"
-        assert connections.replaced == 1
     logs = text_in(tmp_path)
     assert "dying with [key]" in logs
     assert TOKEN not in f"{logs}{lost.value}"

@@ -12,11 +12,10 @@ from gated_ledger import GatedLedger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_mesh.actors.group_commit import MOST
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
 from composer_mesh.actors.provider.errors import ProviderBudgetError
-from composer_mesh.rollouts.budget import Account, BudgetRules, SettledTwice
-from composer_mesh.rollouts.money import dollars
+from composer_mesh.actors.sqlite_file import MOST
+from composer_mesh.rollouts.budget import Account, BudgetRules, SettledTwice, dollars
 
 
 @pytest.fixture

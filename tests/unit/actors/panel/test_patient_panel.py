@@ -14,11 +14,9 @@ from scripted_provider import ENVIRON, ScriptedProvider, answer, state, teacher
 
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import RetryDelays, Timeouts
-from composer_mesh.actors.provider.request_limiter import RESTS
-from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.money import dollars
+from composer_mesh.actors.provider.endpoint import RetryDelays, Timeouts
+from composer_mesh.actors.provider.request_limiter import RESTS, BreakerRules
+from composer_mesh.rollouts.budget import BudgetRules, dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure, TeacherReply
 
 COST, REST_S = 0.0001, 0.002

@@ -10,14 +10,15 @@ from fake_provider import TickingLoop, in_simulated_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_mesh.actors.provider.breaker import (
+from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.actors.provider.request_limiter import (
+    MINUTE_S,
     Breaker,
     BreakerRules,
     BreakerState,
     BreakerVerdict,
+    StartLimiter,
 )
-from composer_mesh.actors.provider.endpoint import TeacherEndpoint
-from composer_mesh.actors.provider.request_limiter import MINUTE_S, StartLimiter
 
 RULES = BreakerRules(failures=3, rest_s=10.0)
 
@@ -44,22 +45,6 @@ def test_it_opens_at_the_last_failure_of_a_row_and_not_before() -> None:
     assert breaker.state(0) is BreakerState.OPEN
     assert (breaker.start(9.99), breaker.opened) == (None, 1)
     assert (breaker.rest_s(4), breaker.rest_s(11)) == (6, 0)
-
-
-def test_an_answer_ends_a_row_and_being_busy_does_not() -> None:
-    breaker = Breaker(RULES)
-    verdicts = [
-        BreakerVerdict.FAILED,
-        BreakerVerdict.FAILED,
-        BreakerVerdict.ANSWERED,
-        BreakerVerdict.FAILED,
-        BreakerVerdict.FAILED,
-    ]
-    for verdict in [*verdicts, BreakerVerdict.BUSY, BreakerVerdict.NOTHING]:
-        breaker.end(started(breaker, 0), verdict, 0)
-    assert breaker.state(0) is BreakerState.CLOSED
-    breaker.end(started(breaker, 0), BreakerVerdict.FAILED, 0)
-    assert breaker.state(0) is BreakerState.OPEN
 
 
 def test_after_the_rest_one_request_tries_and_the_others_wait() -> None:

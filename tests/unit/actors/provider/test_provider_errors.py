@@ -1,9 +1,15 @@
-"""What a provider's failures are, which are final, and what is said about them."""
+"""What a provider's failures are, which are final, and what is said about them.
+
+What a provider may send: bounded and not encoded, whatever it says of itself.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,9 +30,10 @@ from fake_provider import (
 )
 
 from composer_mesh.actors.provider import errors as provider_errors
-from composer_mesh.actors.provider.breaker import BreakerVerdict
-from composer_mesh.actors.provider.client import ProviderClient, Timeouts
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import Timeouts
 from composer_mesh.actors.provider.errors import (
+    BreakerVerdict,
     ProviderAuthError,
     ProviderError,
     ProviderMalformed,
@@ -37,8 +44,13 @@ from composer_mesh.actors.provider.errors import (
     ProviderServerError,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.http_transport import LARGEST_BODY
-from composer_mesh.actors.provider.reply import retry_after_s
+from composer_mesh.actors.provider.reply import (
+    LARGEST_BODY,
+    LARGEST_HEADERS,
+    MOST_VALUES,
+    json_object,
+    retry_after_s,
+)
 from composer_mesh.rollouts.consensus import canonical_action
 
 
@@ -70,6 +82,9 @@ def refused(status: int, **told: Any) -> httpx.Response:
             ProviderMalformed,
         ),
         (called("{}", name=None), ProviderMalformed),
+        (httpx.Response(200, json={"error": {"code": 401, "message": "who?"}}), ProviderAuthError),
+        (refused(403, metadata={"x": 1}), ProviderAuthError),
+        (refused(429, code="insufficient_quota"), ProviderPaymentError),
         (httpx.Response(200, content=b" " * (LARGEST_BODY + 1)), ProviderMalformed),
     ],
 )
@@ -119,11 +134,6 @@ async def test_a_passing_failure_is_retried_within_its_bound(
     assert len(short.requests) == 4
 
 
-async def test_a_200_with_a_final_error_in_it_is_final() -> None:
-    script = Script(httpx.Response(200, json={"error": {"code": 401, "message": "who?"}}))
-    assert isinstance(await fault(script), ProviderAuthError)
-
-
 @pytest.mark.parametrize(
     ("header", "seconds"),
     [
@@ -148,17 +158,13 @@ def _errors() -> list[type[ProviderError]]:
 
 
 @pytest.mark.parametrize("kind", _errors())
-def test_an_error_crosses_a_process_whole(kind: type[ProviderError]) -> None:
-    sent = kind("t1", "status 1: no", 2.5)
-    got = pickle.loads(pickle.dumps(sent))
-    assert (type(got), str(got)) == (kind, str(sent))
-    assert (got.teacher, got.retry_after_s, got.kind) == ("t1", 2.5, kind.kind)
-
-
-@pytest.mark.parametrize("kind", _errors())
-def test_an_error_names_the_teacher_and_the_repair(kind: type[ProviderError]) -> None:
-    assert str(kind("t1", "what happened")) == f"teacher 't1': what happened: {kind.repair}"
+def test_an_error_with_the_teacher_and_the_repair_crosses_a_process_whole(
+    kind: type[ProviderError],
+) -> None:
+    got = pickle.loads(pickle.dumps(kind("t1", "status 1: no", 2.5)))
+    assert (type(got), str(got)) == (kind, f"teacher 't1': status 1: no: {kind.repair}")
     assert kind.repair
+    assert (got.teacher, got.retry_after_s, got.kind) == ("t1", 2.5, kind.kind)
 
 
 def test_each_kind_of_failure_has_one_class() -> None:
@@ -192,16 +198,6 @@ async def test_the_reasons_of_moderation_are_told() -> None:
     metadata = {"reasons": ["violence", "self\x1b-harm"], "flagged_input": "words"}
     failure = await fault(Script(refused(403, metadata=metadata)))
     assert failure.text == "status 403: no (violence, self-harm)"
-
-
-async def test_a_403_without_reasons_is_about_the_key() -> None:
-    assert type(await fault(Script(refused(403, metadata={"x": 1})))) is ProviderAuthError
-
-
-async def test_an_empty_account_is_not_retried_as_a_rate_limit() -> None:
-    script = Script(refused(429, code="insufficient_quota"))
-    assert type(await fault(script)) is ProviderPaymentError
-    assert len(script.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -302,3 +298,127 @@ def test_every_row_of_the_docstrings_table_is_so() -> None:
         told = (kind("t", "x").retryable, kind("t", "x", 1.0).retryable)
         assert (told, kind.verdict) == (retried[again], BreakerVerdict(verdicts[breaker])), row
     assert seen >= set(ProviderError.__subclasses__())
+
+
+ANSWER = json.dumps(completion({"content": "Answer: 5"})).encode()
+
+
+class Sent(httpx.AsyncByteStream):
+    """A body in pieces, which counts those that were taken."""
+
+    def __init__(self, body: bytes, piece: int = 2**16) -> None:
+        self.pieces: Iterator[bytes] = iter(
+            body[at : at + piece] for at in range(0, len(body), piece)
+        )
+        self.taken = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            self.taken += 1
+            yield piece
+
+
+def reply(body: bytes, headers: list[tuple[str, str]], piece: int = 2**16) -> httpx.Response:
+    return httpx.Response(200, headers=headers, stream=Sent(body, piece))
+
+
+@pytest.mark.parametrize("piece", [1, 7, 2**16])
+async def test_an_answer_is_read_in_whatever_pieces_it_comes(piece: int) -> None:
+    sent = reply(ANSWER, [("content-encoding", "identity")], piece)
+    assert (await ask(Script(sent))).action_text == "Answer: 5"
+
+
+async def test_no_encoding_is_asked_for() -> None:
+    script = Script(said("x"))
+    await ask(script)
+    assert script.requests[0].headers["accept-encoding"] == "identity"
+
+
+async def test_a_body_is_read_up_to_its_limit_and_no_further() -> None:
+    sent = Sent(b"x" * 2 * LARGEST_BODY)
+    failure = await fault(Script(httpx.Response(200, stream=sent)))
+    assert failure.text == f"its answer is longer than {LARGEST_BODY} bytes"
+    assert sent.taken == LARGEST_BODY // 2**16 + 1
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("content-encoding", "gzip")],
+        [("content-encoding", "gzip, gzip")],
+        [("content-encoding", "gzip"), ("content-encoding", "gzip")],
+        [("content-encoding", "deflate")],
+        [("content-encoding", "br")],
+        [("content-encoding", "zstd")],
+        [("content-encoding", "\x1b[31m" + "x" * 9000)],
+    ],
+)
+async def test_an_encoded_answer_is_refused_unread(
+    headers: list[tuple[str, str]],
+) -> None:
+    sent = Sent(gzip.compress(ANSWER))
+    failure = await fault(Script(httpx.Response(200, headers=headers, stream=sent)))
+    assert type(failure) is ProviderMalformed
+    assert "no encoding was requested" in failure.text
+    assert failure.text.isprintable()
+    assert len(failure.text) < 120
+    assert sent.taken == 0
+
+
+async def test_headers_beyond_their_bound_are_refused_whatever_the_transport_lets_through() -> None:
+    sent = Sent(ANSWER)
+    headers = {f"x-{n}": "y" * 100 for n in range(LARGEST_HEADERS // 100)}
+    failure = await fault(Script(httpx.Response(200, headers=headers, stream=sent)))
+    assert failure.text == f"its headers are longer than {LARGEST_HEADERS} bytes"
+    assert sent.taken == 0
+
+
+async def test_a_provider_sets_no_cookies() -> None:
+    bad_date = "a=b; expires=Thu, 01 Jan 99999 00:00:00 GMT; max-age=" + "9" * 500
+    busy = error(429, set_cookie=bad_date)
+    script = Script(busy, said("x"))
+    await ask(script)
+    assert "cookie" not in script.requests[1].headers
+
+
+@pytest.mark.parametrize(
+    "location", ["javascript:0", "http://[::1", "//", ":", "http://a:99999999/"]
+)
+async def test_a_redirect_to_no_address_is_a_refused_request(location: str) -> None:
+    moved = httpx.Response(302, headers={"location": location})
+    assert type(await fault(Script(moved))) is ProviderRequestError
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Mon, 01 Jan 99999 00:00:00 GMT",
+        "Fri, 31 Dec 9999 23:59:59 -9999",
+        "Mon, 01 Jan 0001 00:00:00 +2359",
+        "Mon, 01 Jan 2026 00:00:00 +99999999999999",
+        "Mon, 01 Jan 2026 99:99:99 GMT",
+        "1e400",
+        "9" * 5000,
+        "\u0661\u0662",
+        "0x10",
+        "1_000_000",
+        ",",
+        "",
+    ],
+)
+async def test_no_retry_after_ends_more_than_its_query(value: str) -> None:
+    headers = [(b"retry-after", value.encode())]
+    failure = await fault(Script(httpx.Response(429, headers=headers)), attempts=1)
+    assert type(failure) is ProviderRateError
+
+
+@pytest.mark.parametrize(("levels", "fits"), [(64, True), (900, False), (10**6, False)])
+def test_json_is_at_most_so_deep(levels: int, fits: bool) -> None:
+    raw = b'{"a":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+    assert (json_object(raw) is not None) == fits
+
+
+def test_json_holds_at_most_so_many_values() -> None:
+    for count in (MOST_VALUES - 2, MOST_VALUES):
+        raw = b'{"a":[' + b"0," * (count - 1) + b"0]}"
+        assert (json_object(raw) is not None) == (count < MOST_VALUES)

@@ -19,17 +19,12 @@ import pytest
 from fake_provider import CeilingMeter
 
 from composer_mesh.actors.panel.ledger import Ledger, LedgerMeter
-from composer_mesh.actors.provider.client import (
-    BreakerRules,
-    ProviderClient,
-    RetryDelays,
-    TeacherEndpoint,
-    Timeouts,
-)
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import ProviderBudgetError, ProviderError
 from composer_mesh.actors.provider.money import Meter
-from composer_mesh.rollouts.budget import BudgetRules
-from composer_mesh.rollouts.money import Prices, dollars
+from composer_mesh.actors.provider.request_limiter import BreakerRules
+from composer_mesh.rollouts.budget import BudgetRules, Prices, dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer
 
 faults: Any = importlib.import_module("fault_proxy")

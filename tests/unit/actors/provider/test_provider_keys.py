@@ -16,8 +16,8 @@ import httpx
 import pytest
 from fake_provider import KEY, TEACHER, Script, ask, called, client, completion, error, fault, said
 
+from composer_mesh.actors.provider.endpoint import HIDDEN, LONGEST_KEY, Secret
 from composer_mesh.actors.provider.errors import ProviderAuthError
-from composer_mesh.actors.provider.keys import HIDDEN, LONGEST_KEY, Secret
 
 
 @pytest.mark.parametrize("key", ["", "  \n"])
@@ -61,6 +61,7 @@ async def test_the_key_is_in_no_error(reply: Any) -> None:
 @pytest.mark.parametrize(
     "echo",
     [
+        KEY,
         " ".join(KEY),
         f"{KEY[:5]} {KEY[5:]}",
         "\u200b".join(KEY),
@@ -96,12 +97,6 @@ def test_texts_without_the_key_are_as_they_were_and_cost_no_more_than_their_leng
         assert secret.hide(text) == text
     assert secret.hide((KEY[:-1] + " " * 1000) * 500 + KEY).endswith(HIDDEN)
     assert Secret("short").hide("short") == "short"
-
-
-async def test_a_key_that_is_echoed_does_not_reach_the_answer() -> None:
-    answer = await ask(Script(said(f"your key is {KEY}")))
-    assert KEY not in repr(answer)
-    assert "[key]" in answer.action_text
 
 
 async def test_the_key_is_in_no_log_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -21,13 +22,8 @@ from fake_provider import (
     said,
 )
 
-from composer_mesh.actors.provider.breaker import BreakerRules
-from composer_mesh.actors.provider.client import (
-    ProviderClient,
-    RetryDelays,
-    TeacherEndpoint,
-    Timeouts,
-)
+from composer_mesh.actors.provider.client import ProviderClient
+from composer_mesh.actors.provider.endpoint import RetryDelays, TeacherEndpoint, Timeouts
 from composer_mesh.actors.provider.errors import (
     ProviderBudgetError,
     ProviderCrowded,
@@ -37,8 +33,7 @@ from composer_mesh.actors.provider.errors import (
     ProviderSuspended,
     ProviderTimeout,
 )
-from composer_mesh.actors.provider.request_limiter import StartLimiter
-from composer_mesh.rollouts.pairs import TeacherAnswer
+from composer_mesh.actors.provider.request_limiter import BreakerRules, StartLimiter
 
 
 @in_simulated_time
@@ -109,31 +104,24 @@ async def test_a_refusal_with_a_wish_holds_all_questions_of_its_teacher() -> Non
     assert script.waits == [7.0, 7.0]
 
 
-async def asked_during_a_pause(
-    script: Script, teacher: TeacherEndpoint, questions: int, attempts: int = 1
-) -> list[TeacherAnswer | BaseException]:
-    """How questions end that are asked while the teacher's first answer, a 429, pauses it."""
-    async with client(script, attempts=attempts) as asking:
+@in_simulated_time
+@pytest.mark.parametrize(
+    ("limit", "spacing_s"), [({"concurrency": 4}, 0.5), ({"requests_per_minute": 30}, 2.0)]
+)
+async def test_requests_held_by_a_retry_after_start_one_after_another_or_at_their_rate(
+    limit: dict[str, Any], spacing_s: float
+) -> None:
+    script, teacher = (
+        Script(error(429, retry_after="8"), *[said("x")] * 4),
+        replace(TEACHER, **limit),
+    )
+    async with client(script, attempts=1) as asking:
         with pytest.raises(ProviderRateError):
             await asking.complete(teacher, ASK, TOOLS, seed=0)
-        return await asyncio.gather(
-            *(asking.complete(teacher, ASK, TOOLS, seed=seed) for seed in range(questions)),
-            return_exceptions=True,
+        await asyncio.gather(
+            *(asking.complete(teacher, ASK, TOOLS, seed=seed) for seed in range(4))
         )
-
-
-@in_simulated_time
-async def test_requests_held_by_a_retry_after_start_one_after_another() -> None:
-    script = Script(error(429, retry_after="8"), *[said("x")] * 4)
-    await asked_during_a_pause(script, replace(TEACHER, concurrency=4), 4)
-    assert script.waits == [8.0, 0.5, 0.5, 0.5]
-
-
-@in_simulated_time
-async def test_requests_held_by_a_retry_after_start_at_their_rate() -> None:
-    script = Script(error(429, retry_after="8"), *[said("x")] * 4)
-    await asked_during_a_pause(script, replace(TEACHER, requests_per_minute=30), 4)
-    assert script.waits == [8.0, 2.0, 2.0, 2.0]
+    assert script.waits == [8.0, *[spacing_s] * 3]
 
 
 @in_simulated_time

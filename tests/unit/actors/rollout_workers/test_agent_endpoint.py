@@ -328,13 +328,6 @@ async def test_closing_the_endpoint_drops_the_requests_under_way(chat: ChatForma
     assert len(agent.generation.cancelled) == 1
 
 
-@pytest.fixture
-async def qwen_agent(tokenizer: Any) -> AsyncIterator[OpenedAgent]:
-    chat = ChatFormat(with_template(tokenizer, FAMILIES["qwen"]), [])
-    async with opened_agent(chat) as qwen_agent:
-        yield qwen_agent
-
-
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -351,30 +344,30 @@ async def qwen_agent(tokenizer: Any) -> AsyncIterator[OpenedAgent]:
     ],
 )
 async def test_what_cannot_be_kept_is_refused_by_its_name(
-    qwen_agent: OpenedAgent, changes: dict[str, Any], param: str | None
+    agent: OpenedAgent, changes: dict[str, Any], param: str | None
 ) -> None:
-    reply = await qwen_agent.web.post("chat/completions", json={"messages": QUESTION} | changes)
+    reply = await agent.web.post("chat/completions", json={"messages": QUESTION} | changes)
     error = reply.json()["error"]
     assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["param"] == param
-    assert qwen_agent.generation.requests == []
+    assert agent.generation.requests == []
 
 
 @pytest.mark.parametrize("body", [b"", b"[" * 100_000, b"[]", b'{"messages": [1]}', b"\xff"])
-async def test_a_body_that_is_no_request_is_refused(qwen_agent: OpenedAgent, body: bytes) -> None:
+async def test_a_body_that_is_no_request_is_refused(agent: OpenedAgent, body: bytes) -> None:
     for api in ("chat/completions", "completions", "responses"):
-        reply = await qwen_agent.web.post(api, content=body)
+        reply = await agent.web.post(api, content=body)
         assert reply.status_code == 400
         assert reply.json()["error"]["message"]
 
 
-async def test_the_key_of_one_episode_opens_no_other(qwen_agent: OpenedAgent) -> None:
+async def test_the_key_of_one_episode_opens_no_other(agent: OpenedAgent) -> None:
     sample = a_sample(1)
-    async with qwen_agent.endpoint.episode(sample, sample.sampling) as other:
+    async with agent.endpoint.episode(sample, sample.sampling) as other:
         for key in (other.api_key, "x", "EMPTY"):
             headers = {"Authorization": f"Bearer {key}"}
             body = {"messages": QUESTION}
-            reply = await qwen_agent.web.post("chat/completions", json=body, headers=headers)
+            reply = await agent.web.post("chat/completions", json=body, headers=headers)
             assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert other.base_url != qwen_agent.episode.base_url
-    assert qwen_agent.generation.requests == []
+        assert other.base_url != agent.episode.base_url
+    assert agent.generation.requests == []

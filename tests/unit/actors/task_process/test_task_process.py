@@ -1,22 +1,41 @@
-"""A task's code that holds or ends its process costs its own call; all others are lost unharmed."""
+"""A task's code that holds or ends its process costs its own call; all others are lost unharmed.
+
+Which call ended a task process, and where: from marks, stacks and the threads' CPU seconds.
+
+Sessions of an environment actor belong to the caller that opened them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process_calls import InProcessCalls
 from raised_kinds import NAMES
 from repetition import repeated
 
-from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.environment import EnvironmentActor, UnknownSession
+from composer_mesh.actors.task_process.process import (
+    CrashStacks,
+    Frame,
+    TaskFault,
+    busiest,
+    end,
+    hang,
+    parsed_stacks,
+    place,
+)
 from composer_mesh.mesh.actor import own_endpoint
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.tasks import Episode, Outcome
+from composer_mesh.tasks.calls import CallMark
 from composer_mesh.tasks.errors import TaskCodeError, TaskError, TaskProcessEnded
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 TASK = """
 import asyncio
@@ -205,3 +224,133 @@ async def test_a_task_that_ends_its_process_while_it_loads_is_an_error_of_load(
     config = build_config(data={"task": f"{tmp_path}/dies.py:Dies"})
     with pytest.raises(TaskProcessEnded, match=r"load of the task ended .* code 7"):
         await own_endpoint(environment_actor(), "load")(config)
+
+
+LIBRARY = sysconfig.get_path("stdlib")
+USERS, OTHER = Frame("/home/a/task.py", 12, "r"), Frame("/home/a/task.py", 40, "<listcomp>")
+MATCH = Frame(f"{LIBRARY}/re/__init__.py", 166, "match")
+OURS = Frame(parsed_stacks.__code__.co_filename, 1, "parsed_stacks")
+MARKS = [CallMark(0xA, 101, 7), CallMark(0xB, 102, 8)]
+STACKS = CrashStacks({0xA: (OTHER,), 0xB: (MATCH, USERS)})
+
+
+def dumped(*threads: str) -> str:
+    return "Fatal Python error: Segmentation fault\n\n" + "\n\n".join(threads) + "\n"
+
+
+def test_what_faulthandler_writes_is_read_whole_or_cut_off() -> None:
+    first = 'Thread 0x000000000000000a (most recent call first):\n  File "/a b.py", line 3 in f'
+    second = (
+        'Current thread 0x000000000000000b (most recent call first):\n  File "x", line 4 in <g>'
+    )
+    found = parsed_stacks(dumped(first, second))
+    assert found == CrashStacks({10: [Frame("/a b.py", 3, "f")], 11: [Frame("x", 4, "<g>")]}, 11)
+    assert parsed_stacks(dumped(first, second)[:-20]).threads[11] == []
+    assert parsed_stacks("") == CrashStacks({})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "thread"),
+    [
+        ({}, None),
+        ({1: 0.0}, None),
+        ({1: 0.3}, 1),
+        ({1: 0.3, 2: 0.01}, 1),
+        ({1: 0.3, 2: 0.2}, None),
+    ],
+)
+def test_a_thread_computes_if_it_uses_clearly_more_than_any_other(
+    seconds: dict[int, float], thread: int | None
+) -> None:
+    assert busiest(seconds) == thread
+
+
+def test_the_thread_that_computes_has_hung_and_its_place_is_named() -> None:
+    fault = hang("held it", MARKS, STACKS, 102)
+    assert fault == TaskFault(f"held it, at {USERS}, in {MATCH}", frozenset({8}))
+    assert fault.certain
+
+
+def test_without_a_thread_that_computes_every_marked_call_may_have_hung() -> None:
+    for native in (None, 999):
+        fault = hang("held it", MARKS, STACKS, native)
+        assert (fault.calls, fault.certain) == ({7, 8}, False)
+        assert str(OTHER) in fault.reason
+        assert str(USERS) in fault.reason
+    assert hang("held it", MARKS[:1], CrashStacks({}), None) == TaskFault("held it", frozenset({7}))
+
+
+def test_the_thread_that_crashed_ended_the_process() -> None:
+    crashed = CrashStacks(STACKS.threads, 0xA)
+    assert end("Killed(sig=11)", MARKS, crashed).calls == {7}
+    assert end("Killed(sig=9)", MARKS, STACKS).calls == {7, 8}
+    assert end("it exited with code 3", [], STACKS).calls == frozenset()
+
+
+def test_a_place_is_the_users_function_and_what_it_called() -> None:
+    assert place([MATCH, USERS, OTHER]) == f"{USERS}, in {MATCH}"
+    assert place([USERS, OTHER]) == str(USERS)
+    assert place([MATCH, OURS]) == str(MATCH)
+    assert place([]) == ""
+
+
+async def test_a_dead_callers_sessions_are_dropped_and_no_others(
+    toolbox: ToolboxTask, build_config: Any, environment_actor: Any
+) -> None:
+    actor = environment_actor()
+    await own_endpoint(actor, "load")(build_config())
+    callers = {name: InProcessCalls(name, actor) for name in ("rollouts-0", "rollouts-1")}
+    for name, calls in callers.items():
+        for number in range(2):
+            await calls.call("begin", f"{name}/{number}", toolbox.episode("train", number))
+    assert actor.in_use() == 4
+    await own_endpoint(actor, "close_calls")("rollouts-0")
+    assert actor.in_use() == 2
+    with pytest.raises(UnknownSession):
+        await callers["rollouts-1"].call("finish", "rollouts-0/0")
+    for number in range(2):
+        await callers["rollouts-1"].call("finish", f"rollouts-1/{number}")
+    assert actor.in_use() == 0
+
+
+ASKS = """
+from composer_mesh import Session, Task, reward
+
+
+class Broken(Session):
+    def start(self):
+        raise KeyError("of start")
+
+    def close(self):
+        self.never_set.close()
+
+
+class Asks(Task):
+    session_class = Broken
+
+    def generate(self, rng):
+        return {"question": str(rng.random())}
+
+    def prompt(self, row):
+        return row["question"]
+
+    @reward
+    def right(self, transcript):
+        assert transcript.session is None
+        return float(transcript.answer == "yes")
+"""
+
+
+async def test_a_session_that_cannot_start_is_told_by_its_start_and_messages_are_scored_without_one(
+    tmp_path: Path, build_config: Any, environment_actor: Any
+) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    actor = environment_actor()
+    await own_endpoint(actor, "load")(build_config(data={"task": f"{tmp_path}/asks.py:Asks"}))
+    episode = Episode("asks", "train", 0)
+    with pytest.raises(TaskCodeError, match="KeyError: 'of start'") as failed:
+        await own_endpoint(actor, "begin")("session", episode)
+    assert "never_set" in failed.value.__notes__[0]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
+    outcome = await own_endpoint(actor, "score")(episode, said)
+    assert (outcome.reward, outcome.success) == (1.0, True)

@@ -11,9 +11,7 @@ import pytest
 from composer_mesh import JudgesSpent, Row, Task, Transcript, group_reward
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.rollouts.episode import Played, Sample
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.poison import PoisonedInput
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, PoisonedInput
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
 from composer_mesh.tasks.errors import UnusableTask

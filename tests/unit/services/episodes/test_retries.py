@@ -17,8 +17,7 @@ import pytest
 
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, SessionLost
-from composer_mesh.rollouts.poison import PoisonedInput
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, PoisonedInput
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.episodes.rollout import EpisodeRetries, PacedEvents, RolloutsFail
 from composer_mesh.services.pool.dispatch import NoReplicaLeft

@@ -13,8 +13,7 @@ from fake_pool import Member, Pool
 
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.episode import Sample, Sampling
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.service import Service

@@ -15,10 +15,9 @@ from controller_world import World, rollouts_of
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.budget import BudgetRules
+from composer_mesh.rollouts.budget import BudgetRules, Prices, dollars
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sampling
-from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.report import wilson_interval
 from composer_mesh.services.evaluation.by_mesh import play_heldout

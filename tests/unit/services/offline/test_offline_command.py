@@ -25,7 +25,7 @@ from offline_runs import (
 from repetition import crossed, repeated
 from scripted_provider import KEY, ScriptedProvider
 
-from composer_mesh.rollouts.money import dollars
+from composer_mesh.rollouts.budget import dollars
 from composer_mesh.services.offline.command import replay_command
 from composer_mesh.services.offline.options import ReplayOptions, ReplayRefused
 from composer_mesh.services.offline.traces import TraceFileError

@@ -15,7 +15,7 @@ from scripted_provider import ScriptedProvider
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.teachers import TeacherConfig
-from composer_mesh.rollouts.money import dollars
+from composer_mesh.rollouts.budget import dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure
 from composer_mesh.services.offline import api as offline
 from composer_mesh.services.offline.api import (

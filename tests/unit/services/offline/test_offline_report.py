@@ -13,8 +13,7 @@ from rich.console import Console
 
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.replay import ReplayConfig
-from composer_mesh.rollouts.budget import Account, BudgetReport
-from composer_mesh.rollouts.money import NANO, Prices
+from composer_mesh.rollouts.budget import NANO, Account, BudgetReport, Prices
 from composer_mesh.rollouts.pairs import FailureKind
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.services.offline.command import ReplayView

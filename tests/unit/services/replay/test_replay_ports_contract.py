@@ -16,9 +16,9 @@ from scripted_provider import ENVIRON, ScriptedProvider, answer, teacher
 from composer_mesh import SyncSession
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.client import RetryDelays
+from composer_mesh.actors.panel_actors import TeacherReplayActor
+from composer_mesh.actors.provider.endpoint import RetryDelays
 from composer_mesh.actors.reference import ReferenceActor
-from composer_mesh.actors.teacher_replay import TeacherReplayActor
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.budget import BudgetRules
 from composer_mesh.rollouts.chat import ChatFormat

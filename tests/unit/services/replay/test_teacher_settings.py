@@ -12,7 +12,7 @@ from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.provider.client import ClientClosed
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.rollouts.money import Prices
+from composer_mesh.rollouts.budget import Prices
 from composer_mesh.services.replay.teacher_settings import panel_settings
 
 TEACHERS: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ from typing import cast
 from fake_host import turns
 from fake_pool import Member, Pool
 
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.run.pools import MeshJudges
 from composer_mesh.services.service import Service

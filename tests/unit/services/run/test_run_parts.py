@@ -27,7 +27,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, GroupResult
 from composer_mesh.rollouts.episode import Sampling
-from composer_mesh.rollouts.poison import PoisonedInput
+from composer_mesh.rollouts.tasks import PoisonedInput
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.inspection.view import RunView

@@ -11,10 +11,10 @@ import pytest
 from in_process_host import InProcessHost
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.hint_writer import HintWriterActor
 from composer_mesh.actors.panel.configured import PanelSettings
 from composer_mesh.actors.panel.panel import TeacherPanel
-from composer_mesh.actors.provider.keys import Keys
+from composer_mesh.actors.panel_actors import HintWriterActor
+from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services.run.pools import MeshHintWriter
 from composer_mesh.services.steps.ports import HintWriter

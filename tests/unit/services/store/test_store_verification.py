@@ -17,8 +17,7 @@ from composer_mesh.actors.checkpoints.folder import CheckpointDraft
 from composer_mesh.actors.checkpoints.manifest import written
 from composer_mesh.actors.sqlite_file import checksum_of
 from composer_mesh.configs.schema import Config
-from composer_mesh.rollouts.poison import PoisonedInput
-from composer_mesh.rollouts.tasks import Episode
+from composer_mesh.rollouts.tasks import Episode, PoisonedInput
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.report import write_summary
 from composer_mesh.services.store.group_files import path_of
