@@ -37,9 +37,8 @@ from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.access import client
-from composer_mesh.plugins.tinker.server.protobuf_messages import STOP, SampleResponse
 from composer_mesh.plugins.tinker.server.records import SCHEME
-from composer_mesh.plugins.tinker.server.results import Result
+from composer_mesh.plugins.tinker.server.results import STOP, Result, SampleResponse
 from composer_mesh.plugins.tinker.server.server import TrainingServer
 from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.captured_episode import CaptureFormat

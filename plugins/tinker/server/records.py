@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,10 +59,6 @@ class Model:
     steps: int = 0
     file: str = ""
     unloaded: bool = False
-
-    def moved(self, position: int, steps: int, used: float) -> Model:
-        """Return the model after changes."""
-        return replace(self, position=position, steps=steps, used=used)
 
 
 @dataclass(frozen=True)

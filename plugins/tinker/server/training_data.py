@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from composer_mesh.plugins.tinker.client_losses import CLIENT_LOSSES, ClientLoss, side_of
 from composer_mesh.plugins.tinker.models.messages import Datum
-from composer_mesh.plugins.tinker.server.protobuf_messages import (
+from composer_mesh.plugins.tinker.server.results import (
     DTYPE_FLOAT32,
     DTYPE_INT32,
     DTYPE_INT64,

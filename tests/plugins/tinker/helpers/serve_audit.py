@@ -14,7 +14,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.tinker.models.client_trainer import make_trainer
 from composer_mesh.plugins.tinker.models.model_state import read_state
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.payloads import call_of, payload_of
+from composer_mesh.plugins.tinker.server.requests import call_of, payload_of
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 
 

@@ -11,8 +11,9 @@ from served_world import served, training_body
 
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.payloads import LARGEST_HELD, MOST_HELD, Payloads
 from composer_mesh.plugins.tinker.server.records import Operation, OperationRequest
+from composer_mesh.plugins.tinker.server.requests import LARGEST_HELD, MOST_HELD, Payloads
+from composer_mesh.plugins.tinker.server.results import RecentAnswers
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 
 
@@ -149,7 +150,7 @@ async def test_a_client_with_many_answers_loses_its_own_and_no_other(tmp_path: P
             )
         )
         assert max(sizes.values()) <= 500
-        world.tasks.server._recent.clear()
+        world.tasks.server._recent = RecentAnswers()
         assert (await modest.raw(own)).status_code == 200
         await greedy.raw(asked[0], 410)
         await greedy.raw(asked[-1])

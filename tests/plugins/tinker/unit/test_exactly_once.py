@@ -16,7 +16,7 @@ from composer_mesh.plugins.tinker.server import training_lane
 
 
 def changes(world: Any, model: str) -> int:
-    return int(world.tasks.registry.held(model).position)
+    return int(world.registry.models[model].position)
 
 
 async def state(world: Any, model: str) -> list[str]:

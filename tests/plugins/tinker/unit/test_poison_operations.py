@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from served_world import BookkeepingTrainer, EchoSamplers, served
 
-from composer_mesh.actors.sqlite_file import StoreError
+from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
 from composer_mesh.plugins.tinker.models.messages import TrainCall, TrainResult
 from composer_mesh.plugins.tinker.server.backend import BackendLost
-from composer_mesh.plugins.tinker.server.operation_log import open_log
+from composer_mesh.plugins.tinker.server.operation_log import KIND
 from composer_mesh.plugins.tinker.server.records import (
     MOST_ATTEMPTS,
     Executing,
@@ -103,7 +103,7 @@ async def test_any_error_of_an_operation_is_that_operations(
         assert "its execution failed: ValueError" in answers[2]["error"]
         assert "error" not in answers[3]
         assert b"error" not in (await other.raw(others)).content
-        assert world.tasks.registry.held(bad).position == 2
+        assert world.registry.models[bad].position == 2
         await world.tasks.store.need([bad])
         assert len(world.trainer.models[bad]) == 2
 
@@ -181,11 +181,11 @@ async def test_what_the_server_itself_lacks_ends_it(tmp_path: Path, error: Excep
 
 
 def test_a_log_of_an_earlier_version_is_refused_with_the_repair(tmp_path: Path) -> None:
-    open_log(tmp_path / "log.sqlite").close()
+    SqliteFile(tmp_path / "log.sqlite", KIND).close()
     with closing(sqlite3.connect(tmp_path / "log.sqlite")) as rows:
         rows.execute("PRAGMA user_version = 1")
     with pytest.raises(StoreError, match=r"its version is 1, not 4\): serve from another --output"):
-        open_log(tmp_path / "log.sqlite")
+        SqliteFile(tmp_path / "log.sqlite", KIND)
 
 
 def test_what_a_killed_process_executed_is_known_to_the_next(tmp_path: Path) -> None:

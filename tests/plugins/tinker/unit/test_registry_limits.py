@@ -108,7 +108,7 @@ async def test_unloaded_models_are_forgotten_with_all_their_records(tmp_path: Pa
         client.session = ""
         kept = await client.model()
         await client.raw(await client.train(kept, 1))
-        assert world.tasks.registry.held(kept).position == 1
+        assert world.registry.models[kept].position == 1
 
 
 async def test_a_model_with_saved_weights_is_remembered(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ async def test_saved_weights_are_bounded_in_number_and_bytes(
     async with served(tmp_path, ServeConfig(**limits)) as world:
         client = world.client()
         model = await client.model()
-        registry, spec = world.tasks.registry, world.tasks.registry.held(model).spec
-        owner = registry.held(model).client
+        registry, spec = world.registry, world.registry.models[model].spec
+        owner = registry.models[model].client
         path = f"tinker://{model}/weights/w"
         one = Saved(path, owner, model, "training", "", 2 * 10**9, 0.0, "", spec)
-        registry.set_saved(one)
+        registry.weights[path] = one
         asked = await client.post("save_weights", model_id=model, path="x", seq_id=1)
         assert told in (await client.result(asked))["error"]
         await client.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/w")
