@@ -19,7 +19,7 @@ from composer_mesh.plugins.openenv.client.wire import (
     ToolErrorType,
 )
 from composer_mesh.plugins.openenv.server.validation import invalid
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Outcome, StepResult
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.task import Task
 
@@ -92,17 +92,6 @@ def observation(
         "reward": None if outcome is None else outcome.reward,
         "done": outcome is not None,
         "metadata": about,
-    }
-
-
-def episode_metadata(episode: Episode, episode_id: str, turn: int) -> dict[str, Any]:
-    """Return where a session is."""
-    return {
-        "task": episode.task,
-        "split": episode.split,
-        "index": episode.index,
-        "episode_id": episode_id,
-        "turn": turn,
     }
 
 

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -41,7 +41,6 @@ from composer_mesh.plugins.openenv.server.observations import (
     answer_name,
     answer_text,
     call_result,
-    episode_metadata,
     error_metadata,
     listed_tools,
     observation,
@@ -245,7 +244,13 @@ class EnvSession:
     def _metadata(self) -> dict[str, Any]:
         assert self._episode is not None, "set by reset"
         assert self._episode_id is not None, "set by reset"
-        return episode_metadata(self._episode, self._episode_id, self._turn)
+        return {
+            "task": self._episode.task,
+            "split": self._episode.split,
+            "index": self._episode.index,
+            "episode_id": self._episode_id,
+            "turn": self._turn,
+        }
 
 
 def public_text(error: TaskError) -> str:
@@ -306,12 +311,6 @@ class SessionCounts:
         """Count none, and release the file."""
         self._set(0)
         self._map.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _set(self, count: int) -> None:
         self._map[self._own] = count.to_bytes(SIZE, "little")

@@ -97,7 +97,7 @@ class Worker:
         with (
             listener,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as local,
-            self._counts,
+            contextlib.closing(self._counts),
         ):
             local.bind(str(local_path))
             try:

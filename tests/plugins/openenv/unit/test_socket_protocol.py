@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from served_tasks import ScriptedSocket, call, pool_of
 
+from composer_mesh.plugins.openenv.server.app import json_text, serve_socket
 from composer_mesh.plugins.openenv.server.session import SessionCounts
-from composer_mesh.plugins.openenv.server.socket_protocol import json_text, serve_socket
 
 RESET = {"type": "reset", "data": {"seed": 1}}
 
