@@ -10,8 +10,6 @@ gradient of a preference loss by each side's log-prob is known before (one forwa
 Axes: N packed tokens of a microbatch, T tokens of a row, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

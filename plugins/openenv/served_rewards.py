@@ -1,7 +1,5 @@
 """Posts the late rewards that an OpenEnv server tells, for as long as a run continues."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -10,8 +10,6 @@ all episodes of a batch are played together, turn by turn. Each row gets its `tr
 `ComposerGRPOTrainer` makes hinted contexts, and its `reward`. Imports no TRL.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any, cast

@@ -17,8 +17,6 @@ A client that sends faster than it is answered waits in its own socket: the next
 the last one has been answered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

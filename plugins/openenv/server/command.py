@@ -4,8 +4,6 @@ Each process has a thread here, which asks it once a second whether it serves: a
 replaced. `ServeOptions` says where a server listens, and what its sessions may take.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

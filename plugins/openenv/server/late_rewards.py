@@ -3,8 +3,6 @@
 The last one that was posted for an episode counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import time

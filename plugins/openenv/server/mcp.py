@@ -10,8 +10,6 @@ which names the server process that holds it. A request that another process rec
 there. Answers are JSON, not streams. A session ends by DELETE, or when it is idle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

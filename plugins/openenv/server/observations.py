@@ -6,8 +6,6 @@ Tools are listed with one more that says a text: clients that know tools alone (
 client, TRL) could not answer otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

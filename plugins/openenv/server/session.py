@@ -12,8 +12,6 @@ file with their counts, of which each writes its own alone. Two that look at the
 both find the last place, so the bound is passed by at most one session for each further process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import mmap

@@ -3,8 +3,6 @@
 `SessionRequestRefused` is why a request was not served, as its error frame says it.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError

@@ -7,8 +7,6 @@ first line     WorkerStart as JSON  -> "ready PORT"
 "stop", or the end of the input     -> "stopped", after the sessions are closed
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -10,8 +10,6 @@ step. The first one writes files.
 The policy is whole on one rank, and sharded over several: see `place_policy`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Hashable, Sequence

@@ -14,8 +14,6 @@ Axes: M models of a batch, R rows of each, B = M * R, T padded tokens, K targets
 numbers of one model's adapters, N rows of one model in `target_logprobs`, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

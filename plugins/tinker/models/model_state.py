@@ -9,8 +9,6 @@ The numbers are complete on each rank, or sharded by FSDP2; files have all of th
 another, whatever the number of ranks that wrote them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -7,8 +7,6 @@ POST /api/v1/client/config client/dynamic_config telemetry
 GET  /api/v1/healthz get_server_capabilities metrics      lists and checkpoints: `rest_routes`
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The command: serves clients until Ctrl-C, from a folder from which it resumes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

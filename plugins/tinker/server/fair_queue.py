@@ -5,8 +5,6 @@ next. One that was away starts at the present, so that waiting saves nothing up.
 clocks, processes or HTTP.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ The files of a server's folder:
 `target_of` says where an operation reads or writes weights, and the record of what it saves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import OrderedDict

@@ -7,8 +7,6 @@ Its samples are operations like those of `asample`: in the log, in the fair queu
 `model` is the base model's name, or the path of weights that the client saved.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

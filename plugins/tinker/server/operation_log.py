@@ -4,8 +4,6 @@ An operation is in the log before its client learns its id, and its answer is in
 with the position of its model. So each is executed once, whenever a process ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

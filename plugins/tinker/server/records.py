@@ -8,8 +8,6 @@ before its operation begins, by one call that a killed process has made or not; 
 the machine, so that nothing waits for the disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -3,8 +3,6 @@
 Clients see only their own: what another has is unknown, as if it did not exist.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence

@@ -11,8 +11,6 @@ tar of adapters as peft loads them, or of all weights, from an address that is s
 of an hour, so that tools without the client's key can get it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

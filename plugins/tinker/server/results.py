@@ -8,8 +8,6 @@ own.
 Axes: T tokens of a sequence, K ids at one position.
 """
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Sequence

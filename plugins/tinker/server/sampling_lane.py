@@ -4,8 +4,6 @@ A sample's seed is the client's or follows from the operation's id, so that one 
 again, after a process was lost, gives the same tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

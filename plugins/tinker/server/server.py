@@ -5,8 +5,6 @@
 Every method takes the client that asks, and finds only what is that client's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

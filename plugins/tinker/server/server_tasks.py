@@ -3,8 +3,6 @@
 `Housekeeping` drops what is kept for a time only: answers, expired weights, old snapshots, files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection

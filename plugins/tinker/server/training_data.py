@@ -6,8 +6,6 @@ Nothing is allocated that the bytes of a request do not account for, but for pad
 Axes: T tokens of a sequence, K targets of a token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

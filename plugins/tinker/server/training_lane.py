@@ -6,8 +6,6 @@ after it. If the trainer is lost before, the group is executed again on models a
 the log not be written, the lane ends, and the server with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3

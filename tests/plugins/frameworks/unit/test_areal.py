@@ -1,7 +1,5 @@
 """AReaL's workflows and engine by their recorded names: the same ids, and the same step as ours."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import sys

@@ -1,7 +1,5 @@
 """The composer-replication framework's names: its defaults, on what this project computes."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

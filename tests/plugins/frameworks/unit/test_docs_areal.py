@@ -1,7 +1,5 @@
 """docs/areal.md: its step runs, its settings parse, its names exist."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

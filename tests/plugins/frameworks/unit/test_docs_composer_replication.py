@@ -1,7 +1,5 @@
 """The page for users of the composer-replication framework: its code runs, its names exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

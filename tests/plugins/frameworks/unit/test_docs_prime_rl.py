@@ -1,7 +1,5 @@
 """docs/prime-rl.md: its code runs, and its table has every loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from guides import Guide

@@ -1,7 +1,5 @@
 """What docs/verifiers.md says is what is there."""
 
-from __future__ import annotations
-
 import inspect
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/verl.md: its steps run, its agent loop loads, its names exist."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """PRIME-RL's contract as recorded: our losses read its fields, and nothing that it lacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

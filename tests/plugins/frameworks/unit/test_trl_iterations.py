@@ -1,7 +1,5 @@
 """`trainer.epochs = 2` is TRL's `num_iterations = 2`: losses, clipped fractions and weights."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pairs and hinted tokens of TRL's microbatches: each once, with the divisor of its own step."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

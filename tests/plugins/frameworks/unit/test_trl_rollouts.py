@@ -1,7 +1,5 @@
 """Episodes inside of TRL are those of a run: the same ids, errors, rewards and ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

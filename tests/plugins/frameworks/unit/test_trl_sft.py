@@ -1,7 +1,5 @@
 """The losses of supervised steps are those of TRL's SFTTrainer on the same rows, step for step."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

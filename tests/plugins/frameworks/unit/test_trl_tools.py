@@ -1,7 +1,5 @@
 """TRL's own tools and environments: failed calls are error sites, and are taught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

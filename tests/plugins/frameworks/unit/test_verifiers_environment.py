@@ -1,7 +1,5 @@
 """Environments of verifiers as a workflow, against a driver that speaks its protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import shlex

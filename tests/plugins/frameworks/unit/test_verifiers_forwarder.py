@@ -1,7 +1,5 @@
 """The forwarder of the driver: a request reaches the endpoint of its own episode, or none."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

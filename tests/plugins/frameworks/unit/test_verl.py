@@ -1,7 +1,5 @@
 """verl's functions and engine by their recorded names: the same step as ours, and episodes."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

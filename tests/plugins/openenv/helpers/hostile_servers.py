@@ -1,7 +1,5 @@
 """How tests let a server misbehave, and make a task of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

@@ -5,8 +5,6 @@ speaks the wire that was recorded from OpenEnv 0.10. `hooks` replace its answer 
 `pages` its answer to a path, by raw bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

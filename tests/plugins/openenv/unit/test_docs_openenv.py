@@ -1,7 +1,5 @@
 """docs/openenv.md says what is: its settings load, its options and bounds are those of the code."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/serve-env.md says what is: every option and route, and its Python runs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

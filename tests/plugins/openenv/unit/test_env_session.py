@@ -1,7 +1,5 @@
 """A session without sockets: episodes one after another, error sites, states, task faults."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Servers that do what they must not: each ends as a named error within its limit, unrewarded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Tools and schemas of servers that do what they must not."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tools of a served task by the real MCP client, over streamable HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sessions of MCP: when they are idle and end, and which server process their requests reach."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

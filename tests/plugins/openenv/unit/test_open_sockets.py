@@ -1,7 +1,5 @@
 """What an open session holds of its connection."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

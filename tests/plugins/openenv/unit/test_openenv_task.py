@@ -1,7 +1,5 @@
 """Episodes of an environment behind a URL: actions, errors, rewards, splits and limits."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

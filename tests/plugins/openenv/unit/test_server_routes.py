@@ -1,7 +1,5 @@
 """The HTTP routes: episodes of one request, the Task API, late rewards, and who may ask."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

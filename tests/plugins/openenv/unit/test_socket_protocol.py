@@ -1,7 +1,5 @@
 """The protocol of `/ws`: an answer for each frame, errors by code, bounds of sessions and time."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

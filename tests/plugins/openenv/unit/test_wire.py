@@ -4,8 +4,6 @@ The recording is of the environment in tests/plugins/openenv/package, question b
 answer is that of a full server, which nobody asked for.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Audits a training server: each model's logged changes are executed again from its creation."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import replace

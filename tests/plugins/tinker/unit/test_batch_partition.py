@@ -1,7 +1,5 @@
 """The rows of a batch are divided among ranks by its shape alone, and put together again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """One client cannot fill the memory or the disk of a server, and limits free up again."""
 
-from __future__ import annotations
-
 import sqlite3
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Operations of clients on their models: losses, gradients, steps, batches of several models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """docs/serve.md says what is: every option, loss and SDK version."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """Operations are executed once, whatever is sent twice or dies meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

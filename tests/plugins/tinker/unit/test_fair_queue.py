@@ -1,7 +1,5 @@
 """The order of operations: by number for a model, by what they were served for clients."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What a client leaves is freed in pieces, between which the log serves the other clients."""
 
-from __future__ import annotations
-
 import math
 import sqlite3
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What clients may not do: errors that say why, and no harm to others."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

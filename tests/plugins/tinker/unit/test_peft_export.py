@@ -1,7 +1,5 @@
 """An archive's adapters are those that peft loads: the same logits as the trainer's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operations that fail, or end what executes them: they fail alone, and everyone else is served."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sqlite3

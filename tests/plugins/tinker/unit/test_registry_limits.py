@@ -1,7 +1,5 @@
 """What a server remembers of clients is bounded, and freed once nobody uses it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is refused before anything starts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Samples end with the token that completes a stop text. A served trainer reports 
 every actor with long calls does.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
