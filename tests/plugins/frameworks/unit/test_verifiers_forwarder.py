@@ -1,15 +1,26 @@
-"""The forwarder of the driver: a request reaches the endpoint of its own episode, or none."""
+"""The address that environments of verifiers ask: who is let through, and what is passed on.
+
+Also docs/verifiers.md.
+"""
 
 import asyncio
+import inspect
+import tomllib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from agent_clients import OpenedAgent, opened_agent
+from guides import Guide
 from scripted_generation import a_sample
 
+from composer_mesh.configs.load import read_table
+from composer_mesh.configs.schema import Config
+from composer_mesh.plugins.frameworks.verifiers.driver_process import INFRASTRUCTURE
 from composer_mesh.plugins.frameworks.verifiers.forwarder import Forwarder
+from composer_mesh.plugins.frameworks.verifiers.workflow import VerifiersEnvironment
 from composer_mesh.rollouts.chat import ChatFormat
 
 QUESTION = {"messages": [{"role": "user", "content": "q"}]}
@@ -110,3 +121,27 @@ async def test_an_endpoint_that_is_gone_is_an_error_that_may_be_tried_again(
 ) -> None:
     forwarder.open("a", "http://127.0.0.1:9/e/x/v1", "k")
     assert (await asked(web, "a")).status_code == 502
+
+
+PAGE = Guide.read("verifiers.md")
+RUN = Path(__file__).parents[1] / "verifiers" / "run.toml"
+MOST_TOKENS = 4000
+
+
+def test_its_config_is_one_and_names_options_that_exist() -> None:
+    (text,) = PAGE.blocks("toml")
+    table = tomllib.loads(text)
+    config = Config.model_validate({"run": {"name": "page", "steps": 1}, **table})
+    inspect.signature(VerifiersEnvironment).bind(**config.rollouts.options)
+    assert config.rollouts.options["env"]["agent"]["max_total_tokens"] < MOST_TOKENS
+
+
+def test_every_option_is_on_the_page_and_in_the_run_that_it_names() -> None:
+    options = inspect.signature(VerifiersEnvironment).parameters
+    assert {*options} - {"python"} <= set(PAGE.inline())
+    assert "rollouts.options.python" in PAGE.inline()
+    inspect.signature(VerifiersEnvironment).bind(**read_table(RUN)["rollouts"]["options"])
+
+
+def test_every_class_of_infrastructure_is_on_the_page() -> None:
+    assert set(PAGE.inline()) >= INFRASTRUCTURE

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.plugins.openenv.server.app import serve_socket
 from served_tasks import SECRET, ScriptedSocket, call, pool_of
 
 from composer_mesh.plugins.openenv.client.wire import SERVER_FRAME, ErrorCode
+from composer_mesh.plugins.openenv.server.app import serve_socket
 
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, 2**70, 1.5, "", "x" * 5000, "\x00\ud800", [], {}, [[]], {"a": {}}),
