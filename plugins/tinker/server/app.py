@@ -75,7 +75,7 @@ class Routes:
     async def metrics(self, _: Request) -> Response:
         return JSONResponse(self._server.metrics())
 
-    async def create_session(self, own: str, _: requests.CreateSession) -> Answer:
+    async def create_session(self, own: str, _: ClientRequest) -> Answer:
         session = await self._registry.create_session(own)
         return {"type": "create_session", "session_id": session.id}
 
@@ -183,7 +183,7 @@ def make_app(
         "client/config": do.client_config,
         "client/dynamic_config": do.dynamic_config,
         "telemetry": do.telemetry,
-        "create_session": do.reading(requests.CreateSession, do.create_session),
+        "create_session": do.reading(ClientRequest, do.create_session),
         "session_heartbeat": do.reading(requests.OfSession, do.heartbeat),
         "create_model": do.reading(requests.CreateModel, do.create_model),
         "get_info": do.reading(requests.OfModel, do.get_info),

@@ -85,10 +85,6 @@ def parsed(kind: type[Request], body: bytes) -> Request:
         raise bad(f"{where}{given}: {first['msg'][:300]}") from None
 
 
-class CreateSession(ClientRequest):
-    sdk_version: Name = ""
-
-
 class OfSession(ClientRequest):
     session_id: Name
 

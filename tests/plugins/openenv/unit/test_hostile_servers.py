@@ -114,6 +114,7 @@ ANSWERS: dict[str, tuple[Send, type[Exception], str]] = {
     "another frame": (text('{"type":"mcp","data":{}}'), ProtocolViolation, "with a mcp frame"),
     "observation of a list": (observed(observation=[]), ProtocolViolation, "cannot be read"),
     "done in words": (observed(done="no"), ProtocolViolation, "cannot be read"),
+    "done as a number": (observed(done=1), ProtocolViolation, "cannot be read"),
     "reward of text": (observed(reward="1"), ProtocolViolation, "cannot be read"),
     "reward of NaN": (observed(reward=float("nan")), ProtocolViolation, "cannot be read"),
     "infinite reward": (observed(reward=float("inf")), ProtocolViolation, "cannot be read"),
