@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hostile_servers import CALL_S, Send, hook, made
-from openenv_server import Json, OpenEnvServer, Socket, page
+from openenv_server import CALL_S, Json, OpenEnvServer, Send, Socket, hook, made, page
 
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.plugins.openenv.client import errors

@@ -4,8 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hostile_servers import Send, hook, made
-from openenv_server import Json, OpenEnvServer
+from openenv_server import Json, OpenEnvServer, Send, hook, made
 
 from composer_mesh.plugins.openenv.client.errors import ProtocolViolation
 from composer_mesh.plugins.openenv.client.schemas import bounded_schema
