@@ -45,7 +45,6 @@ from composer_mesh.plugins.openenv.server.observations import (
 )
 from composer_mesh.plugins.openenv.server.validation import (
     SessionRequestRefused,
-    capacity_reached,
     checked,
     invalid,
 )
@@ -329,7 +328,10 @@ class SessionPool:
     def open(self) -> EnvSession:
         """Open a session; raise Refused where all are taken."""
         if not self._counts.take():
-            raise capacity_reached(self._counts.active, self._counts.most)
+            active, most = self._counts.active, self._counts.most
+            text = f"{active} of {most} sessions are open: come back later"
+            more = {"active_sessions": active, "max_sessions": most}
+            raise SessionRequestRefused(ErrorCode.CAPACITY_REACHED, text, True, **more)
         return EnvSession(self.runner)
 
     async def close(self, session: EnvSession) -> None:

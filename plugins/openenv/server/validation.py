@@ -25,13 +25,6 @@ class SessionRequestRefused(Exception):
         return {"message": self.text, "code": self.code.value, **self.more}
 
 
-def capacity_reached(active: int, most: int) -> SessionRequestRefused:
-    """Return the error for a client that comes when all sessions are taken."""
-    text = f"{active} of {most} sessions are open: come back later"
-    more = {"active_sessions": active, "max_sessions": most}
-    return SessionRequestRefused(ErrorCode.CAPACITY_REACHED, text, True, **more)
-
-
 def invalid(text: str) -> SessionRequestRefused:
     """Return the error for a request that its sender has to change."""
     return SessionRequestRefused(ErrorCode.VALIDATION_ERROR, text)
