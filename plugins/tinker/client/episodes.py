@@ -4,6 +4,8 @@ All requests of a turn are sent before the first answer is waited for.
 Samplers also score given ids: a teacher's top-k log-probs, and log-probs of a reference.
 """
 
+from __future__ import annotations
+
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -7,6 +7,8 @@ Both add the same gradients, up to rounding. The second needs torch, as the SDK 
 client's own.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
