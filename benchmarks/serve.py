@@ -38,7 +38,7 @@ from composer_mesh.actors.models import policy
 from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.plugins.tinker.models.messages import AdamParams, Datum, ModelSpec, TrainCall
-from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
+from composer_mesh.plugins.tinker.server.results import ForwardBackwardRequest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 CLIENTS, MANY = 8, 64

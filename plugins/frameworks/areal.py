@@ -9,8 +9,6 @@ runs as it is: it gets an engine with `agenerate` and `get_version`, and what it
 by its ids, log-probs and versions. AReaL itself is imported by `make` alone (docs/areal.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

@@ -10,8 +10,6 @@ gradient of a preference loss by each side's log-prob is known before (one forwa
 Axes: N packed tokens of a microbatch, T tokens of a row, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -197,18 +195,11 @@ def _hinted(
     piece: LogitsRow, views: Sequence[tuple[HintedView, Tensor]], channels: ArealChannels
 ) -> Tensor:
     """Return the divergence of a row's hinted turns, a sum over their tokens."""
-    return torch.stack([_distilled(piece, *one, channels) for one in views]).sum()
-
-
-def _distilled(
-    piece: LogitsRow, view: HintedView, teacher: Tensor, channels: ArealChannels
-) -> Tensor:
-    student = piece.logits[view.student_rows]
-    mask = torch.ones(len(student), dtype=torch.bool, device=student.device)
+    student = torch.cat([piece.logits[view.student_rows] for view, _ in views])
     return generalized_jsd(
         student,
-        teacher,
-        mask,
+        torch.cat([teacher for _, teacher in views]),
+        torch.ones(len(student), dtype=torch.bool, device=student.device),
         jsd_beta=channels.jsd_beta,
         temperature=channels.temperature,
         normalizer=1,

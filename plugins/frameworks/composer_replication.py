@@ -195,7 +195,11 @@ async def replay_trace(
     `options` are those of `services.offline.api.replay_trace`: `tools`, `folder` and others. Raises
     ReplayRefused without teachers.
     """
-    _need(teachers)
+    if not teachers:
+        raise ReplayRefused(
+            "no teachers are named, and there are no default ones: pass OpenRouter ids, as "
+            "['vendor/model', …], or tables as in [[replay.teachers]]"
+        )
     own = [state.state() for state in states]
     return await api.replay_trace(own, teachers, max_total_usd, **options)
 
@@ -308,14 +312,6 @@ def replay_and_normalize_trace_sync(*args: Any, **options: Any) -> list[Normaliz
         return replay_and_normalize_trace(*args, **options)
 
     return api.run_blocking(work, "replay_and_normalize_trace")
-
-
-def _need(teachers: Sequence[api.Teacher]) -> None:
-    if not teachers:
-        raise ReplayRefused(
-            "no teachers are named, and there are no default ones: pass OpenRouter ids, as "
-            "['vendor/model', …], or tables as in [[replay.teachers]]"
-        )
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,6 @@ One recipe with a second text key would leave it unfiltered: data-juicer 1.6 kee
 the first pass without the key. Imports no data-juicer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,9 @@ Axes: B rows, T tokens of a row, S tokens of a teacher's row, P pairs, U = T - 1
 prediction, N marked tokens, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,13 @@ from torch import Tensor
 from composer_mesh.channels.step import POLICY, Term, checked_weight, own_weights, step_loss
 from composer_mesh.losses.distillation import entropy_gated_kl, generalized_jsd, taid_loss
 from composer_mesh.losses.logprobs import token_logprobs
-from composer_mesh.losses.preference import dpo_loss, ipo_loss, sequence_logprobs, simpo_loss
+from composer_mesh.losses.preference import (
+    PreferenceLoss,
+    dpo_loss,
+    ipo_loss,
+    sequence_logprobs,
+    simpo_loss,
+)
 from composer_mesh.losses.reductions import Number, check_choice, masked_sum
 
 Batch = Mapping[str, Tensor]
@@ -42,21 +49,6 @@ class ComposedLoss:
     sdpo_jsd: Float[Tensor, ""] | None
     replay: Float[Tensor, ""] | None
     off: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Options of the two weighted channels."""
-
-    objective: Objective
-    taid_t: Number | None
-    h_max: Number | None
-    jsd_beta: Number
-    temperature: Number
-    variant: Variant
-    dpo_beta: Number
-    simpo_beta: Number
-    simpo_gamma: Number
 
 
 def compose_loss(
@@ -110,17 +102,17 @@ def compose_loss(
     check_choice("dpo_variant", dpo_variant, ("dpo", "ipo", "simpo"))
     if sdpo_wrapper == "taid" and taid_t is None:
         raise ValueError("taid_t is None but sdpo_wrapper is 'taid': pass t in [0, 1]")
-    options = _Options(
-        sdpo_wrapper,
-        taid_t,
-        entropy_opd_h_max,
-        jsd_beta,
-        temperature,
-        dpo_variant,
-        dpo_beta,
-        simpo_beta,
-        simpo_gamma,
-    )
+    objectives: dict[str, Callable[..., Tensor]] = {
+        "none": partial(generalized_jsd, jsd_beta=jsd_beta, temperature=temperature),
+        "taid": partial(taid_loss, t=0.0 if taid_t is None else taid_t, temperature=temperature),
+        "entropy_opd": partial(entropy_gated_kl, h_max=entropy_opd_h_max, temperature=temperature),
+    }
+    variants: dict[str, Callable[..., PreferenceLoss]] = {
+        "dpo": partial(dpo_loss, beta=dpo_beta),
+        "ipo": partial(ipo_loss, beta=dpo_beta),
+        "simpo": partial(simpo_loss, beta=simpo_beta, gamma=simpo_gamma),
+    }
+    objective, preference = objectives[sdpo_wrapper], variants[dpo_variant]
     weights = own_weights(alpha_sdpo, beta_replay)
     for name, weight in weights.items():
         checked_weight(name, weight)
@@ -128,8 +120,8 @@ def compose_loss(
     if not {"lm_ce", "sdpo_jsd"} <= off.keys():
         logits = _logits(model, batch["input_ids"])
         terms[POLICY] = lambda: _lm_ce(logits, batch, counts.get("lm_ce"))
-        terms["sdpo"] = lambda: _distil(*_aligned(model, logits, batch), options, counts)
-    terms["replay"] = lambda: _prefer(model, batch, options, counts)
+        terms["sdpo"] = lambda: _distil(*_aligned(model, logits, batch), objective, counts)
+    terms["replay"] = lambda: _prefer(model, batch, dpo_variant, preference, counts)
     on: dict[str, Term] = {name: one for name, one in terms.items() if NAMES[name] not in off}
     found = step_loss(on, weights)
     lm_ce, sdpo, replay = (found.losses.get(name) for name in NAMES)
@@ -234,42 +226,30 @@ def _check_same(
 def _distil(
     student: Float[Tensor, "N V"],
     teacher: Float[Tensor, "N V"],
-    options: _Options,
+    objective: Callable[..., Tensor],
     counts: Mapping[str, Number],
 ) -> Float[Tensor, ""]:
+    marked = torch.ones_like(student[:, 0], dtype=torch.bool)
     normalizer = counts.get("sdpo_jsd", len(student))
-    sides = (student, teacher, torch.ones_like(student[:, 0], dtype=torch.bool))
-    temperature = options.temperature
-    if options.objective == "taid" and options.taid_t is not None:
-        return taid_loss(*sides, t=options.taid_t, temperature=temperature, normalizer=normalizer)
-    if options.objective == "entropy_opd":
-        return entropy_gated_kl(
-            *sides, h_max=options.h_max, temperature=temperature, normalizer=normalizer
-        )
-    return generalized_jsd(
-        *sides, jsd_beta=options.jsd_beta, temperature=temperature, normalizer=normalizer
-    )
+    return objective(student, teacher, marked, normalizer=normalizer)
 
 
 def _prefer(
-    model: Any, batch: Batch, options: _Options, counts: Mapping[str, Number]
+    model: Any,
+    batch: Batch,
+    variant: Variant,
+    preference: Callable[..., PreferenceLoss],
+    counts: Mapping[str, Number],
 ) -> Float[Tensor, ""]:
     normalizer = counts.get("replay", len(batch["dpo_chosen_input_ids"]))
     masks = [_mask(batch, f"dpo_{side}_response_mask", f"dpo_{side}_input_ids") for side in SIDES]
-    chosen, rejected = (
-        _answers(model, batch, side, mask) for side, mask in zip(SIDES, masks, strict=True)
-    )
-    lengths = [mask.sum(-1) for mask in masks]
-    if options.variant == "simpo":
-        beta, gamma = options.simpo_beta, options.simpo_gamma
-        return simpo_loss(
-            chosen, rejected, *lengths, beta=beta, gamma=gamma, normalizer=normalizer
-        ).loss
-    references = [_reference(batch, side, mask) for side, mask in zip(SIDES, masks, strict=True)]
-    sides, beta = (chosen, rejected, *references), options.dpo_beta
-    if options.variant == "ipo":
-        return ipo_loss(*sides, *lengths, beta=beta, normalizer=normalizer).loss
-    return dpo_loss(*sides, beta=beta, normalizer=normalizer).loss
+    marked = list(zip(SIDES, masks, strict=True))
+    sides = [_answers(model, batch, side, mask) for side, mask in marked]
+    if variant != "simpo":
+        sides += [_reference(batch, side, mask) for side, mask in marked]
+    if variant != "dpo":
+        sides += [mask.sum(-1) for mask in masks]
+    return preference(*sides, normalizer=normalizer).loss
 
 
 def _answers(model: Any, batch: Batch, side: str, mask: Bool[Tensor, "P U"]) -> Float[Tensor, "P"]:

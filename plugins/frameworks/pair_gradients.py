@@ -1,7 +1,5 @@
 """Gradient of the DPO loss by the log-probs of answers, for engines that only run forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,8 +11,6 @@ logits: of the SDPO channel the sampled-token form can run there, and pairs cann
 docs/prime-rl.md). Reads the fields of any object, and imports no PRIME-RL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any

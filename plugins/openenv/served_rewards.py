@@ -1,15 +1,13 @@
 """Posts the late rewards that an OpenEnv server tells, for as long as a run continues."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.plugins.openenv.client.errors import ServerFailure
+from composer_mesh.plugins.openenv.client.server import Server
 from composer_mesh.plugins.openenv.client.wire import ServedRewards
 from composer_mesh.services.replay.post_reward import (
     check_takes_rewards,
@@ -24,12 +22,6 @@ MOST_WAITING = 100_000
 """Rewards that wait for rollouts which the run has not stored yet; the oldest go first."""
 
 
-class RewardServer(Protocol):
-    """A server that tells rewards in the order in which it got them."""
-
-    def rewards_after(self, number: int) -> ServedRewards: ...
-
-
 class ServedQueue:
     """The late rewards of a server: those of stored rollouts are posted, others wait for theirs.
 
@@ -38,7 +30,7 @@ class ServedQueue:
     """
 
     def __init__(
-        self, run: Path, server: RewardServer, source: str, report: Callable[[str], object]
+        self, run: Path, server: Server, source: str, report: Callable[[str], object]
     ) -> None:
         self._run, self._server, self._source, self._report = run, server, source, report
         self._last, self._store, self._read = 0, "", set[int]()
@@ -100,7 +92,7 @@ class ServedQueue:
 
 def follow_server(
     run: Path,
-    server: RewardServer,
+    server: Server,
     source: str,
     *,
     more: Callable[[], bool] | None = None,

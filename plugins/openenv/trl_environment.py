@@ -6,8 +6,6 @@ TRL finds tools as methods of a class, with annotations and a docstring, so each
 is one. Needs the extra `openenv`, and no TRL.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

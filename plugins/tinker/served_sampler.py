@@ -4,6 +4,7 @@ Those used last are kept.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +22,6 @@ from composer_mesh.plugins.tinker.models.messages import ScoreRequest, Scores
 from composer_mesh.plugins.tinker.models.snapshots import (
     EmbeddedEngines,
     LoadedSnapshot,
-    LoadedSnapshots,
-    SnapshotEngines,
     SnapshotReader,
     VllmEngines,
     scored,
@@ -40,8 +39,10 @@ class ServedSamplerActor(MeshActor):
 
     def __init__(self) -> None:
         self._loading, self._scoring = asyncio.Lock(), asyncio.Lock()
-        self._held: LoadedSnapshots[LoadedSnapshot] = LoadedSnapshots(1, _in_use)
-        self._engines: SnapshotEngines | None = None
+        self._held: OrderedDict[str, LoadedSnapshot] = OrderedDict()
+        """The snapshots used last; those in use are never dropped."""
+        self._engines: EmbeddedEngines | VllmEngines | None = None
+        self._most_held = 1
 
     @concurrent_endpoint
     async def load(self, config: Config, folder: Path) -> None:
@@ -57,7 +58,7 @@ class ServedSamplerActor(MeshActor):
             self._engines = await VllmEngines.start(config, reader, folder, _end)
         else:
             self._engines = EmbeddedEngines(config, reader, _end)
-        self._held = LoadedSnapshots(config.serve.snapshots_in_memory, _in_use)
+        self._most_held = config.serve.snapshots_in_memory
 
     @concurrent_endpoint
     async def sample(
@@ -112,19 +113,20 @@ class ServedSamplerActor(MeshActor):
 
     def _loops(self) -> list[EngineLoop]:
         """Return the loops of all engines, each once."""
-        return list({id(one.loop): one.loop for one in self._held.all()}.values())
+        return list({id(one.loop): one.loop for one in self._held.values()}.values())
 
     async def _loaded(self, snapshot: str) -> LoadedSnapshot:
         if self._engines is None:
             raise RuntimeError("the sampler has no policy: call load first")
         async with self._loading:
-            held = self._held.get(snapshot)
-            if held is not None:
-                return held
-            held = await self._engines.open(snapshot)
-            for one in self._held.add(snapshot, held):
-                await one.close()
-            return held
+            if snapshot not in self._held:
+                self._held[snapshot] = await self._engines.open(snapshot)
+                idle = [name for name, one in self._held.items() if not one.users]
+                idle.remove(snapshot)
+                for name in idle[: max(0, len(self._held) - self._most_held)]:
+                    await self._held.pop(name).close()
+            self._held.move_to_end(snapshot)
+            return self._held[snapshot]
 
 
 def _end(error: Exception) -> None:
@@ -139,10 +141,6 @@ def _scored(model: Any, sequences: Sequence[list[int]], request: ScoreRequest) -
         found.append(scored(model, ids, request))
         made_progress(f"{len(found)} of {len(sequences)} sequences")
     return found
-
-
-def _in_use(one: LoadedSnapshot) -> bool:
-    return one.users > 0
 
 
 def _outcome(found: GenerationResult | BaseException) -> GenerationResult | RequestAborted:

@@ -6,7 +6,7 @@ from .actors.models.backend import (
     TorchBackend as TorchBackend,
     TrainerBackend as TrainerBackend,
 )
-from .actors.teacher_replay import TeacherReplayActor as TeacherReplayActor
+from .actors.panel_actors import TeacherReplayActor as TeacherReplayActor
 from .channels.port import (
     Channel as Channel,
     ChannelRows as ChannelRows,

@@ -4,8 +4,6 @@ A run without a trainer (`services.partial_runs`): its generators get the weight
 and its groups go to TRL as samples. `async_grpo` has the side of the trainer's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Mapping

@@ -18,7 +18,7 @@ import asyncio
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ import numpy as np
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.supervision import MeshError
 from composer_mesh.mesh.waiting import in_thread
+from composer_mesh.plugins.frameworks.trl.rollouts import logprobs_of
 from composer_mesh.rollouts.traces import Trace, equal_rewards
 from composer_mesh.services.episodes.rollout import EpisodeRetries
 from composer_mesh.services.schedule.groups import Groups
@@ -116,20 +117,13 @@ def _sample(
         completion=list(trace.messages[len(prompt) :]),
         input_ids=np.asarray(trace.token_ids(), dtype=np.int64),
         completion_mask=np.asarray(trace.action_mask(), dtype=np.int64),
-        old_log_probs=np.fromiter(_logprobs(trace), dtype=np.float32),
+        old_log_probs=np.asarray(logprobs_of(trace), dtype=np.float32),
         advantage=advantage,
         model_version=min(versions),
         group_id=group_id,
         metrics=metrics,
         enqueued_at=time.time(),
     )
-
-
-def _logprobs(trace: Trace) -> Iterator[float]:
-    """Yield the log-probs of a trajectory's ids; 0 for context, as TRL has it."""
-    for turn in trace.turns:
-        yield from (0.0 for _ in turn.context_ids)
-        yield from turn.logprobs
 
 
 def _reward(trace: Trace) -> float:

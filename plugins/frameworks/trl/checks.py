@@ -3,8 +3,6 @@
 Imports no TRL.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from composer_mesh.actors.models.language_model import LanguageModel

@@ -8,8 +8,6 @@ call, such as its answer; with TRL's own trainer only calls are seen. For a task
 `trl_environment`. Imports no TRL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

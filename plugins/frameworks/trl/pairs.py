@@ -5,8 +5,6 @@
 worthwhile states, votes, filters, and a ledger on the disk that no request may pass.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence

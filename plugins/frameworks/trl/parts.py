@@ -7,8 +7,6 @@ and ranks change no loss. `Gathered` is what the ranks tell each other for that.
 TRL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

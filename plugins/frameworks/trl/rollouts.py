@@ -10,8 +10,6 @@ all episodes of a batch are played together, turn by turn. Each row gets its `tr
 `ComposerGRPOTrainer` makes hinted contexts, and its `reward`. Imports no TRL.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any, cast
@@ -80,7 +78,7 @@ class TaskRollouts:
             "prompt_ids": [one[:cut] for one, cut in zip(ids, first, strict=True)],
             "completion_ids": [one[cut:] for one, cut in zip(ids, first, strict=True)],
             "env_mask": [list(map(int, trace.action_mask()[cut:])) for trace, cut in pairs],
-            "logprobs": [_logprobs(trace)[cut:] for trace, cut in pairs] if sampled else None,
+            "logprobs": [logprobs_of(trace)[cut:] for trace, cut in pairs] if sampled else None,
             "reward": [None if trace.screened else trace.reward for trace in traces],
             "trace": list(traces),
         }
@@ -104,7 +102,7 @@ class TaskRollouts:
         return self.task.episode(cast("Split", split), int(index))
 
 
-def _logprobs(trace: Trace) -> list[float]:
+def logprobs_of(trace: Trace) -> list[float]:
     """Return the log-probs of a trace's ids; 0 where they were not sampled."""
     found: list[float] = []
     for turn in trace.turns:

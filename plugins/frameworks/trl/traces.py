@@ -6,8 +6,6 @@ are the hinted turns that SDPO trains too. Imports no TRL: rows, outputs and env
 that its trainer holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

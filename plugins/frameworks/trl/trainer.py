@@ -14,8 +14,6 @@ All of TRL's arguments are its own, and with both weights 0 every step is its ow
 the extra `trl`.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ compression is off. Needs the extra `openenv`.
 `open_and_ask` opens a session, and waits for a server that is full or comes back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable

@@ -8,8 +8,6 @@ ServerFailure          nothing usable comes from the server: an attempt fails, a
 EnvironmentRaised      the environment's own code raised: equal ones set the episode aside
 """
 
-from __future__ import annotations
-
 from composer_mesh.tasks.errors import TaskError
 
 LONGEST = 300

@@ -1,7 +1,5 @@
 """What `data.options` says of an OpenEnv environment."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from ipaddress import ip_address

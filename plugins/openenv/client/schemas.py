@@ -4,8 +4,6 @@ A schema is bounded, and its references are written out, before anything reads i
 arguments costs time in proportion to them. Needs the extra `openenv`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

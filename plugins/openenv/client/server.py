@@ -4,8 +4,6 @@ Queried once in each process, before episodes. Every body is bounded and nothing
 the extra `openenv`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Mapping

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from composer_mesh.plugins.openenv.client.options import OpenEnvOptions, read_options
 from composer_mesh.plugins.openenv.client.session import OpenEnvSession
@@ -85,17 +85,11 @@ class TaskRows(Sequence[Row]):
         return rounds * self.every + rest
 
 
-class Counting(Protocol):
-    """Counts the tasks of a split."""
-
-    def num_tasks(self, env: str, split: str) -> int | None: ...
-
-
 def rows_of(
     options: OpenEnvOptions,
     env: str,
     listed: Sequence[TaskSplit],
-    server: Counting,
+    server: Server,
     heldout_every: int,
 ) -> Mapping[Split, TaskRows]:
     """Return the rows of both splits; raises UnusableTask for splits that are not there.
@@ -117,7 +111,7 @@ def rows_of(
     }
 
 
-def _counted(server: Counting, env: str, split: str) -> int:
+def _counted(server: Server, env: str, split: str) -> int:
     count = server.num_tasks(env, split)
     return UNCOUNTED if count is None else count
 

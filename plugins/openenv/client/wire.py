@@ -4,8 +4,6 @@ Client and server share it. Nothing here knows sockets. What is not OpenEnv's ow
 "Extensions".
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 

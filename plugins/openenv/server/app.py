@@ -7,11 +7,19 @@ POST /mcp, DELETE /mcp                      tools by MCP, with a session
 GET  /rewards, POST /rewards                rewards that come after the end
 GET  /list_environments, /{env}/splits      the Task API
 POST /{env}/tasks num_tasks task task_range
+
+The protocol of `/ws` is one frame in, one frame out, until the session ends:
+
+    reset, step, state, mcp -> observation, state, mcp, or error with a code
+    close                   -> the socket is closed
+
+A client that sends faster than it is answered waits in its own socket: the next frame is read when
+the last one has been answered.
 """
 
-from __future__ import annotations
-
+import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,7 +32,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from composer_mesh.plugins.openenv.client.wire import SESSION_PATH, ErrorCode
+from composer_mesh.plugins.openenv.client.wire import (
+    SESSION_PATH,
+    CloseFrame,
+    ErrorCode,
+    McpFrame,
+    ResetFrame,
+    StateFrame,
+    StepFrame,
+)
 from composer_mesh.plugins.openenv.server.describe import (
     SPLITS,
     NoSuchTask,
@@ -40,13 +56,19 @@ from composer_mesh.plugins.openenv.server.describe import (
     task_range,
 )
 from composer_mesh.plugins.openenv.server.late_rewards import EpisodeReward, RewardFile
-from composer_mesh.plugins.openenv.server.mcp import SESSION_HEADER, Forwarding, McpSessions
+from composer_mesh.plugins.openenv.server.mcp import (
+    SESSION_HEADER,
+    Forwarding,
+    McpSessions,
+    mcp_reply,
+    read_request,
+)
 from composer_mesh.plugins.openenv.server.session import EnvSession, SessionPool
-from composer_mesh.plugins.openenv.server.socket_protocol import json_text, serve_socket
 from composer_mesh.plugins.openenv.server.validation import (
     MOST_REQUEST_BYTES,
     SessionRequestRefused,
     checked,
+    client_frame,
     invalid,
     json_object,
 )
@@ -83,13 +105,14 @@ class ServedEnvironments:
 
 
 class AcceptedSocket:
-    """An accepted WebSocket as `socket_protocol` uses it."""
+    """An accepted WebSocket."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._is_open = True
 
     async def receive(self) -> str | None:
+        """Return the next text; None if the client has left. Raises Refused for other frames."""
         message = await self._receive()
         if message["type"] == "websocket.disconnect":
             self._is_open = False
@@ -111,6 +134,89 @@ class AcceptedSocket:
                 await self._send({"type": "websocket.close", "code": 1000, "reason": ""})
 
 
+async def serve_socket(socket: AcceptedSocket, pool: SessionPool) -> None:
+    """Serve one client until it leaves, closes, is idle too long, or its session is lost."""
+    try:
+        async with pool.session() as session:
+            while await _served(socket, session, pool.timeout_s):
+                pass
+    except SessionRequestRefused as refused:  # there is no place for a session
+        await _send(socket, _error(refused), pool.timeout_s)
+    await socket.close()
+
+
+async def _served(socket: AcceptedSocket, session: EnvSession, timeout_s: float) -> bool:
+    """Answer one frame; return whether the session continues."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            text = await socket.receive()
+        if text is None:
+            return False
+        answer, continues = await _answered(text, session)
+    except TimeoutError:
+        reason = f"the session was idle for {timeout_s:g} s and is closed"
+        answer, continues = (
+            _error(SessionRequestRefused(ErrorCode.SESSION_ERROR, reason, True)),
+            False,
+        )
+    except SessionRequestRefused as refused:
+        answer, continues = _error(refused), not refused.ends
+    return answer is not None and await _send(socket, answer, timeout_s) and continues
+
+
+async def _answered(text: str, session: EnvSession) -> tuple[dict[str, Any] | None, bool]:
+    frame = client_frame(text)
+    match frame:
+        case ResetFrame():
+            return {"type": "observation", "data": await session.reset(frame.data)}, True
+        case StepFrame():
+            return {"type": "observation", "data": await session.step(frame.data)}, True
+        case StateFrame():
+            turn = None if frame.data is None else frame.data.turn
+            return {"type": "state", "data": session.state(turn)}, True
+        case McpFrame():
+            return {
+                "type": "mcp",
+                "data": await mcp_reply(read_request(frame.data), session) or {},
+            }, True
+        case CloseFrame():
+            return None, False
+
+
+async def _send(socket: AcceptedSocket, frame: dict[str, Any], timeout_s: float) -> bool:
+    """Send a frame; return whether the client has taken it in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await socket.send(json_text(frame))
+    except (TimeoutError, OSError):
+        return False
+    return True
+
+
+def json_text(value: Any) -> str:
+    """Return the JSON of an answer; values that JSON cannot carry are an error of the task."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        refused = SessionRequestRefused(
+            ErrorCode.EXECUTION_ERROR, f"the task's messages cannot be sent as JSON: {error}"
+        )
+        return json.dumps(_error(refused))
+
+
+def _error(refused: SessionRequestRefused) -> dict[str, Any]:
+    return {"type": "error", "data": refused.data}
+
+
+def always(value: Any) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler whose answer is always the same."""
+
+    async def answer(_: Request) -> Response:
+        return _json(value)
+
+    return answer
+
+
 class _Routes:
     def __init__(self, served: ServedEnvironments) -> None:
         self._served, self._pool = served, served.pool
@@ -129,24 +235,6 @@ class _Routes:
             return await session.step(action)
 
         return await self._stateless(stepped)
-
-    async def state(self, _: Request) -> Response:
-        return _json({"episode_id": None, "step_count": 0})
-
-    async def schema(self, _: Request) -> Response:
-        return _json(schemas(self._pool.task))
-
-    async def metadata(self, _: Request) -> Response:
-        return _json(metadata(self._pool.task))
-
-    async def openapi(self, _: Request) -> Response:
-        return _json(openapi(self._pool.task))
-
-    async def health(self, _: Request) -> Response:
-        return _json({"status": "healthy"})
-
-    async def environments(self, _: Request) -> Response:
-        return _json([self._pool.task.name])
 
     async def splits(self, request: Request) -> Response:
         self._check_name(request)
@@ -183,19 +271,20 @@ class _Routes:
             ended = session_id is not None and await self._served.mcp.delete(session_id)
             return Response(status_code=204 if ended else 404)
         answer = await self._served.mcp.post(body, session_id, request.query_params)
-        headers = {SESSION_HEADER: answer.session_id} if answer.session_id else {}
+        headers = {SESSION_HEADER: answer.session_id} if answer.session_id else None
         if answer.body is None:
-            return Response(status_code=answer.status, headers=headers)
+            return Response(status_code=answer.status)
         return _json(answer.body, answer.status, headers)
 
     async def post_reward(self, request: Request) -> Response:
         late = checked(EpisodeReward, await self._read(request, json_object))
-        await self._served.rewards.post(late)
+        await asyncio.to_thread(self._served.rewards.post, late)
         return _json({"episode_id": late.episode_id, "reward": late.reward})
 
     async def get_reward(self, request: Request) -> Response:
         if "after" in request.query_params:
-            return _json(await self._served.rewards.after(_number(request)))
+            number = _number(request)
+            return _json(await asyncio.to_thread(self._served.rewards.after, number))
         episode_id = request.query_params.get("episode_id", "")
         found = await self._served.rewards.get(episode_id, _seconds(request))
         return _json(found or {"episode_id": episode_id, "reward": None})
@@ -247,19 +336,19 @@ async def _socket(scope: Scope, receive: Receive, send: Send, pool: SessionPool)
 
 
 def _http_app(served: ServedEnvironments) -> Starlette:
-    do = _Routes(served)
+    do, task = _Routes(served), served.pool.task
     routes = [
         Route("/reset", do.reset, methods=["POST"]),
         Route("/step", do.step, methods=["POST"]),
-        Route("/state", do.state),
-        Route("/schema", do.schema),
-        Route("/metadata", do.metadata),
-        Route("/health", do.health),
-        Route("/openapi.json", do.openapi),
+        Route("/state", always({"episode_id": None, "step_count": 0})),
+        Route("/schema", always(schemas(task))),
+        Route("/metadata", always(metadata(task))),
+        Route("/health", always({"status": "healthy"})),
+        Route("/openapi.json", always(openapi(task))),
         Route("/mcp", do.mcp, methods=["POST", "DELETE"]),
         Route("/rewards", do.post_reward, methods=["POST"]),
         Route("/rewards", do.get_reward),
-        Route("/list_environments", do.environments),
+        Route("/list_environments", always([task.name])),
         Route("/{env}/splits", do.splits),
         Route("/{env}/num_tasks", do.num_tasks, methods=["POST"]),
         Route("/{env}/tasks", do.tasks, methods=["POST"]),

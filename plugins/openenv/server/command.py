@@ -4,8 +4,6 @@ Each process has a thread here, which asks it once a second whether it serves: a
 replaced. `ServeOptions` says where a server listens, and what its sessions may take.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -14,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryDirectory
 from threading import Event
-from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -68,15 +65,7 @@ MOST_FAST_FAILURES = 5
 COMMAND = python_module("composer_mesh.plugins.openenv.server.worker")
 
 
-class ServerProgram(Protocol):
-    """A process that answers lines."""
-
-    def ask(self, line: bytes, deadline_s: float) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
-def start_program(listener: int) -> ServerProgram:
+def start_program(listener: int) -> AnsweringProgram:
     """Start a server process on the descriptor of a listening socket; it waits for its line."""
     return AnsweringProgram(
         (*COMMAND, str(listener)), os.environ, shows_errors=True, pass_fds=(listener,)
@@ -90,12 +79,12 @@ class ServerProcesses:
         self,
         starts: list[WorkerStart],
         report: Callable[[str], None],
-        make: Callable[[], ServerProgram],
+        make: Callable[[], AnsweringProgram],
         every_s: float = EVERY_S,
     ) -> None:
         self._starts, self._report, self._make = starts, report, make
         self._every_s = every_s
-        self._programs: dict[int, ServerProgram] = {}
+        self._programs: dict[int, AnsweringProgram] = {}
         self._threads: list[threading.Thread] = []
         self._ending = threading.Event()
         self.gave_up = threading.Event()

@@ -3,8 +3,6 @@
 And OpenEnv's Task API: which episodes there are. Only a row's place is shown, not what it holds.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

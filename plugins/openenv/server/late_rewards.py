@@ -3,8 +3,6 @@
 The last one that was posted for an episode counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import time
@@ -41,7 +39,7 @@ class EpisodeReward(BaseModel):
 
 
 class RewardFile:
-    """The rewards in one file; each call opens it anew, on a thread."""
+    """The rewards in one file; each call opens it anew, so it may be made on any thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,10 +47,6 @@ class RewardFile:
             file.execute(SCHEMA)
             file.execute(NAME)
             file.execute("INSERT OR IGNORE INTO store VALUES (1, ?)", (uuid4().hex,))
-
-    async def post(self, late: EpisodeReward) -> None:
-        """Keep a reward; durable when it returns."""
-        await asyncio.to_thread(self._post, late)
 
     async def get(self, episode_id: str, wait_s: float = 0.0) -> dict[str, Any] | None:
         """Return the reward of an episode. Waits up to `wait_s` for it; None without one."""
@@ -64,14 +58,11 @@ class RewardFile:
             await asyncio.sleep(min(POLL_S, left))
         return found
 
-    async def after(self, number: int) -> dict[str, Any]:
+    def after(self, number: int) -> dict[str, Any]:
         """Return the first rewards of those posted after one, by its number, in order.
 
         Numbers are those of one file, which has a name of its own.
         """
-        return await asyncio.to_thread(self._after, number)
-
-    def _after(self, number: int) -> dict[str, Any]:
         with closing(self._opened()) as file:
             (name,) = file.execute("SELECT name FROM store").fetchone()
             rows = file.execute(
@@ -82,7 +73,8 @@ class RewardFile:
         names = ("number", "episode_id", "reward", "source", "posted")
         return {"store": name, "rewards": [dict(zip(names, row, strict=True)) for row in rows]}
 
-    def _post(self, late: EpisodeReward) -> None:
+    def post(self, late: EpisodeReward) -> None:
+        """Keep a reward; durable when it returns."""
         values = (late.episode_id, late.reward, late.source, time.time())
         with closing(self._opened()) as file, file:
             file.execute(

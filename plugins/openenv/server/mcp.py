@@ -10,8 +10,6 @@ which names the server process that holds it. A request that another process rec
 there. Answers are JSON, not streams. A session ends by DELETE, or when it is idle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -68,11 +66,10 @@ def read_request(value: Mapping[str, Any]) -> RpcRequest | None:
         return None
 
 
-async def mcp_reply(value: Mapping[str, Any], session: EnvSession) -> dict[str, Any] | None:
+async def mcp_reply(request: RpcRequest | None, session: EnvSession) -> dict[str, Any] | None:
     """Return the reply to a request in a session; None for a notification."""
-    request = read_request(value)
     if request is None:
-        return rpc_error(None, INVALID_REQUEST, "this is no request of JSON-RPC 2.0")
+        return no_request()
     if request.id is None:
         return None
     match request.method:
@@ -83,6 +80,11 @@ async def mcp_reply(value: Mapping[str, Any], session: EnvSession) -> dict[str, 
         case "tools/call":
             return await _called(request, session)
     return rpc_error(request.id, METHOD_NOT_FOUND, f"Method not found: {request.method[:80]}")
+
+
+def no_request() -> dict[str, Any]:
+    """Return the reply to what is no request."""
+    return rpc_error(None, INVALID_REQUEST, "this is no request of JSON-RPC 2.0")
 
 
 def handshake(request: RpcRequest, opening: str) -> dict[str, Any]:
@@ -185,8 +187,7 @@ class McpSessions:
         except SessionRequestRefused as refused:
             return McpAnswer(200, rpc_error(None, INVALID_REQUEST, refused.text))
         if request is None:
-            text = "this is no request of JSON-RPC 2.0"
-            return McpAnswer(200, rpc_error(None, INVALID_REQUEST, text))
+            return McpAnswer(200, no_request())
         if session_id is not None:
             return await self._in_session(request, session_id)
         if request.id is None:
@@ -218,7 +219,7 @@ class McpSessions:
                 return _ended(request)  # by another request, while this one has waited
             found.expires.cancel()  # who waits for an answer is not idle
             try:
-                reply = await mcp_reply(request.model_dump(), found.session)
+                reply = await mcp_reply(request, found.session)
             finally:
                 if session_id in self._open:
                     found.expires = self._expiry(session_id)
@@ -261,10 +262,7 @@ class McpSessions:
         return loop.call_later(self._pool.timeout_s, self._expire, session_id)
 
     def _expire(self, session_id: str) -> None:
-        self._closing.start(f"closing {session_id[:8]}", self._ended(session_id))
-
-    async def _ended(self, session_id: str) -> None:
-        await self.delete(session_id)
+        self._closing.start(f"closing {session_id[:8]}", self.delete(session_id))
 
 
 def _ended(request: RpcRequest) -> McpAnswer:

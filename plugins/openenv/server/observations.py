@@ -6,8 +6,6 @@ Tools are listed with one more that says a text: clients that know tools alone (
 client, TRL) could not answer otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from composer_mesh.plugins.openenv.client.wire import (
     ToolErrorType,
 )
 from composer_mesh.plugins.openenv.server.validation import invalid
-from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
+from composer_mesh.rollouts.tasks import Outcome, StepResult
 from composer_mesh.rollouts.traces import ErrorSite, Message
 from composer_mesh.tasks.task import Task
 
@@ -92,17 +90,6 @@ def observation(
         "reward": None if outcome is None else outcome.reward,
         "done": outcome is not None,
         "metadata": about,
-    }
-
-
-def episode_metadata(episode: Episode, episode_id: str, turn: int) -> dict[str, Any]:
-    """Return where a session is."""
-    return {
-        "task": episode.task,
-        "split": episode.split,
-        "index": episode.index,
-        "episode_id": episode_id,
-        "turn": turn,
     }
 
 

@@ -12,8 +12,6 @@ file with their counts, of which each writes its own alone. Two that look at the
 both find the last place, so the bound is passed by at most one session for each further process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import mmap
@@ -22,7 +20,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -41,14 +39,12 @@ from composer_mesh.plugins.openenv.server.observations import (
     answer_name,
     answer_text,
     call_result,
-    episode_metadata,
     error_metadata,
     listed_tools,
     observation,
 )
 from composer_mesh.plugins.openenv.server.validation import (
     SessionRequestRefused,
-    capacity_reached,
     checked,
     invalid,
 )
@@ -245,7 +241,13 @@ class EnvSession:
     def _metadata(self) -> dict[str, Any]:
         assert self._episode is not None, "set by reset"
         assert self._episode_id is not None, "set by reset"
-        return episode_metadata(self._episode, self._episode_id, self._turn)
+        return {
+            "task": self._episode.task,
+            "split": self._episode.split,
+            "index": self._episode.index,
+            "episode_id": self._episode_id,
+            "turn": self._turn,
+        }
 
 
 def public_text(error: TaskError) -> str:
@@ -307,12 +309,6 @@ class SessionCounts:
         self._set(0)
         self._map.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _set(self, count: int) -> None:
         self._map[self._own] = count.to_bytes(SIZE, "little")
 
@@ -332,7 +328,10 @@ class SessionPool:
     def open(self) -> EnvSession:
         """Open a session; raise Refused where all are taken."""
         if not self._counts.take():
-            raise capacity_reached(self._counts.active, self._counts.most)
+            active, most = self._counts.active, self._counts.most
+            text = f"{active} of {most} sessions are open: come back later"
+            more = {"active_sessions": active, "max_sessions": most}
+            raise SessionRequestRefused(ErrorCode.CAPACITY_REACHED, text, True, **more)
         return EnvSession(self.runner)
 
     async def close(self, session: EnvSession) -> None:

@@ -3,8 +3,6 @@
 `SessionRequestRefused` is why a request was not served, as its error frame says it.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -25,13 +23,6 @@ class SessionRequestRefused(Exception):
     def data(self) -> dict[str, Any]:
         """The error as the data of an error frame."""
         return {"message": self.text, "code": self.code.value, **self.more}
-
-
-def capacity_reached(active: int, most: int) -> SessionRequestRefused:
-    """Return the error for a client that comes when all sessions are taken."""
-    text = f"{active} of {most} sessions are open: come back later"
-    more = {"active_sessions": active, "max_sessions": most}
-    return SessionRequestRefused(ErrorCode.CAPACITY_REACHED, text, True, **more)
 
 
 def invalid(text: str) -> SessionRequestRefused:

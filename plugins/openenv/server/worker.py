@@ -7,8 +7,6 @@ first line     WorkerStart as JSON  -> "ready PORT"
 "stop", or the end of the input     -> "stopped", after the sessions are closed
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -97,7 +95,7 @@ class Worker:
         with (
             listener,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as local,
-            self._counts,
+            contextlib.closing(self._counts),
         ):
             local.bind(str(local_path))
             try:

@@ -6,8 +6,6 @@ Axes: T tokens that a model reads, C = 1 + K targets of each: its next id, then 
 N tokens of a hinted answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ step. The first one writes files.
 The policy is whole on one rank, and sharded over several: see `place_policy`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Hashable, Sequence
@@ -95,7 +93,7 @@ class ClientTrainer:
 
     def save(self, name: str, path: Path, weights_only: bool = False) -> int:
         """Write a model's state on rank 0; return the bytes of the file there, 0 elsewhere."""
-        return self._write(path, self._held(name).stored(weights_only))
+        return self._write(path, self.models[name].stored(weights_only))
 
     def _write(self, path: Path, stored: StoredState) -> int:
         return write_state(path, stored) if self._ranks.rank == 0 else 0
@@ -128,7 +126,7 @@ class ClientTrainer:
                 expected[call.model] = held
 
     def _other(self, call: TrainCall) -> TrainResult:
-        state = self._held(call.model)
+        state = self.models[call.model]
         if call.kind == "save":
             stored = state.stored(weights_only=not call.optimizer)
             size = self._ranks.agreed(lambda: self._write(Path(call.path), stored))
@@ -171,21 +169,21 @@ class ClientTrainer:
         ]
 
     def _key(self, call: TrainCall) -> Hashable:
-        spec = self._held(call.model).spec
+        spec = self.models[call.model].spec
         targets = max(target_count(one) for one in call.data)
         alone = call.model if spec.rank == 0 else ""
         return (alone, call.kind, targets, self._weights.key(spec))
 
     def _forward(self, batch: Batch) -> list[TrainResult]:
         """Run a batch; where it fails unexpectedly, its calls alone, so that none harms another."""
-        before = {call.model: self._held(call.model).gradient for call in batch.calls}
+        before = {call.model: self.models[call.model].gradient for call in batch.calls}
         try:
             return self._together(batch)
         except RanksLost:
             raise
         except Exception as error:  # supervision boundary: of a client's data, not of the trainer
             for model, gradient in before.items():
-                self._held(model).gradient = gradient
+                self.models[model].gradient = gradient
             if len(batch.calls) == 1:
                 logger.exception("an operation of %s failed", batch.calls[0].model)
                 return [TrainResult(error=f"the trainer failed: {type(error).__name__}: {error}")]
@@ -204,12 +202,12 @@ class ClientTrainer:
             owners = zip(batch.calls, batch.shapes, strict=True)
             found = self._part([CallRows(call, call.data, shape) for call, shape in owners])
         for call, result in zip(batch.calls, found, strict=True):
-            self._held(call.model).position += call.kind in CHANGES and not result.error
+            self.models[call.model].position += call.kind in CHANGES and not result.error
         return found
 
     def _alone(self, call: TrainCall, shape: BatchShape) -> TrainResult:
         """Run a call's microbatches; a failed one takes back those before it."""
-        state, found = self._held(call.model), list[TrainResult]()
+        state, found = self.models[call.model], list[TrainResult]()
         before = state.gradient
         parts = microbatches(call, shape, self._most)
         for part in parts:
@@ -222,7 +220,7 @@ class ClientTrainer:
 
     def _part(self, owners: Sequence[CallRows]) -> list[TrainResult]:
         """Run one forward of some models' rows; add their gradients where these are finite."""
-        states = [self._held(one.call.model) for one in owners]
+        states = [self.models[one.call.model] for one in owners]
         flats = {one.call.model: state.weights for one, state in zip(owners, states, strict=True)}
         found = self._forwards.run(owners, states[0].spec, flats)
         return [self._settled(*one) for one in zip(owners, states, found, strict=True)]
@@ -238,9 +236,6 @@ class ClientTrainer:
                 "for values that are not finite, or too large, in the data"
             )
         return TrainResult(found.logprobs, found.metrics, owner.shape)
-
-    def _held(self, name: str) -> ModelState:
-        return self.models[name]
 
 
 def _turns(calls: Sequence[TrainCall]) -> list[list[int]]:

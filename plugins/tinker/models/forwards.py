@@ -14,8 +14,6 @@ Axes: M models of a batch, R rows of each, B = M * R, T padded tokens, K targets
 numbers of one model's adapters, N rows of one model in `target_logprobs`, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +75,6 @@ def target_logprobs(
 
 TOTAL = "loss:sum"
 """SDKs add up the metrics of several requests whose names end so."""
-
-
-def metrics_of(total: Tensor, channels: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return a loss, and those of its channels, by the names that clients read."""
-    own = {f"loss/{name}:sum": float(loss) for name, loss in channels.items()}
-    return {TOTAL: float(total.detach()), **own}
 
 
 def joined(parts: Sequence[TrainResult], shape: BatchShape) -> TrainResult:
@@ -184,14 +176,13 @@ class Forwards:
                     gradients = self._gradients([total for total, _ in totals], own, leaf, shares)
         made_progress(f"a batch of {len(owners)} clients' rows")
         logprobs = found.detach().cpu().numpy()
-        return [
-            Computed(
-                one.cut(logprobs),
-                metrics_of(*loss),
-                None if gradients is None else gradients[one.shape.place],
-            )
-            for one, loss in zip(owners, totals, strict=True)
-        ]
+        computed = []
+        for one, (total, channels) in zip(owners, totals, strict=True):
+            metrics = {f"loss/{name}:sum": float(loss) for name, loss in channels.items()}
+            metrics[TOTAL] = float(total.detach())
+            gradient = None if gradients is None else gradients[one.shape.place]
+            computed.append(Computed(one.cut(logprobs), metrics, gradient))
+        return computed
 
     def _read(
         self, owners: Sequence[CallRows], shape: BatchShape

@@ -5,8 +5,6 @@ Independent of HTTP and of how clients write their requests.
 Axes: T tokens of a sequence, K targets of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal

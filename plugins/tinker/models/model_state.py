@@ -9,15 +9,13 @@ The numbers are complete on each rank, or sharded by FSDP2; files have all of th
 another, whatever the number of ranks that wrote them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,57 +28,40 @@ from composer_mesh.actors.models.sharding import from_rows, local, rows_of
 from composer_mesh.plugins.tinker.models.messages import AdamParams, ModelSpec
 
 
-class Numbers(Protocol):
-    """How numbers of one model are divided; all ranks make all calls, which raise `RanksLost`."""
+class Numbers:
+    """How numbers of one model are divided: here all of them are on each rank, and equal there."""
 
-    @property
-    def total(self) -> int | None:
-        """How many there are on all ranks; None where those of this rank are all."""
-        ...
+    total: int | None = None
+    """How many there are on all ranks; None where those of this rank are all."""
 
     def whole(self, own: Tensor) -> Tensor:
         """Return all numbers on the first rank; elsewhere maybe none."""
-        ...
-
-    def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's of all numbers."""
-        ...
-
-    def norm(self, own: Tensor) -> float:
-        """Return the norm of all numbers, the same on each rank."""
-        ...
-
-    def everywhere(self, flag: bool) -> bool:
-        """Whether a flag is set on every rank."""
-        ...
-
-
-class CompleteNumbers:
-    """All numbers are on each rank, and equal there."""
-
-    total: int | None = None
-
-    def whole(self, own: Tensor) -> Tensor:
         return own
 
     def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's of all numbers."""
         return whole
 
     def norm(self, own: Tensor) -> float:
+        """Return the norm of all numbers, the same on each rank."""
         return float(own.norm(dtype=torch.float64))
 
     def everywhere(self, flag: bool) -> bool:
+        """Whether a flag is set on every rank."""
         return flag
 
 
-class ShardedNumbers:
-    """Each rank has its rows of each weight, as FSDP2 shards them."""
+class ShardedNumbers(Numbers):
+    """Each rank has its rows of each weight, as FSDP2 shards them.
+
+    All ranks make all calls, which raise `RanksLost`.
+    """
 
     def __init__(self, weights: Sequence[Any], ranks: Ranks) -> None:
         self._weights, self._ranks = list(weights), ranks
         self.sizes = [local(one).numel() for one in self._weights]
         """Numbers of each weight on this rank."""
-        self.total: int | None = sum(one.numel() for one in self._weights)
+        self.total = sum(one.numel() for one in self._weights)
 
     @torch.no_grad()
     def whole(self, own: Tensor) -> Tensor:
@@ -142,9 +123,8 @@ class ModelState:
     Of numbers that are divided over ranks, each rank has its own, and all ranks make all calls.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Tensor, numbers: Numbers | None = None) -> None:
-        self.spec, self.position, self.steps = spec, 0, 0
-        self._numbers = numbers or CompleteNumbers()
+    def __init__(self, spec: ModelSpec, weights: Tensor, numbers: Numbers) -> None:
+        self.spec, self.position, self.steps, self._numbers = spec, 0, 0, numbers
         self.weights = nn.Parameter(weights)
         self.gradient: Tensor | None = None
         self._optimizer = torch.optim.AdamW([self.weights], foreach=False)

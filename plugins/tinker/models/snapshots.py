@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +35,6 @@ from composer_mesh.plugins.tinker.models.trained_weights import (
     shared_copy,
 )
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,34 +83,6 @@ class SnapshotReader:
         return model
 
 
-class LoadedSnapshots(Generic[T]):
-    """What is held for the snapshots used last; those in use are never dropped."""
-
-    def __init__(self, most: int, in_use: Callable[[T], bool]) -> None:
-        self._most, self._in_use = most, in_use
-        self._held: OrderedDict[str, T] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def all(self) -> list[T]:
-        """Return what is held for all snapshots."""
-        return list(self._held.values())
-
-    def get(self, path: str) -> T | None:
-        """Return what is held for a snapshot, which becomes the last used; None without it."""
-        if path in self._held:
-            self._held.move_to_end(path)
-        return self._held.get(path)
-
-    def add(self, path: str, loaded: T) -> list[T]:
-        """Hold a snapshot; return those to close in its place."""
-        self._held[path] = loaded
-        idle = [name for name, one in self._held.items() if name != path and not self._in_use(one)]
-        dropped = idle[: max(0, len(self._held) - self._most)]
-        return [self._held.pop(name) for name in dropped]
-
-
 Answer = asyncio.Future[GenerationResult]
 Failed = Callable[[Exception], None]
 
@@ -129,13 +98,6 @@ class LoadedSnapshot:
     users: int = 0
 
 
-class SnapshotEngines(Protocol):
-    """Loads snapshots, by their files; the empty path is the policy."""
-
-    async def open(self, snapshot: str) -> LoadedSnapshot:
-        """Load a snapshot. Raises `UnusableState`."""
-
-
 class EmbeddedEngines:
     """An embedded engine for each snapshot, whose models share the policy's weights."""
 
@@ -144,6 +106,7 @@ class EmbeddedEngines:
         self._config, self._reader, self._failed = config, reader, failed
 
     async def open(self, snapshot: str) -> LoadedSnapshot:
+        """Load a snapshot by its file; the empty path is the policy. Raises `UnusableState`."""
         models = await asyncio.to_thread(self._reader.read, snapshot)
         thread, config = EngineThread(), self._config
         engine = await thread.run(

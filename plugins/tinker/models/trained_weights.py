@@ -15,7 +15,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
 from composer_mesh.plugins.tinker.models.batches import MODELS, Shares
 from composer_mesh.plugins.tinker.models.messages import ModelSpec
-from composer_mesh.plugins.tinker.models.model_state import (
-    CompleteNumbers,
-    Numbers,
-    ShardedNumbers,
-    StoredState,
-)
+from composer_mesh.plugins.tinker.models.model_state import Numbers, ShardedNumbers, StoredState
 
 ATTENTION = ("attn", "attention")
 
@@ -161,11 +156,6 @@ def head_name(model: Any) -> str:
     return next(name for name, module in model.named_modules() if module is head)
 
 
-def stacked(flats: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of some models [M, P] as one leaf, for their gradients."""
-    return torch.stack(list(flats)).detach().requires_grad_()
-
-
 def _is_trained(name: str, spec: ModelSpec) -> bool:
     attends = any(part in name.rpartition(".")[0] for part in ATTENTION)
     return spec.train_attn if attends else spec.train_mlp
@@ -180,27 +170,6 @@ def peft_files(
     return adapter_files(pairs, base, layout.rank, alpha)
 
 
-class ModelWeights(Protocol):
-    """How the numbers of models enter the forward of a shared base."""
-
-    @property
-    def numbers(self) -> Numbers:
-        """Where the numbers of a model are."""
-        ...
-
-    def initial(self, spec: ModelSpec) -> Tensor: ...
-
-    def key(self, spec: ModelSpec) -> Hashable: ...
-
-    def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
-        """Return the model to call, with these numbers at their places, and their leaf [M, P]."""
-        ...
-
-    def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
-        """Return the gradients [M, P] of all models of a batch, after a backward on all ranks."""
-        ...
-
-
 class AdapterWeights:
     """Adapters in the linear layers of a frozen base; numbers of places without a model are 0.
 
@@ -209,7 +178,8 @@ class AdapterWeights:
     that is sharded over ranks.
     """
 
-    numbers = CompleteNumbers()
+    numbers = Numbers()
+    """Where the numbers of a model are."""
 
     def __init__(
         self, base: Any, alpha: float, placed: tuple[Any, ActiveAdapters] | None = None
@@ -233,13 +203,16 @@ class AdapterWeights:
         return (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
 
     def enter(self, spec: ModelSpec, flats: Sequence[Tensor | None]) -> tuple[Any, Tensor]:
+        """Return the model to call, with these numbers at their places, and their leaf [M, P]."""
         layout = self.layout(spec)
         empty = torch.zeros(layout.total, device=self._device)
-        leaf = stacked([empty if one is None else one for one in flats])
+        leaf = torch.stack([empty if one is None else one for one in flats]).detach()
+        leaf.requires_grad_()
         self._active.use(layout.pairs(leaf), layout.rank, self._alpha)
         return self._model, leaf
 
     def gradients(self, leaf: Tensor, shares: Shares, ranks: Ranks) -> Tensor:
+        """Return the gradients [M, P] of all models of a batch, after a backward on all ranks."""
         assert leaf.grad is not None
         if shares.axis == MODELS:
             return torch.cat(ranks.gather_tensors(leaf.grad))
@@ -258,7 +231,7 @@ class FullWeights:
         self._model, self._weights = model, list(model.parameters())
         self._sizes = [local(one).numel() for one in self._weights]
         self.numbers: Numbers = (
-            CompleteNumbers() if ranks.size == 1 else ShardedNumbers(self._weights, ranks)
+            Numbers() if ranks.size == 1 else ShardedNumbers(self._weights, ranks)
         )
         self._begun = torch.cat([local(one.detach()).reshape(-1) for one in self._weights]).cpu()
 
@@ -286,3 +259,7 @@ class FullWeights:
         each = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._weights]
         self._model.zero_grad()
         return torch.cat([local(one).reshape(-1) for one in each])[None]
+
+
+ModelWeights = AdapterWeights | FullWeights
+"""How the numbers of models enter the forward of a shared base."""

@@ -1,7 +1,5 @@
 """Who asks: the key of a request is its client, and only known ones are served beyond loopback."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Collection, Sequence

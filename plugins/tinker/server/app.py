@@ -7,10 +7,9 @@ POST /api/v1/client/config client/dynamic_config telemetry
 GET  /api/v1/healthz get_server_capabilities metrics      lists and checkpoints: `rest_routes`
 """
 
-from __future__ import annotations
-
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,16 +18,8 @@ from starlette.routing import Route
 
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.access import client
-from composer_mesh.plugins.tinker.server.records import Accepted
 from composer_mesh.plugins.tinker.server.requests import ClientRequest, check_sample, parsed
-from composer_mesh.plugins.tinker.server.rest_routes import (
-    Archives,
-    RestRoutes,
-    capabilities,
-    model_info,
-    weights_info,
-)
-from composer_mesh.plugins.tinker.server.results import Result, try_again
+from composer_mesh.plugins.tinker.server.rest_routes import Archives, RestRoutes, lora
 from composer_mesh.plugins.tinker.server.server import TrainingServer
 from composer_mesh.plugins.tinker.server.training_data import read_training_request
 from composer_mesh.services.web.bodies import HANDLERS, INLINE_BYTES
@@ -38,7 +29,7 @@ WAIT_S = 20.0
 """Seconds that `retrieve_future` waits for an answer; SDKs wait 45 for it."""
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
-Model = TypeVar("Model", bound=ClientRequest)
+Answer = Mapping[str, Any]
 Cancel = Callable[[str, str], Awaitable[None]]
 
 
@@ -72,7 +63,10 @@ class Routes:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def capabilities(self, _: Request) -> Response:
-        return JSONResponse(capabilities(self._server.served))
+        served = self._server.served
+        about = {"model_name": served.base_model, "max_context_length": served.data.context}
+        model = {**about, "trainable": True, "sampleable": True}
+        return JSONResponse({"supported_models": [model]})
 
     async def telemetry(self, request: Request) -> Response:
         await self._bodies.read(request, client(request), len)
@@ -81,31 +75,34 @@ class Routes:
     async def metrics(self, _: Request) -> Response:
         return JSONResponse(self._server.metrics())
 
-    async def create_session(self, request: Request) -> Response:
-        await self._parsed(request, requests.CreateSession)
-        session = await self._registry.create_session(client(request))
-        return JSONResponse({"type": "create_session", "session_id": session.id})
+    async def create_session(self, own: str, _: ClientRequest) -> Answer:
+        session = await self._registry.create_session(own)
+        return {"type": "create_session", "session_id": session.id}
 
-    async def heartbeat(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.OfSession)
-        await self._registry.touch(client(request), parsed.session_id)
-        return JSONResponse({"type": "session_heartbeat"})
+    async def heartbeat(self, own: str, given: requests.OfSession) -> Answer:
+        await self._registry.touch(own, given.session_id)
+        return {"type": "session_heartbeat"}
 
-    async def create_model(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.CreateModel)
-        accepted = await self._server.create_model(client(request), parsed)
-        name = f"{parsed.session_id}:train:{parsed.model_seq_id}"
-        return JSONResponse(accepted.body(name))
+    async def create_model(self, own: str, given: requests.CreateModel) -> Answer:
+        accepted = await self._server.create_model(own, given)
+        return accepted.body(f"{given.session_id}:train:{given.model_seq_id}")
 
-    async def get_info(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.OfModel)
-        model = self._registry.model(client(request), parsed.model_id)
-        return JSONResponse(model_info(model, self._server.served))
+    async def get_info(self, own: str, given: requests.OfModel) -> Answer:
+        """Say how a model was created, and from where its tokenizer is loaded."""
+        model, served = self._registry.model(own, given.model_id), self._server.served
+        return {
+            "type": "get_info",
+            "model_data": {
+                "model_name": served.base_model,
+                "tokenizer_id": served.tokenizer or None,
+            },
+            "model_id": model.id,
+            "model_name": served.base_model,
+            **lora(model.spec),
+        }
 
-    async def unload_model(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.OfModel)
-        accepted = await self._server.unload(client(request), parsed.model_id)
-        return JSONResponse(accepted.body(parsed.model_id))
+    async def unload_model(self, own: str, given: requests.OfModel) -> Answer:
+        return (await self._server.unload(own, given.model_id)).body(given.model_id)
 
     async def forward_backward(self, request: Request) -> Response:
         if PROTOBUF not in request.headers.get("content-type", ""):
@@ -116,30 +113,15 @@ class Routes:
         parsed = await self._bodies.read(
             request, own, lambda body: read_training_request(body, limits)
         )
-        return _accepted(await self._server.train(own, parsed), parsed.model_id)
+        accepted = await self._server.train(own, parsed)
+        return JSONResponse(accepted.body(parsed.model_id))
 
-    async def optim_step(self, request: Request) -> Response:
-        return await self._change(request, requests.OptimStep, "optim_step")
+    async def change(self, name: str, own: str, given: Any) -> Answer:
+        return (await self._server.change(own, name, given)).body(given.model_id or "")
 
-    async def save_weights(self, request: Request) -> Response:
-        return await self._change(request, requests.SaveWeights, "save_weights")
-
-    async def save_for_sampler(self, request: Request) -> Response:
-        return await self._change(request, requests.SaveForSampler, "save_weights_for_sampler")
-
-    async def load_weights(self, request: Request) -> Response:
-        return await self._change(request, requests.LoadWeights, "load_weights")
-
-    async def _change(self, request: Request, kind: type[ClientRequest], name: str) -> Response:
-        parsed: Any = await self._parsed(request, kind)
-        accepted = await self._server.change(client(request), name, parsed)
-        return _accepted(accepted, parsed.model_id or "")
-
-    async def create_sampler(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.CreateSampler)
-        sampler = await self._server.create_sampler(client(request), parsed)
-        body = {"type": "create_sampling_session", "sampling_session_id": sampler.id}
-        return JSONResponse(body)
+    async def create_sampler(self, own: str, given: requests.CreateSampler) -> Answer:
+        sampler = await self._server.create_sampler(own, given)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     async def asample(self, request: Request) -> Response:
         own, served = client(request), self._server.served
@@ -154,28 +136,42 @@ class Routes:
         names = [f"{accepted.request_id}/{n}" for n in range(sample.num_samples)]
         return JSONResponse(accepted.body(sample_sequence_ids=names))
 
-    async def retrieve_future(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.OfRequest)
-        found = await self._server.result(client(request), parsed.request_id, WAIT_S)
+    async def retrieve_future(self, own: str, given: requests.OfRequest) -> Answer | Response:
+        found = await self._server.result(own, given.request_id, WAIT_S)
         if found is None:
-            state = "paused_capacity" if self._server.is_full else "active"
-            return JSONResponse(try_again(parsed.request_id, state))
-        return _result(found)
+            state = "paused_capacity" if self._server.counts.is_full else "active"
+            return {"type": "try_again", "request_id": given.request_id, "queue_state": state}
+        return Response(found.content, media_type=PROTOBUF if found.media == "protobuf" else JSON)
 
-    async def cancel_future(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.OfRequest)
-        await self._cancel(client(request), parsed.request_id)
+    async def cancel_future(self, own: str, given: requests.OfRequest) -> Response:
+        await self._cancel(own, given.request_id)
         return Response(status_code=204)
 
-    async def weights_info(self, request: Request) -> Response:
-        parsed = await self._parsed(request, requests.WeightsInfo)
-        saved = self._registry.saved(client(request), parsed.tinker_path)
-        return JSONResponse(weights_info(saved, self._server.served))
+    async def weights_info(self, own: str, given: requests.WeightsInfo) -> Answer:
+        """Say how a model has to be created that loads saved weights."""
+        spec = self._registry.saved(own, given.tinker_path).spec
+        return {
+            "base_model": self._server.served.base_model,
+            **lora(spec),
+            "train_unembed": spec.train_unembed,
+            "train_mlp": spec.train_mlp,
+            "train_attn": spec.train_attn,
+        }
 
-    async def _parsed(self, request: Request, kind: type[Model]) -> Model:
-        return await self._bodies.read(
-            request, client(request), lambda body: parsed(kind, body or b"{}"), INLINE_BYTES
-        )
+    def reading(
+        self, kind: type[ClientRequest], answer: Callable[[str, Any], Awaitable[Answer | Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of requests of a kind, which `answer` gets with their client."""
+
+        async def handle(request: Request) -> Response:
+            own = client(request)
+            given = await self._bodies.read(
+                request, own, lambda body: parsed(kind, body or b"{}"), INLINE_BYTES
+            )
+            found = await answer(own, given)
+            return found if isinstance(found, Response) else JSONResponse(found)
+
+        return handle
 
 
 def make_app(
@@ -187,22 +183,20 @@ def make_app(
         "client/config": do.client_config,
         "client/dynamic_config": do.dynamic_config,
         "telemetry": do.telemetry,
-        "create_session": do.create_session,
-        "session_heartbeat": do.heartbeat,
-        "create_model": do.create_model,
-        "get_info": do.get_info,
-        "unload_model": do.unload_model,
+        "create_session": do.reading(ClientRequest, do.create_session),
+        "session_heartbeat": do.reading(requests.OfSession, do.heartbeat),
+        "create_model": do.reading(requests.CreateModel, do.create_model),
+        "get_info": do.reading(requests.OfModel, do.get_info),
+        "unload_model": do.reading(requests.OfModel, do.unload_model),
         "forward_backward": do.forward_backward,
-        "optim_step": do.optim_step,
-        "save_weights": do.save_weights,
-        "save_weights_for_sampler": do.save_for_sampler,
-        "load_weights": do.load_weights,
-        "create_sampling_session": do.create_sampler,
+        "create_sampling_session": do.reading(requests.CreateSampler, do.create_sampler),
         "asample": do.asample,
-        "retrieve_future": do.retrieve_future,
-        "cancel_future": do.cancel_future,
-        "weights_info": do.weights_info,
+        "retrieve_future": do.reading(requests.OfRequest, do.retrieve_future),
+        "cancel_future": do.reading(requests.OfRequest, do.cancel_future),
+        "weights_info": do.reading(requests.WeightsInfo, do.weights_info),
     }
+    for name, kind in requests.CHANGES.items():
+        posts[name] = do.reading(kind, partial(do.change, name))
     gets = {
         "healthz": do.healthz,
         "get_server_capabilities": do.capabilities,
@@ -212,11 +206,3 @@ def make_app(
     routes += [Route(f"/api/v1/{path}", call) for path, call in gets.items()]
     routes += [*rest.routes(), *further]
     return Starlette(routes=routes, exception_handlers=HANDLERS)
-
-
-def _accepted(accepted: Accepted, model: str) -> Response:
-    return JSONResponse(accepted.body(model))
-
-
-def _result(found: Result) -> Response:
-    return Response(found.content, media_type=PROTOBUF if found.media == "protobuf" else JSON)

@@ -1,7 +1,5 @@
 """The ports of a training server to what computes: a trainer, and samplers."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command: serves clients until Ctrl-C, from a folder from which it resumes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket
@@ -21,13 +19,9 @@ from composer_mesh.mesh.supervision import MeshError, Supervisor
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.model_state import read_state
 from composer_mesh.plugins.tinker.models.trained_weights import AdapterLayout, peft_files
-from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.access import ClientAccess
 from composer_mesh.plugins.tinker.server.app import make_app
-from composer_mesh.plugins.tinker.server.mesh_backend import (
-    MeshSampleBackend,
-    ServeMesh,
-)
+from composer_mesh.plugins.tinker.server.mesh_backend import MeshSampleBackend, ServeMesh
 from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
 from composer_mesh.plugins.tinker.server.options import (
     base_model_of,
@@ -35,9 +29,8 @@ from composer_mesh.plugins.tinker.server.options import (
     tokenizer_of,
 )
 from composer_mesh.plugins.tinker.server.rest_routes import Archives
-from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
 from composer_mesh.plugins.tinker.server.server import ServedModel
-from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
+from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, opened_server
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.chat import ChatFormat
@@ -46,7 +39,6 @@ from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
 from composer_mesh.services.web.options import ListenOptions
 
-LOG = "operations.sqlite"
 CLOSING_S = 5
 FAILED = 1
 
@@ -113,17 +105,18 @@ class ServerParts:
     def served(self) -> ServedModel:
         """Return what clients learn of the server, and their limits."""
         serve, context = self.config.serve, self.config.policy.max_context
-        vocabulary = self.mesh.vocabulary
-        data = DataLimits(vocabulary, context, serve.max_data, serve.max_top_k)
-        tokenizer = tokenizer_of(self.config, self.options, self.mesh.folder)
-        embedded = self.config.generator.engine == "embedded"
-        return ServedModel(base_model_of(self.config), tokenizer, data, serve, embedded)
-
-    @property
-    def facts(self) -> SamplingFacts:
-        """Return what samples need to know of the model."""
-        stops = tuple(self.chat.stop_ids)
-        return SamplingFacts(self.config.policy.max_context, stops, self.chat.raw_text)
+        generator, trainer = self.config.generator, self.config.trainer
+        return ServedModel(
+            base_model_of(self.config),
+            tokenizer_of(self.config, self.options, self.mesh.folder),
+            DataLimits(self.mesh.vocabulary, context, serve.max_data, serve.max_top_k),
+            serve,
+            tuple(self.chat.stop_ids),
+            self.chat.raw_text,
+            tokens_at_once=trainer.microbatch_tokens * trainer.ranks,
+            samples_at_once=2 * generator.max_concurrent * generator.replicas,
+            adapts_head=generator.engine == "embedded",
+        )
 
 
 async def _serve_on(
@@ -131,33 +124,22 @@ async def _serve_on(
     keys: Sequence[str],
     listener: socket.socket,
     say: Say,
-    stopping: asyncio.Future[None],
+    stopping: asyncio.Future[Any],
 ) -> int:
-    with opened_log(parts.output / LOG) as (commits, executing):
-        mesh, generator, trainer = parts.mesh, parts.config.generator, parts.config.trainer
-        backends = mesh.trainer, MeshSampleBackend(mesh.samplers)
-        sizes = Sizes(
-            tokens_at_once=trainer.microbatch_tokens * trainer.ranks,
-            samples_at_once=2 * generator.max_concurrent * generator.replicas,
-        )
-        found = await commits.run(log.read_records)
-        folder = parts.output.absolute()
-        records = (parts.served, folder, commits, found)
-        tasks = ServerTasks(*records, *backends, parts.facts, executing, sizes)
-        left = await tasks.recover()
-        files = partial(
-            archive_files, parts.config, parts.mesh.folder, tasks.server.served.base_model
-        )
+    mesh, served = parts.mesh, parts.served
+    async with opened_server(served, parts.output.absolute()) as server:
+        tasks = ServerTasks(server, mesh.trainer, MeshSampleBackend(mesh.samplers))
+        left = await server.recover()
+        files = partial(archive_files, parts.config, mesh.folder, served.base_model)
         cancel = tasks.sampling.cancel
         format = await asyncio.to_thread(CaptureFormat.of, parts.chat, mesh.vocabulary)
-        openai = OpenAiRoutes(tasks.server, cancel, format).routes()
-        app = make_app(tasks.server, cancel, Archives(tasks.folder, files), openai)
+        openai = OpenAiRoutes(server, cancel, format).routes()
+        app = make_app(server, cancel, Archives(server.folder, files), openai)
         names = parts.options.names
         config = http_config(ClientAccess(app, names, keys), CLOSING_S)
         async with listening(config, listener) as port:
             name = f"[{parts.options.host}]" if ":" in parts.options.host else parts.options.host
-            base = tasks.server.served.base_model
-            say(f"serving {base} at http://{name}:{port}, {left} operations left")
+            say(f"serving {served.base_model} at http://{name}:{port}, {left} operations left")
             running = asyncio.create_task(tasks.run())
             try:
                 await asyncio.wait([running, stopping], return_when="FIRST_COMPLETED")
@@ -169,17 +151,11 @@ async def _serve_on(
     return 0
 
 
-def _stopped_by_signals() -> asyncio.Future[None]:
-    loop = asyncio.get_running_loop()
-    stopping: asyncio.Future[None] = loop.create_future()
-
-    def stop() -> None:
-        if not stopping.done():
-            stopping.set_result(None)
-
+def _stopped_by_signals() -> asyncio.Future[Any]:
+    ended = asyncio.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(one, stop)
-    return stopping
+        asyncio.get_running_loop().add_signal_handler(one, ended.set)
+    return asyncio.create_task(ended.wait())
 
 
 def archive_files(config: Config, folder: Path, base: str, path: Path) -> dict[str, bytes]:

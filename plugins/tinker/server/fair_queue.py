@@ -5,12 +5,11 @@ next. One that was away starts at the present, so that waiting saves nothing up.
 clocks, processes or HTTP.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.plugins.tinker.server.records import Operation
 from composer_mesh.services.web.errors import TOO_LARGE, TOO_MANY, RequestRefused, bad
 
@@ -51,31 +50,33 @@ class VirtualTimes:
 class OpenCounts:
     """Counts the unanswered operations of clients, and the bytes of their data, against limits."""
 
-    def __init__(self, most: int, most_per_client: int, mb: float, mb_per_client: float) -> None:
-        self._most, self._most_per_client = most, most_per_client
-        self._most_bytes, self._most_bytes_per_client = int(mb * 1e6), int(mb_per_client * 1e6)
+    def __init__(self, limits: ServeConfig) -> None:
+        self._limits, self._most_bytes = limits, int(limits.max_open_mb * 1e6)
+        self._most_bytes_per_client = int(limits.max_open_mb_per_client * 1e6)
         self._counts, self._bytes = dict[str, int](), dict[str, int]()
         self.total = self.bytes = 0
 
-    def of(self, client: str) -> int:
-        """Return how many operations of a client are open."""
-        return self._counts.get(client, 0)
+    @property
+    def is_full(self) -> bool:
+        """Whether no further operation is accepted now."""
+        return self.total >= self._limits.max_open_operations
 
     def add(self, client: str, size: int, checked: bool = True) -> None:
         """Count one more. Raises `RequestRefused` at a limit: 413 where it can never fit."""
-        own = self.of(client)
+        own, limits = self._counts.get(client, 0), self._limits
         if checked:
             self._check_bytes(client, size)
-        if checked and own >= self._most_per_client:
+        if checked and own >= limits.max_open_per_client:
             raise RequestRefused(
                 TOO_MANY,
-                f"{own} operations of yours are open, of at most {self._most_per_client}: wait for "
-                "some, and send this again",
+                f"{own} operations of yours are open, of at most {limits.max_open_per_client}: "
+                "wait for some, and send this again",
             )
-        if checked and self.total >= self._most:
+        if checked and self.is_full:
             raise RequestRefused(
                 TOO_MANY,
-                f"{self.total} operations are open, of at most {self._most}: send this again later",
+                f"{self.total} operations are open, of at most {limits.max_open_operations}: send "
+                "this again later",
             )
         self._counts[client], self.total = own + 1, self.total + 1
         self._bytes[client] = self._bytes.get(client, 0) + size

@@ -8,21 +8,16 @@ The files of a server's folder:
 `target_of` says where an operation reads or writes weights, and the record of what it saves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.plugins.tinker.models.messages import TrainCall
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import TrainBackend
-from composer_mesh.plugins.tinker.server.payloads import call_of, payload_of
 from composer_mesh.plugins.tinker.server.records import (
     Model,
     Operation,
@@ -32,7 +27,8 @@ from composer_mesh.plugins.tinker.server.records import (
     saved_path,
 )
 from composer_mesh.plugins.tinker.server.registry import Registry
-from composer_mesh.plugins.tinker.server.training_data import DataLimits
+from composer_mesh.plugins.tinker.server.requests import call_of, payload_of
+from composer_mesh.plugins.tinker.server.server import TrainingServer
 from composer_mesh.services.web.errors import bad
 
 REPEATED_AT_ONCE = 16
@@ -48,19 +44,9 @@ class StateLost(RuntimeError):
 class ModelStore:
     """The models that a trainer holds, those used last."""
 
-    def __init__(
-        self,
-        folder: Path,
-        registry: Registry,
-        commits: GroupCommit,
-        backend: TrainBackend,
-        limits: DataLimits,
-        most: int,
-        keep_operations: bool,
-    ) -> None:
-        self._folder, self._registry, self._commits = folder, registry, commits
-        self._backend, self._limits, self._most = backend, limits, most
-        self._keep = keep_operations
+    def __init__(self, server: TrainingServer, backend: TrainBackend) -> None:
+        self._served, self._folder, self._backend = server.served, server.folder, backend
+        self._registry, self._commits = server.registry, server.commits
         self._open: OrderedDict[str, None] = OrderedDict()
         self.kept: dict[str, int] = {}
         """Bytes of the bodies that the log keeps of each model since its last written state."""
@@ -82,17 +68,17 @@ class ModelStore:
         """
         missing = [one for one in models if one not in self._open]
         idle = [one for one in self._open if one not in models]
-        excess = max(0, len(self._open) + len(missing) - self._most)
+        excess = max(0, len(self._open) + len(missing) - self._served.limits.models_in_memory)
         await self._put_away(idle[:excess])
         for model in missing:
-            await self._take_in(self._registry.held(model))
+            await self._take_in(self._registry.models[model])
         for model in models:
             self._open.move_to_end(model)
 
     async def _put_away(self, models: Sequence[str]) -> None:
-        for model in filter(self._registry.knows, models):
-            held = self._registry.held(model)
-            if held.position > held.saved_position and not held.unloaded:
+        for model in models:
+            held = self._registry.models.get(model)
+            if held and held.position > held.saved_position and not held.unloaded:
                 await self.save(model)
         if models:
             await self._backend.close(models)
@@ -127,30 +113,30 @@ class ModelStore:
 
     def _call(self, change: log.Stored, position: int) -> TrainCall:
         request = change.request
-        payload = payload_of(request.kind, request.body, self._limits)
+        payload = payload_of(request.kind, request.body, self._served.data)
         if request.kind == "load_weights":
             raise StateLost(request.model, "its file is older than the weights that it loaded")
         call = call_of(request.kind, request.model, payload, position)
         return replace(call, shape=change.shape)
 
-    async def save(self, model: str) -> Model:
+    async def save(self, model: str) -> None:
         """Write a model's state; on return the log says so, and its former file is gone."""
-        held = self._registry.held(model)
-        file = f"models/{held.number:06d}/{held.position:09d}.safetensors"
-        await self._backend.save(model, self._folder / file)
-        return await self._saved(held, file)
-
-    async def _saved(self, held: Model, file: str) -> Model:
-        saved = replace(held, file=file, saved_position=held.position, saved_steps=held.steps)
+        held = self._registry.models[model]
+        saved = await self.write(held)
         await self._commits.run(partial(log.put, one=saved))
-        if not self._keep:
+        if not self._served.limits.keep_operations:
             before = saved.saved_position
-            await self._commits.repeat(partial(log.drop_bodies, model=saved.id, before=before))
+            await self._commits.repeat(partial(log.drop_bodies, model=model, before=before))
         self._registry.set_model(saved)
-        self.kept.pop(held.id, None)
-        if held.file and held.file != file:
+        self.kept.pop(model, None)
+        if held.file and held.file != saved.file:
             await asyncio.to_thread((self._folder / held.file).unlink, missing_ok=True)
-        return saved
+
+    async def write(self, held: Model) -> Model:
+        """Write a model's state as it is now; return its record with the new file."""
+        file = f"models/{held.number:06d}/{held.position:09d}.safetensors"
+        await self._backend.save(held.id, self._folder / file)
+        return replace(held, file=file, saved_position=held.position, saved_steps=held.steps)
 
 
 @dataclass(frozen=True)
@@ -159,8 +145,7 @@ class OperationTarget:
 
     file: str = ""
     optimizer: bool = False
-    saved: Saved | None = None
-    sampler: SamplerSource | None = None
+    made: Saved | SamplerSource | None = None
 
 
 def target_of(operation: Operation, registry: Registry) -> OperationTarget:
@@ -173,20 +158,20 @@ def target_of(operation: Operation, registry: Registry) -> OperationTarget:
         return OperationTarget(found.file, payload.optimizer)
     if kind not in ("save_weights", "save_weights_for_sampler"):
         return OperationTarget()
-    model = registry.held(operation.model)
+    model = registry.models[operation.model]
     file = f"saved/{operation.number:09d}.safetensors"
     if kind == "save_weights":
         name = payload.path or f"state-{operation.number:09d}"
         return OperationTarget(
-            file, True, saved=_saved(model, "training", name, file, operation, registry)
+            file, True, _saved(model, "training", name, file, operation, registry)
         )
     if payload.path is None and payload.sampling_session_seq_id is not None:
         name = f"{model.session}:sample:{payload.sampling_session_seq_id}"
         inflight = payload.kind == "inflight"
         sampler = SamplerSource(name, model.session, model.client, "", file, model.id, inflight)
-        return OperationTarget(file, sampler=sampler)
+        return OperationTarget(file, made=sampler)
     name = payload.path or f"sampler-{operation.number:09d}"
-    return OperationTarget(file, saved=_saved(model, "sampler", name, file, operation, registry))
+    return OperationTarget(file, made=_saved(model, "sampler", name, file, operation, registry))
 
 
 def _saved(
@@ -198,7 +183,7 @@ def _saved(
     registry: Registry,
 ) -> Saved:
     path, payload = saved_path(model.id, kind, name), operation.payload
-    if registry.has_saved(path) and not payload.overwrite:
+    if path in registry.weights and not payload.overwrite:
         raise bad(f"{path} exists: choose another name, or send overwrite")
     registry.check_saved(model.client)
     ttl, now = payload.ttl_seconds, operation.waited_since

@@ -7,8 +7,6 @@ Its samples are operations like those of `asample`: in the log, in the fair queu
 `model` is the base model's name, or the path of weights that the client saved.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -37,9 +35,8 @@ from composer_mesh.mesh.untrusted_json import short_reason
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.access import client
-from composer_mesh.plugins.tinker.server.protobuf_messages import STOP, SampleResponse
 from composer_mesh.plugins.tinker.server.records import SCHEME
-from composer_mesh.plugins.tinker.server.results import Result
+from composer_mesh.plugins.tinker.server.results import STOP, Result, SampleResponse
 from composer_mesh.plugins.tinker.server.server import TrainingServer
 from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.captured_episode import CaptureFormat

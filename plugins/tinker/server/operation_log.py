@@ -4,8 +4,6 @@ An operation is in the log before its client learns its id, and its answer is in
 with the position of its model. So each is executed once, whenever a process ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -13,10 +11,9 @@ import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
+from composer_mesh.actors.sqlite_file import FileKind
 from composer_mesh.plugins.tinker.models.messages import BatchShape, ModelSpec
 from composer_mesh.plugins.tinker.server.records import (
     Accepted,
@@ -78,15 +75,9 @@ class Finished:
 class Stored:
     """A change of a model as the log has it."""
 
-    number: int
     request: OperationRequest
     position: int | None
     shape: BatchShape | None
-
-
-def open_log(path: Path) -> SqliteFile:
-    """Open the log, or make it; raises `StoreError`."""
-    return SqliteFile(path, KIND)
 
 
 def accept(rows: sqlite3.Connection, request: OperationRequest) -> Accepted:
@@ -246,18 +237,17 @@ def changes_after(rows: sqlite3.Connection, model: str, position: int) -> list[S
     """Return the changes of a model since a position, which a repetition executes in this order."""
     where = "model = ? AND position >= ? AND status IN (?, ?)"
     found = rows.execute(
-        "SELECT number, client, kind, scope, seq, body, model, cost, position, shape "
+        "SELECT client, kind, scope, seq, body, model, cost, position, shape "
         f"FROM operations WHERE {where} ORDER BY position",
         (model, position, DONE, EXPIRED),
     )
     return [
         Stored(
-            number,
             OperationRequest(client, kind, scope, seq, bytes(body or b""), model, cost),
             position,
             None if shape is None else BatchShape(**json.loads(shape)),
         )
-        for number, client, kind, scope, seq, body, model, cost, position, shape in found
+        for client, kind, scope, seq, body, model, cost, position, shape in found
     ]
 
 

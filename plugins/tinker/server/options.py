@@ -1,7 +1,5 @@
 """Options of a training server: where it listens, its folder, the keys of its clients."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -8,14 +8,12 @@ before its operation begins, by one call that a killed process has made or not; 
 the machine, so that nothing waits for the disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,10 +57,6 @@ class Model:
     steps: int = 0
     file: str = ""
     unloaded: bool = False
-
-    def moved(self, position: int, steps: int, used: float) -> Model:
-        """Return the model after changes."""
-        return replace(self, position=position, steps=steps, used=used)
 
 
 @dataclass(frozen=True)

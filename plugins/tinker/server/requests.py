@@ -2,12 +2,17 @@
 
 `canonical` gives the bytes that the log keeps, and `payload_of` reads them again.
 `check_sample` checks what depends on the model and on the limits of a server.
+
+Of operations that wait, only small bodies stay in memory, up to a sum; `Payloads` reads the others
+from the log when they are executed. `call_of` makes the call of a trainer from a payload.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
@@ -15,10 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.configs.base import Temperature, TopP
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.configs.validation import first_error, validated_json
-from composer_mesh.plugins.tinker.server.training_data import DataLimits, check_tokens
+from composer_mesh.plugins.tinker.models.messages import AdamParams, TrainCall
+from composer_mesh.plugins.tinker.server import operation_log as log
+from composer_mesh.plugins.tinker.server.records import Kind, Operation
+from composer_mesh.plugins.tinker.server.training_data import (
+    DataLimits,
+    check_tokens,
+    read_training_request,
+)
 from composer_mesh.services.web.errors import RequestRefused, bad
 
 Name = Annotated[str, Field(max_length=500)]
@@ -70,10 +83,6 @@ def parsed(kind: type[Request], body: bytes) -> Request:
         where = ".".join(map(str, first["loc"]))[:200] or "the body"
         given = f" is {repr(first['input'])[:80]}" if shown else ""
         raise bad(f"{where}{given}: {first['msg'][:300]}") from None
-
-
-class CreateSession(ClientRequest):
-    sdk_version: Name = ""
 
 
 class OfSession(ClientRequest):
@@ -305,3 +314,69 @@ def _unfit(what: str, tokens: int) -> RequestRefused:
     return RequestRefused(
         400, f"target_prompt_logprobs has {what}: send ids of shape [{tokens - 1}, K], -1 for none"
     )
+
+
+CHANGES: dict[str, type[ClientRequest]] = {
+    "optim_step": OptimStep,
+    "save_weights": SaveWeights,
+    "save_weights_for_sampler": SaveForSampler,
+    "load_weights": LoadWeights,
+}
+"""Requests that are executed in the order of their model's, by kind."""
+LARGEST_HELD, MOST_HELD = 256 * 1024, 32 * 2**20
+"""Bytes of one body, and of all bodies, that are held in memory while their operations wait."""
+
+
+def payload_of(kind: Kind, body: bytes, limits: DataLimits) -> Any:
+    """Return the request in a body that was accepted; raises `Refused`."""
+    if kind in ("forward", "forward_backward"):
+        return read_training_request(body, limits)
+    return parsed(CHANGES.get(kind, SampleRequest), body)
+
+
+class Payloads:
+    """The decoded bodies of the operations of one server."""
+
+    def __init__(self, commits: GroupCommit, limits: DataLimits) -> None:
+        self._commits, self._limits = commits, limits
+        self.held = 0
+        """Bytes of bodies that are held for operations that wait."""
+
+    def hold(self, operation: Operation, payload: Any) -> None:
+        """Keep the payload of an operation that begins to wait, where it may be in memory."""
+        if operation.size <= min(LARGEST_HELD, MOST_HELD - self.held):
+            operation.payload, operation.held = payload, operation.size
+            self.held += operation.held
+
+    def release(self, operation: Operation) -> None:
+        """Free the payload of an operation that is answered."""
+        self.held -= operation.held
+        operation.payload, operation.held = None, 0
+
+    async def read(self, operation: Operation) -> Any:
+        """Return the payload of an operation; one from the log raises what is wrong with it."""
+        if operation.payload is None:
+            body = await self._commits.run(partial(log.body_of, number=operation.number))
+            kind = operation.request.kind
+            operation.payload = await asyncio.to_thread(payload_of, kind, body, self._limits)
+        return operation.payload
+
+    def executed(self, operation: Operation) -> None:
+        """Drop the payload of an operation that was executed, unless it is held until then."""
+        if not operation.held:
+            operation.payload = None
+
+
+def call_of(
+    kind: Kind, model: str, payload: Any, position: int, path: str = "", optimizer: bool = False
+) -> TrainCall:
+    """Return the call for an operation; `path` is the file that it reads or writes."""
+    if kind == "forward" or kind == "forward_backward":
+        options, data = payload.options, payload.data
+        return TrainCall(model, position, kind, data, payload.loss, options)
+    if kind == "optim_step":
+        adam = AdamParams(**payload.adam_params.model_dump())
+        return TrainCall(model, position, "optim_step", adam=adam)
+    if kind == "load_weights":
+        return TrainCall(model, position, "load_weights", path=path, optimizer=optimizer)
+    return TrainCall(model, position, "save", path=path, optimizer=kind == "save_weights")

@@ -11,8 +11,6 @@ tar of adapters as peft loads them, or of all weights, from an address that is s
 of an hour, so that tools without the client's key can get it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib
@@ -25,75 +23,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.access import client
-from composer_mesh.plugins.tinker.server.records import Model, SamplerSource, Saved
-from composer_mesh.plugins.tinker.server.registry import Registry
-from composer_mesh.plugins.tinker.server.server import ServedModel, TrainingServer
+from composer_mesh.plugins.tinker.server.records import ClientSession, Model, Saved
+from composer_mesh.plugins.tinker.server.server import TrainingServer
 from composer_mesh.services.web.bodies import INLINE_BYTES
 from composer_mesh.services.web.errors import NOT_FOUND, RequestRefused
 
-
-def capabilities(served: ServedModel) -> Mapping[str, Any]:
-    """Return the one model that is served."""
-    about = {
-        "model_name": served.base_model,
-        "max_context_length": served.data.context,
-        "trainable": True,
-        "sampleable": True,
-    }
-    return {"supported_models": [about]}
+T = TypeVar("T")
 
 
-def model_info(model: Model, served: ServedModel) -> Mapping[str, Any]:
-    """Return what `get_info` tells of a model."""
-    about = {"model_name": served.base_model, "tokenizer_id": served.tokenizer or None}
-    return {
-        "type": "get_info",
-        "model_data": about,
-        "model_id": model.id,
-        "model_name": served.base_model,
-        **_lora(model.spec.rank),
-    }
-
-
-def _lora(rank: int) -> Mapping[str, Any]:
-    return {"is_lora": rank > 0, "lora_rank": rank or None}
-
-
-def weights_info(saved: Saved, served: ServedModel) -> Mapping[str, Any]:
-    """Return how a model has to be created that loads saved weights."""
-    spec = saved.spec
-    return {
-        "base_model": served.base_model,
-        **_lora(spec.rank),
-        "train_unembed": spec.train_unembed,
-        "train_mlp": spec.train_mlp,
-        "train_attn": spec.train_attn,
-    }
-
-
-def sampler_info(found: SamplerSource, served: ServedModel) -> Mapping[str, Any]:
-    """Return what a sampler draws from."""
-    return {
-        "sampler_id": found.id,
-        "base_model": served.base_model,
-        "model_path": found.path or None,
-    }
-
-
-def session_info(name: str, client: str, registry: Registry) -> Mapping[str, Any]:
-    """Return the models and samplers of a session."""
-    models = [one.id for one in registry.models(client) if one.session == name]
-    samplers = [one.id for one in registry.samplers() if one.session == name]
-    return {"training_run_ids": models, "sampler_ids": samplers}
+def lora(spec: ModelSpec) -> Mapping[str, Any]:
+    """Return what clients read of adapters, of which a model of all weights has none."""
+    return {"is_lora": spec.rank > 0, "lora_rank": spec.rank or None}
 
 
 def checkpoint_info(saved: Saved) -> Mapping[str, Any]:
@@ -110,28 +60,6 @@ def checkpoint_info(saved: Saved) -> Mapping[str, Any]:
     }
 
 
-def training_run_info(
-    model: Model, saved: Sequence[Saved], served: ServedModel
-) -> Mapping[str, Any]:
-    """Return a model as lists show it, with what it saved last."""
-    last = {kind: next((one for one in saved if one.kind == kind), None) for kind in _KINDS}
-    training, sampling = last["training"], last["sampler"]
-    return {
-        "training_run_id": model.id,
-        "base_model": served.base_model,
-        "model_owner": model.client,
-        **_lora(model.spec.rank),
-        "corrupted": False,
-        "last_request_time": _time(model.used),
-        "last_checkpoint": None if training is None else checkpoint_info(training),
-        "last_sampler_checkpoint": None if sampling is None else checkpoint_info(sampling),
-        "user_metadata": {key: str(value) for key, value in json.loads(model.metadata).items()},
-    }
-
-
-_KINDS = ("training", "sampler")
-
-
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
@@ -139,15 +67,14 @@ def _time(seconds: float) -> str:
 MOST_LISTED = 1000
 
 
-def page_of(request: Request) -> tuple[int, int]:
-    """Return the first place of a list and the one after the last; raises `HTTPException`."""
-    first = _number(request, "offset", 0)
-    return first, first + min(MOST_LISTED, _number(request, "limit", 100))
-
-
-def cursor(first: int, until: int, total: int) -> Mapping[str, int]:
-    """Return where a part is in its list, as clients read it."""
-    return {"offset": first, "limit": until - first, "total_count": total}
+def page_of(request: Request, whole: Sequence[T]) -> tuple[Sequence[T], Mapping[str, int]]:
+    """Return the part of a list that is requested, and where it is; raises `HTTPException`."""
+    first, most = _number(request, "offset", 0), min(MOST_LISTED, _number(request, "limit", 100))
+    return whole[first : first + most], {
+        "offset": first,
+        "limit": most,
+        "total_count": len(whole),
+    }
 
 
 def _number(request: Request, name: str, default: int) -> int:
@@ -166,13 +93,13 @@ Files = Callable[[Path], dict[str, bytes]]
 class Archives:
     """Signs addresses with a key of this process, and answers them."""
 
-    def __init__(self, folder: Path, files: Files, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._files, self._clock = folder, files, clock
+    def __init__(self, folder: Path, files: Files) -> None:
+        self._folder, self._files = folder, files
         self._key = secrets.token_bytes(32)
 
     def url(self, saved: Saved, base_url: str) -> tuple[str, datetime]:
         """Return an address of saved weights, and until when it is valid."""
-        expires = self._clock() + VALID_S
+        expires = time.time() + VALID_S
         content = json.dumps([saved.file, expires]).encode()
         signed = base64.urlsafe_b64encode(self._sign(content) + content).decode()
         return f"{base_url}api/v1/archives/{signed}", datetime.fromtimestamp(expires, UTC)
@@ -196,7 +123,7 @@ class Archives:
         if not hmac.compare_digest(signature, self._sign(rest)):
             raise gone
         file, expires = json.loads(rest)
-        if expires < self._clock():
+        if expires < time.time():
             raise gone
         return str(file)
 
@@ -250,49 +177,64 @@ class RestRoutes:
 
     async def sampler(self, request: Request) -> Response:
         found = self._registry.sampler(client(request), request.path_params["id"])
-        return JSONResponse(sampler_info(found, self._server.served))
+        about = {"sampler_id": found.id, "base_model": self._server.served.base_model}
+        return JSONResponse({**about, "model_path": found.path or None})
 
     async def sessions(self, request: Request) -> Response:
-        own = self._registry.sessions(client(request))
-        first, until = page_of(request)
-        return JSONResponse({"sessions": [one.id for one in own[first:until]]})
+        held = self._registry.sessions.values()
+        own = [one.id for one in sorted(held, key=_newest) if one.client == client(request)]
+        return JSONResponse({"sessions": page_of(request, own)[0]})
 
     async def session(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        self._registry.session(client(request), name)
-        return JSONResponse(session_info(name, client(request), self._registry))
+        name, registry = request.path_params["id"], self._registry
+        registry.session(client(request), name)
+        models = [one.id for one in registry.models_of(client(request)) if one.session == name]
+        samplers = [one.id for one in registry.samplers.values() if one.session == name]
+        return JSONResponse({"training_run_ids": models, "sampler_ids": samplers})
 
     async def finish_session(self, request: Request) -> Response:
         """Free the session of a program that has ended, and its samplers; its models stay."""
         await self._bodies.read(request, client(request), len)
-        await self._registry.end_session(client(request), request.path_params["id"])
+        ended = self._registry.session(client(request), request.path_params["id"])
+        await self._registry.end([ended.id])
         return Response(status_code=204)
 
     async def training_runs(self, request: Request) -> Response:
-        own = self._registry.models(client(request))
-        first, until = page_of(request)
-        runs = [self._run(one) for one in own[first:until]]
-        return JSONResponse({"training_runs": runs, "cursor": cursor(first, until, len(own))})
+        shown, cursor = page_of(request, self._registry.models_of(client(request)))
+        runs = [self._run(one) for one in shown]
+        return JSONResponse({"training_runs": runs, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
         model = self._registry.model(client(request), request.path_params["id"])
         return JSONResponse(self._run(model))
 
-    def _run(self, model: Any) -> Mapping[str, Any]:
-        saved = self._registry.all_saved(model.client, model.id)
-        return training_run_info(model, saved, self._server.served)
+    def _run(self, model: Model) -> Mapping[str, Any]:
+        """Return a model as lists show it, with what it saved last."""
+        last: dict[str, Any] = {}
+        for one in reversed(self._registry.all_saved(model.client, model.id)):
+            last[one.kind] = checkpoint_info(one)
+        return {
+            "training_run_id": model.id,
+            "base_model": self._server.served.base_model,
+            "model_owner": model.client,
+            **lora(model.spec),
+            "corrupted": False,
+            "last_request_time": _time(model.used),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+            "user_metadata": {key: str(value) for key, value in json.loads(model.metadata).items()},
+        }
 
     async def checkpoints(self, request: Request) -> Response:
         model_id = request.path_params.get("id")
         if model_id is not None:
             self._registry.model(client(request), model_id)
-        own = self._registry.all_saved(client(request), model_id)
-        first, until = page_of(request)
-        shown = [checkpoint_info(one) for one in own[first:until]]
-        return JSONResponse({"checkpoints": shown, "cursor": cursor(first, until, len(own))})
+        shown, cursor = page_of(request, self._registry.all_saved(client(request), model_id))
+        checkpoints = [checkpoint_info(one) for one in shown]
+        return JSONResponse({"checkpoints": checkpoints, "cursor": cursor})
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        await self._server.delete_saved(client(request), _saved_path(request))
+        await self._registry.delete_saved(self._saved(request))
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request) -> Response:
@@ -302,19 +244,21 @@ class RestRoutes:
             lambda body: requests.parsed(requests.TimeToLive, body),
             INLINE_BYTES,
         )
-        saved = self._registry.saved(client(request), _saved_path(request))
-        await self._registry.set_ttl(saved, parsed.ttl_seconds)
+        await self._registry.set_ttl(self._saved(request), parsed.ttl_seconds)
         return Response(status_code=204)
 
     async def archive(self, request: Request) -> Response:
-        saved = self._registry.saved(client(request), _saved_path(request))
-        url, expires = self._archives.url(saved, str(request.base_url))
+        url, expires = self._archives.url(self._saved(request), str(request.base_url))
         return JSONResponse({"url": url, "expires": expires.isoformat()})
 
     async def download(self, request: Request) -> Response:
         return await self._archives.response(request.path_params["signed"])
 
+    def _saved(self, request: Request) -> Saved:
+        """Return the saved weights of an address; raises `RequestRefused`."""
+        path = "tinker://{id}/{kind}/{name}".format(**request.path_params)
+        return self._registry.saved(client(request), path)
 
-def _saved_path(request: Request) -> str:
-    parts = request.path_params
-    return f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}"
+
+def _newest(one: ClientSession) -> float:
+    return -one.created

@@ -4,30 +4,21 @@ A sample's seed is the client's or follows from the operation's id, so that one 
 again, after a process was lost, gives the same tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from composer_mesh.actors.engines.port import RequestAborted
-from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.plugins.tinker.models.messages import ScoreRequest, Scores
-from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import SERVER_FAULTS, BackendLost, SampleBackend
-from composer_mesh.plugins.tinker.server.fair_queue import MOST_TAKEN, SampleQueue
-from composer_mesh.plugins.tinker.server.payloads import Payloads
-from composer_mesh.plugins.tinker.server.records import MOST_ATTEMPTS, Executing, Operation
-from composer_mesh.plugins.tinker.server.registry import Registry
+from composer_mesh.plugins.tinker.server.fair_queue import MOST_TAKEN
+from composer_mesh.plugins.tinker.server.records import MOST_ATTEMPTS, Operation
 from composer_mesh.plugins.tinker.server.requests import SampleRequest, target_ids
 from composer_mesh.plugins.tinker.server.results import (
     NO_LOGPROB,
@@ -37,6 +28,7 @@ from composer_mesh.plugins.tinker.server.results import (
     given_up,
     sample_result,
 )
+from composer_mesh.plugins.tinker.server.server import ServedModel, TrainingServer
 from composer_mesh.rollouts.generation import (
     GenerationRequest,
     GenerationResult,
@@ -46,59 +38,25 @@ from composer_mesh.rollouts.generation import (
 from composer_mesh.services.web.errors import RequestRefused
 
 logger = logging.getLogger(__name__)
-TextOf = Callable[[list[int]], str]
-
-
-@dataclass(frozen=True)
-class SamplingFacts:
-    """What samples need to know of the model: its context, its end, its tokenizer."""
-
-    context: int
-    stop_ids: tuple[int, ...]
-    text_of: TextOf
 
 
 class SamplingLane:
-    """Executes what `queue` has, `at_once` operations together."""
+    """Executes what a server has queued, `samples_at_once` operations together."""
 
-    def __init__(
-        self,
-        folder: Path,
-        queue: SampleQueue,
-        registry: Registry,
-        commits: GroupCommit,
-        backend: SampleBackend,
-        facts: SamplingFacts,
-        answered: Callable[[Operation, Result], None],
-        executing: Executing,
-        payloads: Payloads,
-        at_once: int,
-    ) -> None:
-        self._folder, self._queue, self._registry = folder, queue, registry
-        self._commits, self._backend, self._facts = commits, backend, facts
-        self._answered, self._executing, self._payloads = answered, executing, payloads
-        self._at_once = at_once
-        self._wake = asyncio.Event()
+    def __init__(self, server: TrainingServer, backend: SampleBackend) -> None:
+        self._server, self._backend, self._queue = server, backend, server.samples
         self._running: dict[str, Operation] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = BackgroundTasks(self._fail)
-
-    def wake(self) -> None:
-        """Look at the queue again."""
-        self._wake.set()
-
-    @property
-    def running(self) -> int:
-        """Number of operations that are being executed."""
-        return len(self._running)
 
     async def run(self) -> None:
         """Execute samples, forever; raises what ends the server."""
         try:
             while True:
-                self._wake.clear()
+                self._server.sample_arrived.clear()
                 self._start_next()
-                waiting: asyncio.Future[Any] = asyncio.ensure_future(self._wake.wait())
+                arriving = self._server.sample_arrived.wait()
+                waiting: asyncio.Future[Any] = asyncio.ensure_future(arriving)
                 await asyncio.wait([waiting, self._failed], return_when="FIRST_COMPLETED")
                 waiting.cancel()
                 if self._failed.done():
@@ -110,7 +68,7 @@ class SamplingLane:
         """Give a client's sample up, if it is not answered."""
         waiting = self._queue.remove(request_id)
         if waiting is not None and waiting.request.client == client:
-            await self._finish(waiting, failure("it was cancelled", "user"))
+            await self._server.finish([waiting], failure("it was cancelled", "user"))
         elif waiting is not None:
             self._queue.put(waiting)
         running = self._running.get(request_id)
@@ -135,7 +93,7 @@ class SamplingLane:
         if self._running and size + one.size > MOST_TAKEN:
             return False
         attempts = max(other.attempts for other in (one, *self._running.values()))
-        return len(self._running) < max(1, self._at_once >> (4 * attempts))
+        return len(self._running) < max(1, self._server.served.samples_at_once >> (4 * attempts))
 
     def _fail(self, name: str, error: BaseException) -> None:
         del name
@@ -144,16 +102,16 @@ class SamplingLane:
 
     async def _execute(self, operation: Operation) -> None:
         try:
-            with self._executing.during([operation]):
+            with self._server.executing.during([operation]):
                 answer = await self._answer(operation)
                 if answer is not None:
-                    await self._finish(operation, answer)
+                    await self._server.finish([operation], answer)
         finally:
-            self._payloads.executed(operation)
+            self._server.payloads.executed(operation)
             self._running.pop(operation.request_id, None)
             if operation.result is None and not self._failed.done():
                 self._queue.put(operation)
-            self.wake()
+            self._server.sample_arrived.set()
 
     async def _answer(self, operation: Operation) -> Result | None:
         """Return the answer to an operation; None where it has to be tried again."""
@@ -164,9 +122,7 @@ class SamplingLane:
         except (RequestRefused, ValueError, RequestAborted) as error:
             return failure(str(error), "user")
         except BackendLost as error:
-            operation.attempts += 1
-            numbers = [operation.number]
-            await self._commits.run(partial(log.count_attempts, numbers=numbers))
+            await self._server.count_attempts([operation])
             tried = operation.attempts
             return given_up(tried, str(error)) if tried >= MOST_ATTEMPTS else None
         except SERVER_FAULTS:
@@ -175,21 +131,16 @@ class SamplingLane:
             logger.exception("operation %s failed", operation.request_id)
             return fault(error)
 
-    async def _finish(self, operation: Operation, answer: Result) -> None:
-        finished = [log.Finished(operation.number, answer, time.time())]
-        await self._commits.run(partial(log.finish, finished=finished))
-        self._answered(operation, answer)
-
     async def _sampled(self, operation: Operation) -> Result:
-        payload: SampleRequest = await self._payloads.read(operation)
+        payload: SampleRequest = await self._server.payloads.read(operation)
         snapshot = self._file_of(operation.request.client, payload)
-        requests = generation_requests(operation.request_id, payload, self._facts)
+        requests = generation_requests(operation.request_id, payload, self._server.served)
         ids = payload.prompt.ids
         found, prompt = await asyncio.gather(
             self._backend.sample(snapshot, requests), self._prompt(snapshot, payload, ids)
         )
         texts = payload.sampling_params.stop_texts
-        sequences = [cut_after(texts, one, self._facts.text_of) for one in found]
+        sequences = [cut_after(texts, one, self._server.served.text_of) for one in found]
         tops: Sequence[Scores | None] = [None] * len(sequences)
         if payload.topk_sample_logprobs:
             whole = [ids + one.token_ids for one in sequences]
@@ -198,13 +149,12 @@ class SamplingLane:
         return sample_result(sequences, tops, prompt, bool(payload.prompt_logprobs))
 
     def _file_of(self, client: str, payload: SampleRequest) -> str:
-        file = ""
+        file, registry = "", self._server.registry
         if payload.sampling_session_id is not None:
-            sampler = self._registry.sampler(client, payload.sampling_session_id)
-            file = self._registry.file_of(sampler)
+            file = registry.file_of(registry.sampler(client, payload.sampling_session_id))
         elif payload.model_path is not None:
-            file = self._registry.saved(client, payload.model_path).file
-        return str(self._folder / file) if file else ""
+            file = registry.saved(client, payload.model_path).file
+        return str(self._server.folder / file) if file else ""
 
     async def _prompt(self, snapshot: str, payload: SampleRequest, ids: list[int]) -> Scores | None:
         targets, top_k = payload.target_prompt_logprobs, payload.topk_prompt_logprobs
@@ -216,11 +166,11 @@ class SamplingLane:
 
 
 def generation_requests(
-    request_id: str, payload: SampleRequest, facts: SamplingFacts
+    request_id: str, payload: SampleRequest, served: ServedModel
 ) -> list[GenerationRequest]:
     """Return a request for each sample, with seeds of their own."""
     settings, ids = payload.sampling_params, payload.prompt.ids
-    most = settings.max_tokens or facts.context - len(ids)
+    most = settings.max_tokens or served.data.context - len(ids)
     base = request_id if settings.seed is None else str(settings.seed)
     return [
         GenerationRequest(
@@ -229,7 +179,7 @@ def generation_requests(
             most,
             settings.temperature,
             _seed(f"{base}/{number}"),
-            [*facts.stop_ids, *settings.stop_ids],
+            [*served.stop_ids, *settings.stop_ids],
             truncation=Truncation(settings.top_p, max(0, settings.top_k)),
         )
         for number in range(payload.num_samples)
@@ -254,7 +204,9 @@ def _only_last(scores: Scores, last: int | None) -> Scores:
     return replace(scores, logprobs=own, top_ids=ids, top_logprobs=top)
 
 
-def cut_after(texts: Sequence[str], result: GenerationResult, text_of: TextOf) -> GenerationResult:
+def cut_after(
+    texts: Sequence[str], result: GenerationResult, text_of: Callable[[list[int]], str]
+) -> GenerationResult:
     """Return a sample up to the token with which its text has one of `texts`."""
     count = tokens_to_stop(texts, result.token_ids, text_of)
     if count is None:

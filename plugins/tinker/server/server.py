@@ -5,15 +5,14 @@
 Every method takes the client that asks, and finds only what is that client's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.sqlite_file import GroupCommit
@@ -22,30 +21,37 @@ from composer_mesh.plugins.tinker.models.messages import ModelSpec
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server import requests
 from composer_mesh.plugins.tinker.server.fair_queue import OpenCounts, SampleQueue, TrainingQueue
-from composer_mesh.plugins.tinker.server.payloads import Payloads
 from composer_mesh.plugins.tinker.server.records import (
     Accepted,
+    Executing,
     Operation,
     OperationRequest,
     SamplerSource,
     saved_path,
 )
 from composer_mesh.plugins.tinker.server.registry import REMEMBERED, Registry
-from composer_mesh.plugins.tinker.server.requests import check_sample
+from composer_mesh.plugins.tinker.server.requests import Payloads, check_sample
 from composer_mesh.plugins.tinker.server.results import RecentAnswers, Result, failure, json_result
 from composer_mesh.plugins.tinker.server.training_data import DataLimits, TrainingRequest
 from composer_mesh.services.web.bodies import MOST_VALUES, Bodies
 from composer_mesh.services.web.errors import GONE, TOO_MANY, RequestRefused, bad, unknown
 
+UNLOADED = failure("its model was unloaded", "user")
+
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served: the base model's name and bounds."""
+    """What is served: the base model's name, its bounds, and how much is computed at once."""
 
     base_model: str
     tokenizer: str
     data: DataLimits
     limits: ServeConfig
+    stop_ids: tuple[int, ...]
+    text_of: Callable[[list[int]], str]
+    tokens_at_once: int
+    """Tokens of a group of operations."""
+    samples_at_once: int
     adapts_head: bool = True
     """Whether samplers can serve adapters in the model's head."""
 
@@ -56,68 +62,59 @@ class TrainingServer:
     def __init__(
         self,
         served: ServedModel,
-        registry: Registry,
+        folder: Path,
         commits: GroupCommit,
-        training: TrainingQueue,
-        samples: SampleQueue,
-        payloads: Payloads,
-        clock: Callable[[], float] = time.time,
+        found: log.LoggedRecords,
+        executing: Executing,
     ) -> None:
-        self.served, self.registry = served, registry
-        self._commits, self._training, self._samples = commits, training, samples
-        self._payloads, self._clock = payloads, clock
+        self.served, self.folder, limits = served, folder, served.limits
+        self.commits, self.executing = commits, executing
+        self.registry = Registry(commits, found, limits)
+        self.training, self.samples = TrainingQueue(), SampleQueue()
+        self.training_arrived, self.sample_arrived = asyncio.Event(), asyncio.Event()
+        """Set where the queue of a lane has changed."""
+        self.payloads = Payloads(commits, served.data)
         self._open: dict[str, Operation] = {}
         self._recent = RecentAnswers()
-        limits = served.limits
-        self._counts = OpenCounts(
-            limits.max_open_operations,
-            limits.max_open_per_client,
-            limits.max_open_mb,
-            limits.max_open_mb_per_client,
-        )
+        self.counts = OpenCounts(limits)
         most, tokens = int(limits.max_request_mb * 1e6), served.data.context * limits.max_top_k
         self.bodies = Bodies(most, 2 * most, 8 * most, MOST_VALUES + tokens)
-        self.wake_training: Callable[[], None] = lambda: None
-        self.wake_sampling: Callable[[], None] = lambda: None
         self.ended = asyncio.Event()
         """Set where no operation will be answered any more."""
-
-    @property
-    def open_operations(self) -> int:
-        """Number of operations that are not answered."""
-        return self._counts.total
 
     def open_numbers(self) -> set[int]:
         """Return the numbers of the operations that are not answered."""
         return {one.number for one in self._open.values()}
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no further operation is accepted now."""
-        return self._counts.total >= self.served.limits.max_open_operations
-
     def metrics(self) -> dict[str, Any]:
         """Return counts for operators."""
-        models = self.registry.models()
+        models = self.registry.models.values()
         return {
-            "open_operations": self._counts.total,
-            "open_bytes": self._counts.bytes,
-            "waiting_training": len(self._training),
-            "waiting_samples": len(self._samples),
+            "open_operations": self.counts.total,
+            "open_bytes": self.counts.bytes,
+            "waiting_training": len(self.training),
+            "waiting_samples": len(self.samples),
             "models": sum(not one.unloaded for one in models),
             "changes": sum(one.position for one in models),
             "optimizer_steps": sum(one.steps for one in models),
         }
 
     async def recover(self) -> int:
-        """Queue the unanswered operations of the log again; return how many there were."""
-        seqs = await self._commits.run(log.next_seqs)
-        for model in self.registry.models():
+        """Queue the unanswered operations of the log again; return how many there were.
+
+        What was being executed when the last process was killed has one attempt more.
+        """
+        named = {one.file for one in self.registry.models.values()}
+        await asyncio.to_thread(_delete_abandoned, self.folder, named)
+        await self.commits.run(partial(log.count_attempts, numbers=self.executing.left))
+        self.executing.clear()
+        seqs = await self.commits.run(log.next_seqs)
+        for model in self.registry.models.values():
             if not model.unloaded:
-                self._training.begin(model.id, model.client, seqs.get(model.id, 1))
-        found = await self._commits.run(log.queued)
+                self.training.begin(model.id, model.client, seqs.get(model.id, 1))
+        found = await self.commits.run(log.queued)
         for one in found:
-            self._counts.add(one.request.client, one.size, checked=False)
+            self.counts.add(one.request.client, one.size, checked=False)
             self._enter(one)
         return len(found)
 
@@ -159,9 +156,8 @@ class TrainingServer:
         request: requests.ClientRequest,
         first_seq: int = 1,
     ) -> Accepted:
-        text = json.dumps(metadata or {})
-        model = self.registry.new_model(client, session, seq, spec, text)
-        if not self.registry.knows(model.id):
+        model = self.registry.new_model(client, session, seq, spec, json.dumps(metadata or {}))
+        if model.id not in self.registry.models:
             self._check_models(client)
         requested = OperationRequest(
             client, "create_model", f"{session}:train", seq, request.canonical()
@@ -172,20 +168,21 @@ class TrainingServer:
             accepted = log.accept(rows, requested)
             if accepted.is_new:
                 log.put(rows, model)
-                log.finish(rows, [log.Finished(accepted.number, answer, self._clock())])
+                log.finish(rows, [log.Finished(accepted.number, answer, time.time())])
             return accepted
 
-        accepted = await self._commits.run(enter)
+        accepted = await self.commits.run(enter)
         if accepted.is_new:
             self.registry.set_model(model)
-            self._training.begin(model.id, client, first_seq)
+            self.training.begin(model.id, client, first_seq)
             self._recent.add(accepted.request_id, client, answer)
         return accepted
 
     def _check_models(self, client: str) -> None:
-        limits, alive = self.served.limits, [m for m in self.registry.models() if not m.unloaded]
+        limits, models = self.served.limits, self.registry.models.values()
+        alive = [one for one in models if not one.unloaded]
         own = sum(one.client == client for one in alive)
-        remembered = len(self.registry.models(client))
+        remembered = sum(one.client == client for one in models)
         if remembered >= REMEMBERED * limits.max_models_per_client:
             raise RequestRefused(
                 TOO_MANY,
@@ -221,8 +218,7 @@ class TrainingServer:
         elif kind != "optim_step" and request.path is not None:
             saved_path(request.model_id, "training", request.path)
         model, seq, body = request.model_id, request.seq_id, request.canonical()
-        identity = request.identity()
-        return await self._of_model(client, model, kind, seq, body, request, 1, identity)
+        return await self._of_model(client, model, kind, seq, body, request, 1, request.identity())
 
     async def _create_from(self, client: str, request: requests.LoadWeights) -> Accepted:
         """Create a model like that of saved weights, and load them as its first operation."""
@@ -251,7 +247,7 @@ class TrainingServer:
             raise bad(f"model {name} was unloaded: create another one")
         await self.registry.touch(client, model.session)
         requested = OperationRequest(client, kind, model.id, seq, body, model.id, cost, identity)
-        check = partial(self._training.check_seq, model.id, seq)
+        check = partial(self.training.check_seq, model.id, seq)
         return await self._accept(requested, payload, check)
 
     async def sample(self, client: str, request: requests.SampleRequest) -> Accepted:
@@ -277,7 +273,7 @@ class TrainingServer:
     ) -> Accepted:
         """Log and queue an operation, unless it is known already."""
         size = len(requested.body)
-        self._counts.add(requested.client, size)
+        self.counts.add(requested.client, size)
         try:
 
             def enter(rows: Any) -> Accepted:
@@ -286,34 +282,49 @@ class TrainingServer:
                     check_new()
                 return accepted
 
-            accepted = await self._commits.run(enter)
+            accepted = await self.commits.run(enter)
         except BaseException:
-            self._counts.remove(requested.client, size)
+            self.counts.remove(requested.client, size)
             raise
         if accepted.is_new:
             request = replace(requested, body=b"")
             operation = Operation(accepted.number, accepted.request_id, request, size)
-            self._payloads.hold(operation, payload)
+            self.payloads.hold(operation, payload)
             self._enter(operation)
         else:
-            self._counts.remove(requested.client, size)
+            self.counts.remove(requested.client, size)
         return accepted
 
     def _enter(self, operation: Operation) -> None:
-        operation.waited_since = self._clock()
+        operation.waited_since = time.time()
         self._open[operation.request_id] = operation
         if operation.request.kind == "sample":
-            self._samples.put(operation)
-            self.wake_sampling()
+            self.samples.put(operation)
+            self.sample_arrived.set()
         else:
-            self._training.put(operation)
-            self.wake_training()
+            self.training.put(operation)
+            self.training_arrived.set()
+
+    async def finish(self, operations: Iterable[Operation], answer: Result) -> None:
+        """Write one answer to operations in the log, and give it to those who wait for it."""
+        for some in log.pieces(operations):
+            finished = [log.Finished(one.number, answer, time.time()) for one in some]
+            await self.commits.run(partial(log.finish, finished=finished))
+            for one in some:
+                self.answered(one, answer)
+
+    async def count_attempts(self, operations: Sequence[Operation]) -> None:
+        """Count an attempt of operations, in which what executed them was lost."""
+        for one in operations:
+            one.attempts += 1
+        numbers = [one.number for one in operations]
+        await self.commits.run(partial(log.count_attempts, numbers=numbers))
 
     def answered(self, operation: Operation, answer: Result) -> None:
         """Give an answer that is in the log to those who wait for it."""
         if self._open.pop(operation.request_id, None) is not None:
-            self._counts.remove(operation.request.client, operation.size)
-            self._payloads.release(operation)
+            self.counts.remove(operation.request.client, operation.size)
+            self.payloads.release(operation)
         self._recent.add(operation.request_id, operation.request.client, answer)
         operation.answer(answer)
 
@@ -330,7 +341,7 @@ class TrainingServer:
         recent = self._recent.of(client, request_id)
         if recent is not None:
             return recent
-        found = await self._commits.run(partial(log.result_of, request_id=request_id))
+        found = await self.commits.run(partial(log.result_of, request_id=request_id))
         if found is None or found.client != client:
             raise unknown("request", request_id)
         if found.dropped:
@@ -344,42 +355,35 @@ class TrainingServer:
         requested = OperationRequest(client, "unload_model", f"{name}:unload", 0, b"", name)
         gone = replace(model, unloaded=True)
         answer = json_result(type="unload_model", model_id=name)
-        failed = failure("its model was unloaded", "user")
-        left = self._training.end(name)
-        now = self._clock()
+        left = self.training.end(name)
 
         def enter(rows: Any) -> Accepted:
             accepted = log.accept(rows, requested)
             log.put(rows, gone)
-            log.finish(rows, [log.Finished(accepted.number, answer, now)])
+            log.finish(rows, [log.Finished(accepted.number, answer, time.time())])
             return accepted
 
-        accepted = await self._commits.run(enter)
+        accepted = await self.commits.run(enter)
         self.registry.set_model(gone)
         self._recent.add(accepted.request_id, client, answer)
-        for some in log.pieces(
-            left
-        ):  # after a restart in between, the training lane fails the rest
-            finished = [log.Finished(one.number, failed, now) for one in some]
-            await self._commits.run(partial(log.finish, finished=finished))
-            for one in some:
-                self.answered(one, failed)
+        await self.finish(left, UNLOADED)  # after a restart in between, the training lane does it
         return accepted
-
-    async def delete_saved(self, client: str, path: str) -> None:
-        """Forget a client's saved weights; housekeeping deletes their file."""
-        await self.registry.delete_saved(self.registry.saved(client, path))
 
     async def create_sampler(self, client: str, request: requests.CreateSampler) -> SamplerSource:
         """Open a sampler of saved weights or of the base model."""
         session = self.registry.session(client, request.session_id)
         name = f"{session.id}:sample:{request.sampling_session_seq_id}"
+        drawn = ("", "", "")
         if request.model_path is None:
             self._check_base(request.base_model)
-            return await self.registry.create_sampler(
-                SamplerSource(name, session.id, client, "", "", "")
-            )
-        saved = self.registry.saved(client, request.model_path)
-        return await self.registry.create_sampler(
-            SamplerSource(name, session.id, client, saved.path, saved.file, saved.model)
-        )
+        else:
+            saved = self.registry.saved(client, request.model_path)
+            drawn = (saved.path, saved.file, saved.model)
+        return await self.registry.create_sampler(SamplerSource(name, session.id, client, *drawn))
+
+
+def _delete_abandoned(folder: Path, named: Collection[str]) -> None:
+    """Delete states that no model names: of a process that ended before it said so."""
+    for path in (folder / "models").glob("*/*"):
+        if f"models/{path.parent.name}/{path.name}" not in named:
+            path.unlink(missing_ok=True)

@@ -6,8 +6,6 @@ Nothing is allocated that the bytes of a request do not account for, but for pad
 Axes: T tokens of a sequence, K targets of a token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 
 from composer_mesh.plugins.tinker.client_losses import CLIENT_LOSSES, ClientLoss, side_of
 from composer_mesh.plugins.tinker.models.messages import Datum
-from composer_mesh.plugins.tinker.server.protobuf_messages import (
+from composer_mesh.plugins.tinker.server.results import (
     DTYPE_FLOAT32,
     DTYPE_INT32,
     DTYPE_INT64,
@@ -151,7 +149,10 @@ def _datum(message: Any, where: str, name: str, loss: ClientLoss, limits: DataLi
     _check_targets(targets, where, limits)
     for key, values in inputs.items():
         if key != TARGETS:
-            inputs[key] = _finite(values, f"{where}.loss_fn_inputs[{key!r}]")
+            if not np.isfinite(values).all():
+                name = f"{where}.loss_fn_inputs[{key!r}]"
+                raise bad(f"{name} has values that are not finite: send finite ones")
+            inputs[key] = values.astype(np.float32)
     inputs[TARGETS] = targets.astype(np.int64)
     return Datum(tokens, inputs)
 
@@ -166,19 +167,18 @@ def _check_targets(targets: NDArray[Any], where: str, limits: DataLimits) -> Non
         )
 
 
-def _finite(values: NDArray[Any], where: str) -> NDArray[np.float32]:
-    if not np.isfinite(values).all():
-        raise bad(f"{where} has values that are not finite: send finite ones")
-    return values.astype(np.float32)
-
-
 def _tokens(chunks: Any, where: str, limits: DataLimits) -> NDArray[np.int64]:
     parts = []
     for chunk in chunks:
         others = chunk.HasField("image") or chunk.HasField("dmel")
         if others or not chunk.HasField("encoded_text"):
             raise bad(f"{where}.model_input has a chunk that is no text: send encoded text alone")
-        parts.append(_ints(chunk.encoded_text.tokens, f"{where}.model_input"))
+        content = chunk.encoded_text.tokens
+        if len(content) % 4:
+            raise bad(
+                f"{where}.model_input has {len(content)} bytes of int32: send a multiple of 4"
+            )
+        parts.append(np.frombuffer(content, "<i4"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     check_tokens(tokens, f"{where}.model_input", limits.vocabulary, limits.context)
     return tokens
@@ -193,12 +193,6 @@ def check_tokens(tokens: NDArray[np.int64], where: str, vocabulary: int, longest
             f"{where} has ids from {tokens.min()} to {tokens.max()}: send ids from 0 to "
             f"{vocabulary - 1}"
         )
-
-
-def _ints(content: bytes, where: str) -> NDArray[np.int32]:
-    if len(content) % 4:
-        raise bad(f"{where} has {len(content)} bytes of int32: send a multiple of 4")
-    return np.frombuffer(content, "<i4")
 
 
 def _array(message: Any, where: str, limits: DataLimits) -> NDArray[Any]:

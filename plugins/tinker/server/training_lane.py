@@ -6,42 +6,33 @@ after it. If the trainer is lost before, the group is executed again on models a
 the log not be written, the lane ends, and the server with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.mesh.failures import cause_of
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import CHANGES, TrainCall, TrainResult
 from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.backend import SERVER_FAULTS, BackendLost, TrainBackend
-from composer_mesh.plugins.tinker.server.fair_queue import TrainingQueue
 from composer_mesh.plugins.tinker.server.model_store import (
     ModelStore,
     OperationTarget,
     StateLost,
     target_of,
 )
-from composer_mesh.plugins.tinker.server.payloads import Payloads, call_of
 from composer_mesh.plugins.tinker.server.records import (
     MOST_ATTEMPTS,
-    Executing,
     Model,
     Operation,
-    Record,
     SamplerSource,
     Saved,
 )
-from composer_mesh.plugins.tinker.server.registry import Registry
+from composer_mesh.plugins.tinker.server.requests import call_of
 from composer_mesh.plugins.tinker.server.results import (
     Result,
     failure,
@@ -50,13 +41,13 @@ from composer_mesh.plugins.tinker.server.results import (
     json_result,
     training_result,
 )
+from composer_mesh.plugins.tinker.server.server import UNLOADED, TrainingServer
 from composer_mesh.services.web.errors import RequestRefused
 
 EACH = 4
 """Operations of one model in a group."""
 
 logger = logging.getLogger(__name__)
-Answered = Callable[[Operation, Result], None]
 
 
 @dataclass
@@ -65,61 +56,32 @@ class _Outcome:
 
     finished: list[log.Finished] = field(default_factory=list)
     models: dict[str, Model] = field(default_factory=dict)
-    saved: list[Saved] = field(default_factory=list)
-    samplers: list[SamplerSource] = field(default_factory=list)
+    made: list[Saved | SamplerSource] = field(default_factory=list)
     answers: list[tuple[Operation, Result]] = field(default_factory=list)
 
     def write(self, rows: sqlite3.Connection) -> None:
         log.finish(rows, self.finished)
-        records: list[Record] = [*self.models.values(), *self.saved, *self.samplers]
-        for one in records:
+        for one in (*self.models.values(), *self.made):
             log.put(rows, one)
 
 
 class TrainingLane:
-    """Executes what `queue` has, until it is cancelled or what computes cannot be replaced."""
+    """Executes what a server has queued, until it is cancelled or nothing computes any more."""
 
-    def __init__(
-        self,
-        folder: Path,
-        queue: TrainingQueue,
-        registry: Registry,
-        commits: GroupCommit,
-        backend: TrainBackend,
-        store: ModelStore,
-        answered: Answered,
-        executing: Executing,
-        payloads: Payloads,
-        *,
-        models_at_once: int,
-        tokens_at_once: int,
-        save_every: int,
-        most_repeated: int,
-        gap_s: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._folder, self._queue, self._registry = folder, queue, registry
-        self._commits, self._backend, self._store = commits, backend, store
-        self._answered, self._executing, self._clock = answered, executing, clock
-        self._models_at_once, self._tokens_at_once = models_at_once, tokens_at_once
-        self._save_every, self._gap_s = save_every, gap_s
-        self._most_repeated, self._payloads = most_repeated, payloads
-        self._wake = asyncio.Event()
+    def __init__(self, server: TrainingServer, backend: TrainBackend, store: ModelStore) -> None:
+        self._server, self._backend, self._store = server, backend, store
+        self._registry, self._limits = server.registry, server.served.limits
         self._writing: asyncio.Task[None] | None = None
-        self.groups = 0
-        """Number of groups that were executed."""
-
-    def wake(self) -> None:
-        """Look at the queue again."""
-        self._wake.set()
 
     async def run(self) -> None:
         """Execute operations, forever."""
+        models = min(self._limits.batched_models, self._limits.models_in_memory)
+        tokens = self._server.served.tokens_at_once
         try:
             while True:
-                self._wake.clear()
+                self._server.training_arrived.clear()
                 await self._give_up_gaps()
-                group = self._queue.take(self._models_at_once, EACH, self._tokens_at_once)
+                group = self._server.training.take(models, EACH, tokens)
                 if group:
                     await self._execute_until_done(group)
                 else:
@@ -130,8 +92,8 @@ class TrainingLane:
 
     async def _wait(self) -> None:
         """Wait for operations; raises where the last group could not be written."""
-        wait_s = self._gap_s / 2 if len(self._queue) else None
-        woken: asyncio.Future[Any] = asyncio.ensure_future(self._wake.wait())
+        wait_s = self._limits.gap_s / 2 if len(self._server.training) else None
+        woken: asyncio.Future[Any] = asyncio.ensure_future(self._server.training_arrived.wait())
         waited = [woken, *filter(None, [self._writing])]
         try:
             await asyncio.wait(waited, timeout=wait_s, return_when="FIRST_COMPLETED")
@@ -147,12 +109,13 @@ class TrainingLane:
             await writing
 
     async def _give_up_gaps(self) -> None:
-        for operation, missing in self._queue.overdue(self._clock() - self._gap_s):
+        gap_s = self._limits.gap_s
+        for operation, missing in self._server.training.overdue(time.time() - gap_s):
             text = (
-                f"seq_id {operation.request.seq} waited {self._gap_s:g} s for {missing}, which was "
-                "not received: send operations without gaps"
+                f"seq_id {operation.request.seq} waited {gap_s:g} s for {missing}, which was not "
+                "received: send operations without gaps"
             )
-            await self._finish_all([operation], failure(text, "user"))
+            await self._server.finish([operation], failure(text, "user"))
 
     async def _execute_until_done(self, group: list[Operation]) -> None:
         """Execute a group; one by one if it fails, or if a process was lost with one of them."""
@@ -181,43 +144,38 @@ class TrainingLane:
                 await self._failed([one], error)
                 if not isinstance(error, BackendLost):
                     logger.exception("operation %s failed", one.request_id)
-                    await self._finish_all([one], fault(error))
+                    await self._server.finish([one], fault(error))
                     return
                 reason = str(error)
-        await self._finish_all([one], given_up(one.attempts, reason))
+        await self._server.finish([one], given_up(one.attempts, reason))
 
     async def _failed(self, group: Sequence[Operation], error: Exception) -> None:
         """Note that a group failed: what the trainer has of its models may differ from the log."""
         self._store.lost()
         if isinstance(error, BackendLost):
-            for one in group:
-                one.attempts += 1
-            numbers = [one.number for one in group]
-            await self._commits.run(partial(log.count_attempts, numbers=numbers))
+            await self._server.count_attempts(group)
 
     async def _execute(self, group: list[Operation]) -> None:
         try:
-            with self._executing.during(group):
+            with self._server.executing.during(group):
                 await self._try(group)
         finally:
             for one in group:
-                self._payloads.executed(one)
+                self._server.payloads.executed(one)
 
     async def _try(self, group: list[Operation]) -> None:
-        alive = [one for one in group if not self._registry.held(one.model).unloaded]
-        gone = [one for one in group if one not in alive]
-        await self._finish_all(gone, failure("its model was unloaded", "user"))
+        alive = [one for one in group if not self._registry.models[one.model].unloaded]
+        await self._server.finish([one for one in group if one not in alive], UNLOADED)
         ready = await self._with_models(alive)
         for one in ready:
-            await self._payloads.read(one)
+            await self._server.payloads.read(one)
         if ready:
             targets, calls, refused = self._calls(ready)
             for operation, error in refused:
-                await self._finish_all([operation], failure(str(error), "user"))
+                await self._server.finish([operation], failure(str(error), "user"))
             ready = [one for one in ready if one.number in targets]
             results = await self._backend.execute(calls) if calls else []
             await self._settle(ready, [targets[one.number] for one in ready], results)
-            self.groups += 1
 
     async def _with_models(self, group: list[Operation]) -> list[Operation]:
         """Return the operations whose model the trainer holds now; the others are answered."""
@@ -228,7 +186,7 @@ class TrainingLane:
         except StateLost as lost:
             broken = lost.args[0]
             mine = [one for one in group if one.model == broken]
-            await self._finish_all(mine, failure(str(lost), "server"))
+            await self._server.finish(mine, failure(str(lost), "server"))
             rest = [one for one in group if one.model != broken]
             return await self._with_models(rest) if rest else []
 
@@ -244,8 +202,8 @@ class TrainingLane:
                 refused.append((one, error))
                 continue
             targets[one.number] = target
-            position = self._registry.held(one.model).position
-            path = str(self._folder / target.file) if target.file else ""
+            position = self._registry.models[one.model].position
+            path = str(self._server.folder / target.file) if target.file else ""
             kind = one.request.kind
             calls.append(call_of(kind, one.model, one.payload, position, path, target.optimizer))
         return targets, calls, refused
@@ -257,38 +215,34 @@ class TrainingLane:
         results: Sequence[TrainResult],
     ) -> None:
         """Begin to write a group's answers. Waits until those of the last one are written."""
-        outcome, now = _Outcome(), self._clock()
+        outcome, now = _Outcome(), time.time()
         for operation, target, result in zip(group, targets, results, strict=True):
             self._add(outcome, operation, target, result, now)
         loaded = [one.model for one in group if one.request.kind == "load_weights"]
         for model in dict.fromkeys(loaded):  # a repetition must not need the loaded file again
-            held = outcome.models[model]
-            file = f"models/{held.number:06d}/{held.position:09d}.safetensors"
-            await self._backend.save(model, self._folder / file)
-            outcome.models[model] = replace(
-                held, file=file, saved_position=held.position, saved_steps=held.steps
-            )
+            outcome.models[model] = await self._store.write(outcome.models[model])
         await self._written()
         former = self._remember(outcome)
         # Queued here, not in the task, so that no later job of the log comes before it.
-        written = self._commits.start(outcome.write)
+        written = self._server.commits.start(outcome.write)
         self._writing = asyncio.create_task(self._answer(written, outcome, former))
         for held in list(outcome.models.values()):
             steps, kept = held.steps - held.saved_steps, self._store.kept.get(held.id, 0)
-            if steps >= self._save_every or kept >= self._most_repeated:
+            if steps >= self._limits.save_every or kept >= self._limits.max_repeated_mb * 1e6:
                 await self._save(held.id)
 
     def _remember(self, outcome: _Outcome) -> list[str]:
         """Let the next group see what this one did; return the files that no model needs then."""
         held = outcome.models.values()
-        former = [self._registry.held(one.id).file for one in held]
+        former = [self._registry.models[one.id].file for one in held]
         gone = [file for file, one in zip(former, held, strict=True) if file and file != one.file]
         for model in held:
             self._registry.set_model(model)
-        for saved in outcome.saved:
-            self._registry.set_saved(saved)
-        for sampler in outcome.samplers:
-            self._registry.set_sampler(sampler)
+        for one in outcome.made:
+            if isinstance(one, Saved):
+                self._registry.weights[one.id] = one
+            else:
+                self._registry.samplers[one.id] = one
         return gone
 
     async def _answer(
@@ -297,9 +251,9 @@ class TrainingLane:
         """Give a group's answers once they are in the log."""
         await asyncio.shield(written)
         for operation, answer in outcome.answers:
-            self._answered(operation, answer)
+            self._server.answered(operation, answer)
         for file in former:
-            await asyncio.to_thread((self._folder / file).unlink, missing_ok=True)
+            await asyncio.to_thread((self._server.folder / file).unlink, missing_ok=True)
 
     def _add(
         self,
@@ -310,7 +264,7 @@ class TrainingLane:
         now: float,
     ) -> None:
         kind = operation.request.kind
-        held = outcome.models.get(operation.model) or self._registry.held(operation.model)
+        held = outcome.models.get(operation.model) or self._registry.models[operation.model]
         changed = kind in CHANGES and not result.error
         answer = (
             failure(result.error, "user") if result.error else _answer(operation, target, result)
@@ -323,12 +277,13 @@ class TrainingLane:
         outcome.finished.append(finished)
         outcome.answers.append((operation, answer))
         steps = held.steps + (kind == "optim_step" and changed)
-        outcome.models[held.id] = held.moved(held.position + changed, steps, now)
-        if target.saved is not None and not result.error:
+        moved = replace(held, position=held.position + changed, steps=steps, used=now)
+        outcome.models[held.id] = moved
+        if isinstance(target.made, Saved) and not result.error:
             size = int(result.metrics["bytes"])
-            outcome.saved.append(replace(target.saved, bytes=size, created=now))
-        if target.sampler is not None and not result.error:
-            outcome.samplers.append(target.sampler)
+            outcome.made.append(replace(target.made, bytes=size, created=now))
+        elif target.made is not None and not result.error:
+            outcome.made.append(target.made)
 
     async def _save(self, model: str) -> None:
         """Write a model's state; where that fails, it is tried again after the next group."""
@@ -340,15 +295,6 @@ class TrainingLane:
             logger.warning("the state of %s was not written: %s", model, cause_of(error))
             self._store.lost()
 
-    async def _finish_all(self, operations: Sequence[Operation], answer: Result) -> None:
-        if not operations:
-            return
-        now = self._clock()
-        finished = [log.Finished(one.number, answer, now) for one in operations]
-        await self._commits.run(partial(log.finish, finished=finished))
-        for one in operations:
-            self._answered(one, answer)
-
 
 def _answer(operation: Operation, target: OperationTarget, result: TrainResult) -> Result:
     kind = operation.request.kind
@@ -359,8 +305,8 @@ def _answer(operation: Operation, target: OperationTarget, result: TrainResult) 
     more: dict[str, Any] = {}
     if kind == "load_weights":
         more = {"path": operation.payload.path, "model_id": operation.model}
-    elif target.sampler is not None:
-        more = {"sampling_session_id": target.sampler.id}
-    elif target.saved is not None:
-        more = {"path": target.saved.path}
+    elif isinstance(target.made, SamplerSource):
+        more = {"sampling_session_id": target.made.id}
+    elif target.made is not None:
+        more = {"path": target.made.path}
     return json_result(type=kind, **more)

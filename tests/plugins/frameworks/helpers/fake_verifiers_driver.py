@@ -3,8 +3,6 @@
 What it plays is in `env` of its settings: for each trace its session, agent, requests and reward.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

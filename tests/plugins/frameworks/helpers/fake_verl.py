@@ -3,8 +3,6 @@
 Importing this module makes `verl` importable where it is not installed.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

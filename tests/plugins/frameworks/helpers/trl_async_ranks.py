@@ -3,8 +3,6 @@
 Writes what it has logged, and the sum of its weights' bytes, to rank-N.json in the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ The device has no name that TRL knows, so that it logs no MFU, and the attention
 torch, registered by its name with transformers. The trainer itself runs as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

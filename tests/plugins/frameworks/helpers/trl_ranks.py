@@ -5,8 +5,6 @@
 FOLDER has a policy; each rank writes `rank-R.json` there: its log, and a hash of its weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -6,8 +6,6 @@ accelerate shards on accelerators alone, so the model is sharded as it does, wit
 first rank has hints and pairs; the second takes part in its forwards.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Samples of this project as rows of a step on verl's engine, and scripts for its agent loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from composer_mesh.rollouts.alignment import HintedView

@@ -1,7 +1,5 @@
 """TRL's AsyncGRPOTrainer on the mesh, by the code of the guide, with a generator that is killed."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """On the same samples the mesh and TRL's GRPOTrainer end with the same weights."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

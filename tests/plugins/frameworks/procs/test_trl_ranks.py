@@ -1,7 +1,5 @@
 """TRL's trainer with three channels in two processes: their weights end bit-equal."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

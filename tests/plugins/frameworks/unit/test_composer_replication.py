@@ -1,16 +1,17 @@
-"""The composer-replication framework's names: its defaults, on what this project computes."""
-
-from __future__ import annotations
+"""The composer-replication framework's names, arguments, defaults; docs/composer-replication.md."""
 
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from guides import Guide, names_in_code
 from offline_runs import ENVIRON, knowing, paid
 
 from composer_mesh.losses.distillation import TaidSchedule
+from composer_mesh.plugins.frameworks import composer_replication
 from composer_mesh.plugins.frameworks import composer_replication as theirs
 from composer_mesh.plugins.frameworks.harness import compose_loss
 from composer_mesh.services.offline.options import ReplayRefused
@@ -180,3 +181,32 @@ def test_its_trainer_logs_the_frameworks_figures(
     total = log["loss/grpo"] + 0.1 * log["loss/sdpo_kl"] + 0.05 * log["loss/trace_replay_dpo"]
     assert log["loss/total"] == pytest.approx(total, abs=1e-6)
     assert log["loss/sdpo_kl"] > 0
+
+
+PAGE = Guide.read("composer-replication.md")
+THEIRS = {"token_clip", "grpo_composer", "loss_fn"}
+
+
+def test_every_name_on_the_page_exists() -> None:
+    assert PAGE.names() - names_in_code() - THEIRS == set()
+
+
+def test_every_name_of_the_module_is_in_the_page() -> None:
+    for name in composer_replication.__all__:
+        if name not in ("ComposeLossResult", "DPOPair", "NormalizedDPOPair"):
+            assert name in PAGE.text, name
+
+
+def test_the_python_of_the_page_runs(
+    build_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    found: dict[str, Any] = {
+        "model": build_model(1),
+        "batch": {"input_ids": ids, "response_mask": torch.tensor([[0, 1, 1, 1]])},
+    }
+    for block in PAGE.blocks("python"):
+        exec(block, found)
+    assert found["rows"][0]["chosen"] == [{"role": "assistant", "content": "6 times 7 is 42."}]
+    assert all(path.is_file() for path in found["recipes"])

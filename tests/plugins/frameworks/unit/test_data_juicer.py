@@ -1,7 +1,5 @@
 """Recipes for data-juicer: each side in a file of its own, the second after the first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 What it says of AsyncGRPOTrainer is trained in tests/plugins/frameworks/procs/test_trl_async.py.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

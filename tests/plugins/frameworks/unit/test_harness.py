@@ -1,7 +1,5 @@
 """The verification harness: three channels on any causal LM, each off for a stated reason."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

@@ -1,6 +1,4 @@
-"""PRIME-RL's contract as recorded: our losses read its fields, and nothing that it lacks."""
-
-from __future__ import annotations
+"""Our losses as PRIME-RL calls them, on objects with its fields; docs/prime-rl.md."""
 
 import dataclasses
 import json
@@ -10,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from guides import Guide
 
 from composer_mesh.losses import custom_function
 from composer_mesh.losses.jsd import sampled_reverse_kl
 from composer_mesh.losses.policy import grpo_loss, prime_rl_loss
+from composer_mesh.plugins.frameworks import prime_rl
 from composer_mesh.plugins.frameworks.prime_rl import TYPES, loss_fn, policy_loss, sdpo_loss
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "prime_rl.json").read_text())
@@ -90,3 +90,15 @@ def test_what_it_cannot_host_is_refused_by_name() -> None:
         policy_loss(inputs(), aggregation="grpo")
     with pytest.raises(ValueError, match="alpha is -1"):
         sdpo_loss(inputs(), alpha=-1)
+
+
+PAGE = Guide.read("prime-rl.md")
+
+
+def test_the_python_of_the_page_runs_and_every_type_is_named() -> None:
+    found: dict[str, Any] = {}
+    for block in PAGE.blocks("python"):
+        exec(block, found)
+    assert found["sequence"].trainer_logprobs.grad.any()
+    for name in (*prime_rl.TYPES, "policy_loss", "sdpo_loss", "loss_fn"):
+        assert f"`{name}`" in PAGE.text, name

@@ -1,7 +1,5 @@
 """A program that is tied to this process: its result, and the end of all that it started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

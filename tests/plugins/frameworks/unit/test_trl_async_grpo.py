@@ -1,7 +1,5 @@
 """The mesh behind TRL's two protocols: the order of calls, what it refuses, which weights fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Samples of AsyncGRPOTrainer: TRL's own advantages, its batches, and none that is too old."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import queue

@@ -1,7 +1,5 @@
 """TRL's trainer with three channels: its losses are ours, and without them it is TRL's own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whatever a client sends, an environment server answers each frame by one, and goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -11,7 +9,7 @@ from typing import Any
 from served_tasks import SECRET, ScriptedSocket, call, pool_of
 
 from composer_mesh.plugins.openenv.client.wire import SERVER_FRAME, ErrorCode
-from composer_mesh.plugins.openenv.server.socket_protocol import serve_socket
+from composer_mesh.plugins.openenv.server.app import serve_socket
 
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, 2**70, 1.5, "", "x" * 5000, "\x00\ud800", [], {}, [[]], {"a": {}}),

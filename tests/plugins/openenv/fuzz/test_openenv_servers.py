@@ -1,7 +1,5 @@
 """OpenEnv servers that answer with broken frames, schemas and observations."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -2,21 +2,23 @@
 
 Its environment counts: `add` adds a number, `finish` ends with reward 1 at the goal, else 0. It
 speaks the wire that was recorded from OpenEnv 0.10. `hooks` replace its answer to a frame by type,
-`pages` its answer to a path, by raw bytes.
+`pages` its answer to a path, by raw bytes. `hook` and `made` make a task of one that misbehaves.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
 from websockets.server import ServerProtocol
+
+from composer_mesh.plugins.openenv.client.task import OpenEnvTask
+from composer_mesh.tasks.task import TaskSettings
 
 Json = dict[str, Any]
 Hook = Callable[["Socket", Json], Awaitable[None]]
@@ -317,3 +319,20 @@ def _page(status: str, value: Any) -> bytes:
 
 
 page = _page
+
+
+CALL_S = 30.0
+Send = Callable[[Socket], None]
+
+
+def hook(send: Send) -> Hook:
+    async def answer(socket: Socket, _data: Json) -> None:
+        send(socket)
+        with suppress(ConnectionError):
+            await socket.writer.drain()
+
+    return answer
+
+
+def made(server: OpenEnvServer, **options: Any) -> OpenEnvTask:
+    return OpenEnvTask.create(TaskSettings(call_s=CALL_S), url=server.url, **options)

@@ -1,7 +1,5 @@
 """A task with tools that fail in each way, and how tests serve it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import queue

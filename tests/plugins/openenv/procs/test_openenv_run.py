@@ -1,7 +1,5 @@
 """A run on an OpenEnv server that is killed on the way and comes back."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`serve-env` as a user starts it: two processes on a port, one killed, then Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

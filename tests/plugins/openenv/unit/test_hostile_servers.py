@@ -1,7 +1,5 @@
 """Servers that do what they must not: each ends as a named error within its limit, unrewarded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -10,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hostile_servers import CALL_S, Send, hook, made
-from openenv_server import Json, OpenEnvServer, Socket, page
+from openenv_server import CALL_S, Json, OpenEnvServer, Send, Socket, hook, made, page
 
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.plugins.openenv.client import errors
@@ -116,6 +113,7 @@ ANSWERS: dict[str, tuple[Send, type[Exception], str]] = {
     "another frame": (text('{"type":"mcp","data":{}}'), ProtocolViolation, "with a mcp frame"),
     "observation of a list": (observed(observation=[]), ProtocolViolation, "cannot be read"),
     "done in words": (observed(done="no"), ProtocolViolation, "cannot be read"),
+    "done as a number": (observed(done=1), ProtocolViolation, "cannot be read"),
     "reward of text": (observed(reward="1"), ProtocolViolation, "cannot be read"),
     "reward of NaN": (observed(reward=float("nan")), ProtocolViolation, "cannot be read"),
     "infinite reward": (observed(reward=float("inf")), ProtocolViolation, "cannot be read"),

@@ -1,13 +1,10 @@
 """Tools and schemas of servers that do what they must not."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
 import pytest
-from hostile_servers import Send, hook, made
-from openenv_server import TOOLS, Json, OpenEnvServer
+from openenv_server import Json, OpenEnvServer, Send, hook, made
 
 from composer_mesh.plugins.openenv.client.errors import ProtocolViolation
 from composer_mesh.plugins.openenv.client.schemas import bounded_schema
@@ -115,7 +112,3 @@ async def test_arguments_too_many_to_check_are_the_agents_error():
         task = await asyncio.to_thread(made, server)
         with pytest.raises(TaskError, match="values are too many for go"):
             task.tool_specs["go"].checked({"x": [1] * 20_000})
-
-
-def test_the_recorded_tools_are_usable():
-    assert len(TOOLS) == 2

@@ -1,7 +1,5 @@
 """Episodes of a task that `serve-env` offers: through the wire as natively."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

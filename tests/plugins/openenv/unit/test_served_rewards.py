@@ -1,7 +1,5 @@
 """Late rewards of an OpenEnv server: posted to the rollouts of its episodes, each once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Also where a task may be served, and with what token.
 """
 
-from __future__ import annotations
-
 import queue
 from pathlib import Path
 from typing import Any

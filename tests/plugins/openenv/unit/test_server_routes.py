@@ -1,17 +1,23 @@
-"""The HTTP routes: episodes of one request, the Task API, late rewards, and who may ask."""
+"""The HTTP routes: episodes of one request, the Task API, late rewards, and who may ask.
 
-from __future__ import annotations
+Also docs/serve-env.md: every option and route, and its Python runs.
+"""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from guides import Guide
 from served_tasks import SECRET, CountRows, pool_of, served
 
 from composer_mesh.plugins.openenv.server.app import make_app
+from composer_mesh.plugins.openenv.server.describe import ROUTES
+from composer_mesh.plugins.openenv.server.mcp import VERSIONS
 from composer_mesh.plugins.openenv.server.validation import MOST_REQUEST_BYTES
+from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.web.access import Access
 
 TOKEN = "a token of this test"
@@ -175,3 +181,29 @@ async def test_a_websocket_of_another_host_is_closed_unaccepted(tmp_path: Path) 
         headers = [(name, value), (b"host", b"localhost")]
         await app({"type": "websocket", "path": "/ws", "headers": headers}, receive, send)
     assert [one["type"] for one in sent] == ["websocket.close"] * 2
+
+
+PAGE = Guide.read("serve-env.md")
+
+
+def test_the_page_names_every_option_and_no_other() -> None:
+    (commands,) = (one for one in make_parser()._actions if one.dest == "command")
+    known = {word for one in commands.choices["serve-env"]._actions for word in one.option_strings}
+    table = "\n".join(line for line in PAGE.text.splitlines() if line.startswith("| `--"))
+    named = set(re.findall(r"--[a-z][a-z-]*", table))
+    assert named == {one for one in known if one.startswith("--")} - {"--help"}
+
+
+def test_the_page_names_every_route_and_the_versions_of_mcp() -> None:
+    table = PAGE.text[PAGE.text.index("| route |") : PAGE.text.index("`reset` takes")]
+    for route in ROUTES:
+        assert f"{route.rpartition('/')[2]}`" in table, route
+    assert VERSIONS[0] in PAGE.text
+    assert VERSIONS[-1] in PAGE.text
+
+
+def test_the_python_of_the_page_runs() -> None:
+    found: dict[str, Any] = {}
+    for block in PAGE.blocks("python"):
+        exec(block, found)
+    assert found["factory"].name == "MyTask"

@@ -1,7 +1,5 @@
 """TRL's `environment_factory` over a served task: the class, its rewards, and one real step."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Audits a training server: each model's logged changes are executed again from its creation."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +12,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.tinker.models.client_trainer import make_trainer
 from composer_mesh.plugins.tinker.models.model_state import read_state
 from composer_mesh.plugins.tinker.server import operation_log as log
-from composer_mesh.plugins.tinker.server.payloads import call_of, payload_of
+from composer_mesh.plugins.tinker.server.requests import call_of, payload_of
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 
 

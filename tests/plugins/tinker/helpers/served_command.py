@@ -1,7 +1,5 @@
 """`composer-mesh serve` as a command on one folder, and its processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

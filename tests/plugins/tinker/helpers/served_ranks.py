@@ -3,8 +3,6 @@
 The same functions execute in the test's own process, which is one rank, and in several processes.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

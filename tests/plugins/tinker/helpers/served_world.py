@@ -14,7 +14,6 @@ import httpx
 import numpy as np
 import openai
 
-from composer_mesh.actors.sqlite_file import GroupCommit
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.plugins.tinker.models.messages import (
@@ -26,16 +25,14 @@ from composer_mesh.plugins.tinker.models.messages import (
     TrainCall,
     TrainResult,
 )
-from composer_mesh.plugins.tinker.server import operation_log as log
 from composer_mesh.plugins.tinker.server.access import ClientAccess
 from composer_mesh.plugins.tinker.server.app import make_app
 from composer_mesh.plugins.tinker.server.backend import BackendLost
 from composer_mesh.plugins.tinker.server.openai_api import OpenAiRoutes
-from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
 from composer_mesh.plugins.tinker.server.rest_routes import Archives
-from composer_mesh.plugins.tinker.server.sampling_lane import SamplingFacts
+from composer_mesh.plugins.tinker.server.results import ForwardBackwardRequest
 from composer_mesh.plugins.tinker.server.server import ServedModel
-from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, Sizes, opened_log
+from composer_mesh.plugins.tinker.server.server_tasks import ServerTasks, opened_server
 from composer_mesh.plugins.tinker.server.training_data import DataLimits
 from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
@@ -172,18 +169,16 @@ class EchoSamplers:
 class World:
     """One run of a server on a folder, and clients of it."""
 
+    def __init__(self, tasks: ServerTasks, trainer: Any, samplers: Any, app: Any) -> None:
+        self.tasks, self.trainer, self.samplers, self._app = tasks, trainer, samplers, app
+        self.registry, self.commits = tasks.server.registry, tasks.server.commits
+
     def openai(self, key: str = "tml-one") -> openai.AsyncOpenAI:
         """Return a client of OpenAI's own."""
         http = httpx.AsyncClient(transport=httpx.ASGITransport(self._app))
         return openai.AsyncOpenAI(
             base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0
         )
-
-    def __init__(
-        self, tasks: ServerTasks, commits: GroupCommit, trainer: Any, samplers: Any, app: Any
-    ) -> None:
-        self.tasks, self.commits, self.trainer = tasks, commits, trainer
-        self.samplers, self._app = samplers, app
 
     def client(self, key: str = "tml-one") -> Client:
         transport = httpx.ASGITransport(self._app)
@@ -211,28 +206,26 @@ async def served(
     data = DataLimits(VOCABULARY, CONTEXT, 8, 5)
     if format is not None:
         data = DataLimits(format.vocabulary, 20 * CONTEXT, 8, 5)
-    base = ServedModel("base", "", data, limits or ServeConfig(), adapts_head)
-    facts = SamplingFacts(
-        data.context, (1,), lambda ids: "".join(chr(97 + one % 26) for one in ids)
-    )
+    base = ServedModel("base", "", data, limits or ServeConfig(), (1,), _text, 1000, 4, adapts_head)
     trainer, samplers = trainer or BookkeepingTrainer(), samplers or EchoSamplers()
-    with opened_log(folder / "log.sqlite") as (commits, executing):
-        found = await commits.run(log.read_records)
-        sizes = Sizes(1000, 4)
-        more = (facts, executing, sizes)
-        tasks = ServerTasks(base, folder, commits, found, trainer, samplers, *more)
-        await tasks.recover()
+    async with opened_server(base, folder) as server:
+        tasks = ServerTasks(server, trainer, samplers)
+        await server.recover()
         archives = Archives(folder, lambda path: {"weights": path.read_bytes()})
         cancel = tasks.sampling.cancel
-        more = [] if format is None else OpenAiRoutes(tasks.server, cancel, format).routes()
-        app = ClientAccess(make_app(tasks.server, cancel, archives, more), ["localhost"], keys)
+        more = [] if format is None else OpenAiRoutes(server, cancel, format).routes()
+        app = ClientAccess(make_app(server, cancel, archives, more), ["localhost"], keys)
         running = [asyncio.create_task(tasks.run())] if runs else []
         try:
-            yield World(tasks, commits, trainer, samplers, app)
-            if tasks.server.ended.is_set():
+            yield World(tasks, trainer, samplers, app)
+            if server.ended.is_set():
                 await asyncio.gather(*running)
         finally:
             await cancel_and_wait(running)
+
+
+def _text(ids: list[int]) -> str:
+    return "".join(chr(97 + one % 26) for one in ids)
 
 
 class Client:

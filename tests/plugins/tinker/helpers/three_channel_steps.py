@@ -1,7 +1,5 @@
 """A batch of the trainer as the step that a client sends, with the same teacher for both."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`composer-mesh serve` as a command: trainer, sampler and server are killed, and no update is."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

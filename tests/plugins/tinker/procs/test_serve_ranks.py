@@ -1,7 +1,5 @@
 """`composer-mesh serve` with two trainer ranks: each is killed at work, and no update is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Two trainer ranks of a training server make of clients' calls what one makes of them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM samples from several clients' snapshots at once, each with its own adapters."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from pathlib import Path

@@ -3,8 +3,6 @@
 The three-channel step of a client is the trainer's: losses, gradients, weights of 5 steps.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

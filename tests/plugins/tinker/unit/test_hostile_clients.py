@@ -1,7 +1,5 @@
 """What clients may not do: errors that say why, and no harm to others."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 from served_world import CONTEXT, named_snapshot, served, training_body
 
 from composer_mesh.configs.serve import ServeConfig
-from composer_mesh.plugins.tinker.server.protobuf_messages import ForwardBackwardRequest
+from composer_mesh.plugins.tinker.server.results import ForwardBackwardRequest, RecentAnswers
 
 SAMPLE: dict[str, Any] = {
     "base_model": "base",
@@ -232,7 +230,7 @@ async def test_too_many_open_operations_are_told_to_come_back(tmp_path: Path) ->
         world.trainer.gate.set()
         await modest.raw(own)
         await greedy.raw(asked[-1])
-        assert world.tasks.registry.held(first).position == 50
+        assert world.registry.models[first].position == 50
 
 
 async def test_a_thousand_waiting_clients_are_all_answered(tmp_path: Path) -> None:
@@ -245,7 +243,7 @@ async def test_a_thousand_waiting_clients_are_all_answered(tmp_path: Path) -> No
         world.samplers.gate.set()
         answers = await asyncio.gather(*waiting)
         assert {len(one.content) > 0 for one in answers} == {True}
-        assert world.tasks.server.open_operations == 0
+        assert world.tasks.server.counts.total == 0
 
 
 async def test_an_operation_whose_forerunner_never_comes_fails_by_name(tmp_path: Path) -> None:
@@ -268,7 +266,7 @@ async def test_keys_are_needed_where_there_are_some_and_never_told(tmp_path: Pat
         for headers, status in (({"host": "evil.example"}, 421), ({"origin": "http://e.x"}, 403)):
             answer = await known.http.get("/api/v1/healthz", headers=headers)
             assert answer.status_code == status
-        client = next(iter(world.tasks.registry._sessions.values())).client
+        client = next(iter(world.registry.sessions.values())).client
         assert "0123456789abcdef" not in client
 
 
@@ -277,7 +275,7 @@ async def test_a_dropped_answer_is_gone_and_says_so(tmp_path: Path) -> None:
         client = world.client()
         asked = await client.post("asample", **SAMPLE)
         await client.raw(asked)
-        world.tasks.server._recent.clear()
+        world.tasks.server._recent = RecentAnswers()
         await world.tasks.housekeeping.drop_expired()
         refusal = (await client.raw(asked, status=410)).json()
         assert "the answer was dropped" in refusal["detail"]

@@ -1,7 +1,5 @@
 """OpenAI's API on a training server, by OpenAI's own client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ranks of a server's trainer: called together, replaced together, and their caller is told."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
