@@ -21,9 +21,8 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.command import ablate_command
 from composer_mesh.plugins.ablation.page import notes, report_table
-from composer_mesh.plugins.ablation.plan import Ablation, plan_ablation, refuse_other_runs
+from composer_mesh.plugins.ablation.plan import Ablation, Study, plan_ablation, refuse_other_runs
 from composer_mesh.plugins.ablation.report import ablation_report
-from composer_mesh.plugins.ablation.settings import Study
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.status import RunStatus, newest_live_run, write_status

@@ -12,7 +12,7 @@ from fake_ablations import PricedRuns
 from repository import ROOT
 
 from composer_mesh.plugins.ablation.command import ablate_command, merged_runs
-from composer_mesh.plugins.ablation.settings import Study, Varied, plan_study
+from composer_mesh.plugins.ablation.plan import Study, Varied, plan_study
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.cli import main
 

@@ -20,9 +20,8 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.command import ablate_command
-from composer_mesh.plugins.ablation.outcomes import outcomes
-from composer_mesh.plugins.ablation.plan import plan_ablation
-from composer_mesh.plugins.ablation.settings import Study, Varied, plan_study
+from composer_mesh.plugins.ablation.plan import Study, Varied, plan_ablation, plan_study
+from composer_mesh.plugins.ablation.report import outcomes
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import Evaluation

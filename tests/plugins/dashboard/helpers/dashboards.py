@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 
 from composer_mesh.plugins.dashboard.access import Sessions
-from composer_mesh.plugins.dashboard.app import Dashboard, make_app
-from composer_mesh.plugins.dashboard.options import DashboardOptions
-from composer_mesh.services.web.access import Access
+from composer_mesh.plugins.dashboard.app import Dashboard, DashboardOptions, make_app
+from composer_mesh.services.web.http_server import Access
 
 BASE = "http://127.0.0.1:8200"
 OWN_TAGS = {

@@ -15,8 +15,7 @@ from dashboards import BASE, client, dashboard
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.dashboard import commands
 from composer_mesh.plugins.dashboard.access import local_path
-from composer_mesh.plugins.dashboard.command import serving
-from composer_mesh.plugins.dashboard.options import DashboardOptions
+from composer_mesh.plugins.dashboard.app import DashboardOptions, serving
 from composer_mesh.plugins.openenv.server.command import ServeOptions
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import make_parser

@@ -7,8 +7,7 @@ import shlex
 
 from guides import ROOT, Guide
 
-from composer_mesh.plugins.dashboard.app import MOST_COMPARED
-from composer_mesh.plugins.dashboard.options import DashboardOptions
+from composer_mesh.plugins.dashboard.app import MOST_COMPARED, DashboardOptions
 from composer_mesh.plugins.dashboard.pages import LONGEST_SHOWN
 from composer_mesh.plugins.dashboard.series import MOST_POINTS
 from composer_mesh.services.commands.parser import make_parser

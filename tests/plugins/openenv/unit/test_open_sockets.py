@@ -16,9 +16,8 @@ from wsproto.handshake import H11Handshake
 
 from composer_mesh.mesh.json_server import ByteBudget
 from composer_mesh.plugins.openenv.server.app import make_app
-from composer_mesh.services.web.connections import ServerLimits
+from composer_mesh.services.web.connections import TRY_AGAIN_LATER, OpenSocket, ServerLimits
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
-from composer_mesh.services.web.open_sockets import TRY_AGAIN_LATER, OpenSocket
 
 
 def test_an_open_session_holds_no_parser_of_its_handshake_and_answers_on(

@@ -12,7 +12,7 @@ from served_tasks import SECRET, CountRows, pool_of, served
 
 from composer_mesh.plugins.openenv.server.app import make_app
 from composer_mesh.plugins.openenv.server.validation import MOST_REQUEST_BYTES
-from composer_mesh.services.web.access import Access
+from composer_mesh.services.web.http_server import Access
 
 TOKEN = "a token of this test"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}

@@ -10,8 +10,7 @@ from typing import Any, get_args
 from guides import Guide
 
 from composer_mesh.configs.tracking import TrackerSection, TrackingConfig
-from composer_mesh.services.trackers.delivery import MOST_FAILURES
-from composer_mesh.services.trackers.names import NAMES
+from composer_mesh.services.trackers.delivery import MOST_FAILURES, NAMES
 from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
 
 PAGE = Guide.read("trackers.md")

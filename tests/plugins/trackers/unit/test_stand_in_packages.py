@@ -53,7 +53,7 @@ def test_a_resumed_run_has_its_earlier_id_in_wandb(tracker_of: Any, tmp_path: Pa
         return SimpleNamespace(url="https://example.invalid/run")
 
     wandb = stand_in("wandb", init=init, Settings=lambda **_: None)
-    module = tracker_of("to_wandb", wandb=wandb)
+    module = tracker_of("experiments", wandb=wandb)
     for folder in ("one", "one", "other"):
         module.WandbTracker(WandbTracking(type="wandb")).start(
             TrackedRun("unit", tmp_path / folder, {})

@@ -20,10 +20,13 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.services.checks.accepting import check_run_trackers
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView
-from composer_mesh.services.trackers.delivery import MOST_FAILURES, Delivery
-from composer_mesh.services.trackers.making import check_trackers
-from composer_mesh.services.trackers.names import NAMES, Names, name_of
-from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, TrackerRefused
+from composer_mesh.services.trackers.delivery import MOST_FAILURES, NAMES, Delivery, Names, name_of
+from composer_mesh.services.trackers.port import (
+    TrackedRun,
+    TrackedStep,
+    TrackerRefused,
+    check_trackers,
+)
 
 RUN = TrackedRun("unit", Path("nowhere"), {})
 LONG_S = 60.0

@@ -24,7 +24,7 @@ from composer_mesh.services.directory.report import wilson_interval
 from composer_mesh.services.evaluation.by_mesh import play_heldout
 from composer_mesh.services.evaluation.command import (
     LEDGER_FILE,
-    evaluate_endpoint,
+    evaluate_in_process,
     left_of,
     report,
 )
@@ -80,8 +80,9 @@ def play(tmp_path: Path, config: Config, toolbox: ToolboxTask) -> Play:
         left = left_of(tmp_path, range(episodes))
         signals = CommandSignals()
         with signals.caught():
-            return evaluate_endpoint(
-                *(config, toolbox, tmp_path, left, samples, ENDPOINT, 5.0, signals),
+            return evaluate_in_process(
+                *(config, toolbox, tmp_path, left, samples, ENDPOINT, signals),
+                timeout_s=5.0,
                 transport=model,
                 max_usd=max_usd,
             )
