@@ -29,7 +29,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.plugins.dashboard import rollout_views, run_views
 from composer_mesh.plugins.dashboard.access import Guard, Sessions, UserOf, local_path
 from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
-from composer_mesh.plugins.dashboard.charts import charts_of_runs
+from composer_mesh.plugins.dashboard.charts import charts_of_run, charts_of_runs
 from composer_mesh.plugins.dashboard.live import LiveConnections, PageParts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import OpenRun, open_run
 from composer_mesh.plugins.dashboard.pages import render
@@ -177,13 +177,18 @@ class _Pages:
         """Return what the templates of these parts of a run's page show, and nothing for others."""
         summary, run = self._on.found(request)
         query, named, root = request.query_params, request.path_params, summary.root
+        options = ChartOptions.of(query)
         made: dict[str, Callable[[], dict[str, Any]]] = {
             "figures": lambda: run_views.figures_of(summary, run),
-            "charts": lambda: run_views.charts(summary, run, ChartOptions.of(query)),
-            "choices": lambda: _chart_choices(ChartOptions.of(query)),
+            "charts": lambda: {
+                "charts": charts_of_run(
+                    run.columns, summary.evaluations, options.axis, options.smoothing
+                )
+            },
+            "choices": lambda: _chart_choices(options),
             "actors": lambda: run_views.mesh(summary, run),
             "mesh": lambda: run_views.mesh(summary, run),
-            "timeline": lambda: run_views.timeline(run, run_views.steps_wanted(query.get("steps"))),
+            "timeline": lambda: run_views.timeline(run, query.get("steps")),
             "events": lambda: run_views.events(run, query.get("kind", ""), page_of(query)),
             "rollouts": lambda: rollout_views.rollout_list(root, RolloutFilter.of(query)),
             "rollout": lambda: rollout_views.rollout(

@@ -296,12 +296,4 @@ def _text(token: int, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return f"·{token}"
     text = tokenizer.decode([token], skip_special_tokens=False) or f"·{token}"
-    return "".join("↵\n" if part == "\n" else plain_text(part) for part in _by_lines(text))
-
-
-def _by_lines(text: str) -> list[str]:
-    return [part for line in text.splitlines(keepends=True) for part in _with_end(line)]
-
-
-def _with_end(line: str) -> list[str]:
-    return [line[:-1], "\n"] if line.endswith("\n") else [line]
+    return "↵\n".join(plain_text(line) for line in text.split("\n"))

@@ -17,9 +17,8 @@ from markupsafe import Markup, escape
 
 from composer_mesh.configs.load import TomlRefused, read_text
 from composer_mesh.plugins.dashboard.catalog import RunSummary
-from composer_mesh.plugins.dashboard.charts import Chart, charts_of_run
+from composer_mesh.plugins.dashboard.charts import Chart
 from composer_mesh.plugins.dashboard.open_runs import OpenRun
-from composer_mesh.plugins.dashboard.requests import ChartOptions
 from composer_mesh.plugins.dashboard.series import Columns, curve
 from composer_mesh.services.directory.resume import CONFIG_FILE
 from composer_mesh.services.inspection.events_command import further
@@ -190,12 +189,6 @@ def figures_of(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
     }
 
 
-def charts(summary: RunSummary, run: OpenRun, options: ChartOptions) -> dict[str, Any]:
-    """Return the charts of a run."""
-    found = charts_of_run(run.columns, summary.evaluations, options.axis, options.smoothing)
-    return {"charts": found}
-
-
 def mesh(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
     """Return the tree of a live run, and what happened to its actors lately."""
     about = run.mesh() if summary.live or summary.state == "silent" else None
@@ -264,8 +257,9 @@ def _process(process: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def timeline(run: OpenRun, steps: int) -> dict[str, Any]:
-    """Return the lanes of the last steps."""
+def timeline(run: OpenRun, wanted: str | None) -> dict[str, Any]:
+    """Return the lanes of the last steps, as many as are wanted if that is one of the choices."""
+    steps = next((one for one in TIMELINE_STEPS if str(one) == wanted), TIMELINE_STEPS[1])
     found = timeline_of(run.timeline(steps))
     return {"timeline": found, "timeline_steps": steps, "choices": TIMELINE_STEPS}
 
@@ -305,10 +299,6 @@ def config_text(root: Path) -> str:
         return read_text(root / CONFIG_FILE)
     except (OSError, TomlRefused) as error:
         return f"# {CONFIG_FILE} cannot be read: {error}"
-
-
-def steps_wanted(text: str | None, known: Sequence[int] = TIMELINE_STEPS) -> int:
-    return next((one for one in known if str(one) == text), known[1])
 
 
 PAIRS = 25

@@ -336,9 +336,7 @@ def evaluate_in_process(
             return await _played(evaluation, left, samples)
 
     try:
-        with RunStore(output, config) as store, local_judges(config, output, transport) as judges:
-            if judges is not None:
-                task.use_judges(judges)
+        with RunStore(output, config) as store, local_judges(config, task, output, transport):
             return asyncio.run(until_interrupted(play(store), signals))
     except ProviderError as error:
         raise EvalRefused(error.for_role("judge", "judges")) from None
