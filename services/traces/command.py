@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -229,8 +229,8 @@ def export(reader: RunReader, rows: Sequence[Listed], kind: Format, folder: Path
     done = Exported(files)
     drafts = [file.with_name(f".{file.name}{DRAFT}") for file in files]
     try:
-        with ExitStack() as closing:
-            traces, pairs = (_opened(open_sink, draft, closing) for draft in drafts)
+        traces_draft, pairs_draft = drafts
+        with closing(open_sink(traces_draft)) as traces, closing(open_sink(pairs_draft)) as pairs:
             _write(reader, rows, traces, pairs, done)
         for draft, file in zip(drafts, files, strict=True):
             draft.rename(file)
@@ -252,12 +252,6 @@ def sink_of(kind: Format) -> Callable[[Path], Sink]:
             "pip install 'composer-mesh[export]', or write --format jsonl"
         ) from None
     return Parquet
-
-
-def _opened(open_sink: Callable[[Path], Sink], path: Path, closing: ExitStack) -> Sink:
-    sink = open_sink(path)
-    closing.callback(sink.close)
-    return sink
 
 
 def _write(

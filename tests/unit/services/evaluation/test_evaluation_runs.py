@@ -1,6 +1,7 @@
 """Evaluations are stored as they go, and a resumed one plays only what is missing.
 
 `eval` takes a config, a run of this account, a model folder or a URL, or states a reason.
+`--policy` plays a task's gold actions, or empty answers, without a model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.money import Prices, dollars
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services import cli
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.report import wilson_interval
 from composer_mesh.services.evaluation.by_mesh import play_heldout
@@ -324,3 +326,67 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
     assert main(["eval", *words]) == 2
     assert why in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir() if one.name != "runs"] == []
+
+
+TASK = """
+import random
+from composer_mesh import Row, Task, Transcript, reward
+
+
+class Sums(Task):
+    def generate(self, rng: random.Random) -> Row:
+        return {"a": rng.randint(1, 999)}
+
+    def prompt(self, row: Row) -> str:
+        return f"What is {row['a']} plus 1?"
+
+    @reward
+    def correct(self, transcript: Transcript) -> float:
+        return float(transcript.answer == str(transcript.row["a"] + 1))
+
+
+class Solved(Sums):
+    def gold(self, row: Row) -> list[str]:
+        return [str(row["a"] + 1)]
+"""
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.py").write_text(TASK)
+    path = tmp_path / "sums.toml"
+    path.write_text('[run]\nname = "s"\nsteps = 1\n[data]\ntask = "sums.py:Solved"\n')
+    return path
+
+
+@pytest.mark.parametrize(("policy", "share"), [("gold", 1.0), ("empty", 0.0)])
+def test_a_scripted_policy_is_scored_without_a_model(
+    sums: Path, tmp_path: Path, policy: str, share: float
+) -> None:
+    figures = tmp_path / "figures.json"
+    line = ["eval", str(sums), "--policy", policy, "--json", str(figures)]
+    assert cli.main([*line, "--set", "eval.episodes=3"]) == 0
+    found = json.loads(figures.read_text())
+    assert found["tasks"]["solved"]["success"]["mean"] == share
+    assert found["tasks"]["solved"]["episodes"] == 3
+    assert json.loads((tmp_path / "runs/s-eval" / ABOUT_FILE).read_text())["model"] == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--set", "data.task=sums.py:Sums"], "states no gold actions: define gold"),
+        (["--samples", "2", "--set", "eval.temperature=1.0"], "always acts the same"),
+    ],
+)
+def test_a_scripted_policy_that_cannot_be_played_is_refused_before_anything_is_stored(
+    sums: Path,
+    tmp_path: Path,
+    options: list[str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["eval", str(sums), "--policy", "gold", *options]) == 2
+    assert reason in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "runs").exists()
