@@ -18,7 +18,6 @@ from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
-from composer_mesh.plugins.ablation.outcomes import FINISHED, Cost, RunOutcome
 from composer_mesh.plugins.ablation.page import (
     DIFFICULTY_FILE,
     PAGE_FILE,
@@ -29,16 +28,18 @@ from composer_mesh.plugins.ablation.page import (
     report_table,
     write_page,
 )
-from composer_mesh.plugins.ablation.plan import Ablation, Train, run_ablation
+from composer_mesh.plugins.ablation.plan import Ablation, Study, Train, run_ablation
 from composer_mesh.plugins.ablation.report import (
+    FINISHED,
     LARGEST_REPORT,
     REPORT_FILE,
+    Cost,
+    RunOutcome,
     settings_of,
     study_report,
     unfinished,
     write_report,
 )
-from composer_mesh.plugins.ablation.settings import Study
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.directory.report import Evaluation
 

@@ -8,8 +8,13 @@ from pathlib import Path
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.paths import pinned_as
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.ablation.plan import CHANNELS_OF, TARGET, refuse_other_runs
-from composer_mesh.plugins.ablation.settings import Varied, plan_study
+from composer_mesh.plugins.ablation.plan import (
+    CHANNELS_OF,
+    TARGET,
+    Varied,
+    plan_study,
+    refuse_other_runs,
+)
 from composer_mesh.services.checks.accepting import (
     UsageError,
     accepted,
@@ -17,8 +22,7 @@ from composer_mesh.services.checks.accepting import (
     listed,
     numbers,
 )
-from composer_mesh.services.commands.arguments import add_set
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import add_set, command
 from composer_mesh.services.commands.training import refuse_an_island, start
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.resume import pinned

@@ -118,6 +118,7 @@ def paired(values: Mapping[int, float], others: Mapping[int, float]) -> list[flo
     return [values[seed] - others[seed] for seed in sorted(values.keys() & others.keys())]
 
 
+NORMAL = statistics.NormalDist()
 POWER = 0.8
 """Chance to see a true difference, at a two-sided level of 5 %."""
 PIECES = 2000
@@ -154,7 +155,7 @@ def power_of(difference: float, deviation: float, seeds: int) -> float:
 
     def outside(ratio: float) -> float:
         """Of the estimated over the true deviation: the chance beyond either end."""
-        return _normal(shift - critical * ratio) + _normal(-shift - critical * ratio)
+        return NORMAL.cdf(shift - critical * ratio) + NORMAL.cdf(-shift - critical * ratio)
 
     # The ratio's square is chi-squared over its degrees of freedom.
     log_scale = math.log(2) + degrees / 2 * math.log(degrees / 2) - math.lgamma(degrees / 2)
@@ -230,8 +231,3 @@ def power_line(seeds: int, deviation: Deviation | None) -> str:
 
 def _per_seed(arm: Mapping[str, Any]) -> dict[int, float]:
     return {int(seed): float(value) for seed, value in arm["mean_over_run"]["per_seed"].items()}
-
-
-def _normal(value: float) -> float:
-    """Return the normal distribution function."""
-    return 0.5 * math.erfc(-value / math.sqrt(2))

@@ -9,7 +9,7 @@ matplotlib objects and no global state.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from composer_mesh.plugins.ablation.plan import BASELINE
 from composer_mesh.plugins.ablation.report import settings_of
 from composer_mesh.services.inspection.page import plain_text
 
-TITLES = {"neither": "neither", "both": "both"}
 NEVER = "never"
 
 Arm = Mapping[str, Any]
@@ -36,7 +35,7 @@ Rows = list[list[str]]
 
 def title_of(arm: str) -> str:
     """Return the heading of an arm: that of a single channel is its name with a plus."""
-    return TITLES.get(arm, f"+{arm}")
+    return arm if arm in ("neither", "both") else f"+{arm}"
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
@@ -60,7 +59,7 @@ def step_rows(report: Mapping[str, Any]) -> Rows:
     arms = report["arms"]
     curves = {arm: {point["step"]: point for point in arms[arm]["curve"]} for arm in arms}
     steps = sorted({step for points in curves.values() for step in points})
-    return [[str(step), *(_share(curves[arm].get(step)) for arm in arms)] for step in steps]
+    return [[str(step), *(_estimate(curves[arm].get(step)) for arm in arms)] for step in steps]
 
 
 def summary_rows(report: Mapping[str, Any]) -> Rows:
@@ -69,11 +68,11 @@ def summary_rows(report: Mapping[str, Any]) -> Rows:
     rows = [
         [f"steps to {report['target']:.0%}", *map(_steps, arms)],
         ["of each seed", *map(_steps_of_seeds, arms)],
-        ["minus neither", *(_difference(arm["steps_minus_neither"]) for arm in arms)],
-        ["mean over run", *(_share(arm["mean_over_run"]) for arm in arms)],
-        ["minus neither", *(_points(arm["minus_neither"]) for arm in arms)],
-        ["last", *(_share(arm["final"]) for arm in arms)],
-        ["minus neither", *(_points(arm["final_minus_neither"]) for arm in arms)],
+        ["minus neither", *(_estimate(arm["steps_minus_neither"], "+", 1) for arm in arms)],
+        ["mean over run", *(_estimate(arm["mean_over_run"]) for arm in arms)],
+        ["minus neither", *(_estimate(arm["minus_neither"], "+") for arm in arms)],
+        ["last", *(_estimate(arm["final"]) for arm in arms)],
+        ["minus neither", *(_estimate(arm["final_minus_neither"], "+") for arm in arms)],
     ]
     for label, name, form in (
         ("tokens a point", "tokens", ",.0f"),
@@ -113,29 +112,15 @@ def _priced(usd_per_hour: float | None) -> str:
     return "" if usd_per_hour is None else f", and of the machine at ${usd_per_hour:g} an hour"
 
 
-def _share(estimate: Mapping[str, Any] | None) -> str:
+def _estimate(estimate: Mapping[str, Any] | None, sign: str = "", scale: int = 100) -> str:
+    """Format a mean and its interval: as a share in percent, or with `sign` as a difference."""
     if estimate is None or estimate["mean"] is None:
         return "-"
-    return f"{100 * estimate['mean']:.1f}%" + _interval(estimate["interval_95"], "", 100)
-
-
-def _points(estimate: Mapping[str, Any] | None) -> str:
-    if estimate is None or estimate["mean"] is None:
-        return "-"
-    return f"{100 * estimate['mean']:+.1f}" + _interval(estimate["interval_95"], "+", 100)
-
-
-def _difference(estimate: Mapping[str, Any] | None) -> str:
-    if estimate is None or estimate["mean"] is None:
-        return "-"
-    return f"{estimate['mean']:+.1f}" + _interval(estimate["interval_95"], "+", 1)
-
-
-def _interval(ends: Sequence[float] | None, sign: str, scale: int) -> str:
-    if ends is None:
-        return ""
-    low, high = (scale * end for end in ends)
-    return f" {low:{sign}.0f}..{high:{sign}.0f}"
+    shown = f"{scale * estimate['mean']:{sign}.1f}" + ("" if sign else "%")
+    if estimate["interval_95"] is None:
+        return shown
+    low, high = (scale * end for end in estimate["interval_95"])
+    return f"{shown} {low:{sign}.0f}..{high:{sign}.0f}"
 
 
 def _steps(arm: Arm) -> str:
@@ -166,13 +151,16 @@ def draw_ablation(report: Mapping[str, Any], path: Path) -> None:
     """Write the plot to `path` atomically; an arm without a finished run has no curve."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(9, 7.5), dpi=150, layout=layout, facecolor="white")
-    canvas = FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, len(report["arms"]), height_ratios=(2.2, 1))
     _draw_means(figure.add_subplot(grid[0, :]), report)
     for column, arm in enumerate(report["arms"]):
         _draw_arm(figure.add_subplot(grid[1, column]), arm, report)
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
     picture = io.BytesIO()
-    canvas.print_png(picture)
+    FigureCanvasAgg(figure).print_png(picture)
     write_whole(path, picture.getvalue())
 
 
@@ -268,13 +256,10 @@ def draw_difficulty(report: Mapping[str, Any], path: Path) -> None:
     figure = Figure(
         figsize=(6 * len(panels), 4.5), dpi=150, layout="constrained", facecolor="white"
     )
-    canvas = FigureCanvasAgg(figure)
     rows = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, settings) in zip(rows, panels.items(), strict=True):
         _draw_panel(axes, title, settings, report["difficulty"])
-    picture = io.BytesIO()
-    canvas.print_png(picture)
-    write_whole(path, picture.getvalue())
+    _write(figure, path)
 
 
 def _draw_panel(axes: Axes, title: str, settings: list[Mapping[str, Any]], key: str) -> None:

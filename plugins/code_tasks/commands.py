@@ -5,8 +5,7 @@ import functools
 from pathlib import Path
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.arguments import seconds
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import command, seconds
 
 
 def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Who may see the page: the token as a cookie, which a link or a form sets; and what a page may do.
 
-`web.access` checks the Host that a request names, and the Origin of other pages. Behind it,
+`web.http_server` checks the Host that a request names, and the Origin of other pages. Behind it,
 requests bring the token: as a bearer, as the cookie, or once as `?token=` of the link that the
 command prints. Without a token only the user who started the server, and root, may ask, since run
 directories are their owner's alone. Requests that change a run need the Origin of this very page

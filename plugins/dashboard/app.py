@@ -1,4 +1,4 @@
-"""The application: addresses, the pages behind them, and their live parts.
+"""The application: its options, addresses, the pages behind them, their live parts, its command.
 
 Reads are GET and change nothing. `POST` exists for the token, and with `control` to stop and scale
 a run. Handlers are plain functions, which Starlette runs in threads, since they read files.
@@ -7,8 +7,11 @@ a run. Handlers are plain functions, which Starlette runs in threads, since they
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+import secrets
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +26,12 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.plugins.dashboard import replay_views, rollout_views, run_views
+from composer_mesh.plugins.dashboard import rollout_views, run_views
 from composer_mesh.plugins.dashboard.access import Guard, Sessions, UserOf, local_path
 from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
-from composer_mesh.plugins.dashboard.charts import charts_of_runs
+from composer_mesh.plugins.dashboard.charts import charts_of_run, charts_of_runs
 from composer_mesh.plugins.dashboard.live import LiveConnections, PageParts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import OpenRun, open_run
-from composer_mesh.plugins.dashboard.options import DashboardOptions
 from composer_mesh.plugins.dashboard.pages import render
 from composer_mesh.plugins.dashboard.requests import (
     SMOOTHINGS,
@@ -44,6 +46,27 @@ from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.scale_command import read_sizes
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
+from composer_mesh.services.web.http_server import Access, http_config, listening, listening_socket
+from composer_mesh.services.web.options import ListenOptions, ServeRefused, checked_token
+
+TOKEN_BYTES = 24
+
+
+class DashboardOptions(ListenOptions):
+    """Where the runs are, and where the page is served; `control` lets it stop and scale runs."""
+
+    folder: Path
+    port: int = 8200
+    control: bool = False
+
+    def token(self, token_env: str | None) -> str:
+        """Return the token that visitors need; empty on loopback, where nothing can be changed.
+
+        With `control` there is always one: it is made where none is named. Raises ServeRefused.
+        """
+        found = checked_token(self, token_env)
+        return found or (secrets.token_urlsafe(TOKEN_BYTES) if self.control else "")
+
 
 STATIC = Path(__file__).parent / "static"
 MOST_COMPARED = 8
@@ -154,20 +177,25 @@ class _Pages:
         """Return what the templates of these parts of a run's page show, and nothing for others."""
         summary, run = self._on.found(request)
         query, named, root = request.query_params, request.path_params, summary.root
+        options = ChartOptions.of(query)
         made: dict[str, Callable[[], dict[str, Any]]] = {
             "figures": lambda: run_views.figures_of(summary, run),
-            "charts": lambda: run_views.charts(summary, run, ChartOptions.of(query)),
-            "choices": lambda: _chart_choices(ChartOptions.of(query)),
+            "charts": lambda: {
+                "charts": charts_of_run(
+                    run.columns, summary.evaluations, options.axis, options.smoothing
+                )
+            },
+            "choices": lambda: _chart_choices(options),
             "actors": lambda: run_views.mesh(summary, run),
             "mesh": lambda: run_views.mesh(summary, run),
-            "timeline": lambda: run_views.timeline(run, run_views.steps_wanted(query.get("steps"))),
+            "timeline": lambda: run_views.timeline(run, query.get("steps")),
             "events": lambda: run_views.events(run, query.get("kind", ""), page_of(query)),
             "rollouts": lambda: rollout_views.rollout_list(root, RolloutFilter.of(query)),
             "rollout": lambda: rollout_views.rollout(
                 root, named["trace"], colouring_of(query), query.get("full") == "1"
             ),
             "group": lambda: rollout_views.group(root, named["group"]),
-            "replay": lambda: replay_views.replay(root, run, page_of(query)),
+            "replay": lambda: run_views.replay(root, run, page_of(query)),
             "config": lambda: {"text": run_views.config_text(root)},
         }
         found: dict[str, Any] = {"summary": summary}
@@ -269,3 +297,51 @@ async def _form(request: Request) -> Mapping[str, Any]:
     if int(request.headers.get("content-length") or LONGEST_FORM + 1) > LONGEST_FORM:
         raise HTTPException(413, f"send at most {LONGEST_FORM} bytes, with their length")
     return dict(parse_qsl((await request.body()).decode(errors="replace")))
+
+
+CLOSING_S = 2
+
+
+def dashboard_command(
+    options: DashboardOptions, token_env: str | None, say: Callable[[str], None]
+) -> int:
+    """Serve the runs of a folder until a signal ends it; return the exit status.
+
+    Raises ServeRefused before anything starts.
+    """
+    if not options.folder.is_dir():
+        raise ServeRefused(
+            f"{options.folder} is no folder: name the one that holds your runs, or a run"
+        )
+    token = options.token(token_env)
+    asyncio.run(_until_a_signal(options, token, say))
+    return 0
+
+
+async def _until_a_signal(
+    options: DashboardOptions, token: str, say: Callable[[str], None]
+) -> None:
+    ended = asyncio.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(one, ended.set)
+    async with serving(options, token) as port:
+        name = f"[{options.host}]" if ":" in options.host else options.host
+        made = f"?token={token}" if token and options.control else ""
+        say(f"dashboard of {options.folder}: http://{name}:{port}/{made}  (Ctrl-C ends it)")
+        await ended.wait()
+
+
+@asynccontextmanager
+async def serving(options: DashboardOptions, token: str) -> AsyncIterator[int]:
+    """Serve for a block; yields the port."""
+    dashboard = Dashboard.of(options, Sessions(token))
+    threading.Thread(target=dashboard.catalog.read_all, name="runs", daemon=True).start()
+    app = Access(make_app(dashboard), options.names, "")
+
+    def close_streams() -> None:
+        dashboard.live.closing = True
+
+    with listening_socket(options.host, options.port) as listener:
+        config = http_config(app, CLOSING_S)
+        async with listening(config, listener, before_end=close_streams) as port:
+            yield port

@@ -7,8 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.arguments import add_listen, first_refused_option
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import add_listen, command, first_refused_option
 from composer_mesh.services.directory.claim import RUNS, output_path
 
 
@@ -30,10 +29,12 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
 @command("runs, rollouts and comparisons in a browser, live", _add_dashboard, many_files=True)
 def dashboard(arguments: argparse.Namespace) -> int:
     """Serve a page of the runs below a folder until Ctrl-C."""
-    from composer_mesh.plugins.dashboard.options import NEEDED, DashboardOptions
     from composer_mesh.services.web.options import ServeRefused, check_installed
 
     try:
+        check_installed({name: name for name in ("starlette", "uvicorn")}, "dashboard")
+        from composer_mesh.plugins.dashboard.app import DashboardOptions, dashboard_command
+
         options = DashboardOptions(
             folder=arguments.runs,
             host=arguments.host,
@@ -42,9 +43,6 @@ def dashboard(arguments: argparse.Namespace) -> int:
             any_address=arguments.any_address,
             control=arguments.control,
         )
-        check_installed(NEEDED, "dashboard")
-        from composer_mesh.plugins.dashboard.command import dashboard_command
-
         say = functools.partial(print, flush=True)
         return dashboard_command(options, arguments.token_env, say)
     except ValidationError as error:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import urlencode
 
 from composer_mesh.plugins.dashboard.catalog import RunSummary
 from composer_mesh.plugins.dashboard.series import AXES, Axis
-from composer_mesh.plugins.dashboard.tokens import COLOURINGS, Colouring
 from composer_mesh.services.store.rows import GroupState, Where
 
+Colouring = Literal["none", "logprob", "version", "advantage", "divergence"]
+COLOURINGS: tuple[Colouring, ...] = ("none", "logprob", "version", "advantage", "divergence")
 PAGE_SIZE = 50
 MOST_PAGES = 1_000_000
 LONGEST_DIGITS = 12

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from composer_mesh.services.commands.arguments import add_set
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import add_set, command
 from composer_mesh.services.commands.training import train
 from composer_mesh.services.directory.claim import output_path
 from composer_mesh.services.schedule.stopping import CommandSignals

@@ -7,13 +7,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.arguments import (
+from composer_mesh.services.commands.parser import (
     add_listen,
     add_set,
+    command,
     first_refused_option,
     seconds,
 )
-from composer_mesh.services.commands.parser import command
 
 
 def _add_serve_env(parser: argparse.ArgumentParser) -> None:

@@ -104,14 +104,15 @@ def job_state(job: str) -> JobState:
     return _of_the_past(job)
 
 
-def cancel_job(job: str) -> None:
-    """Cancel a job at once; one that has ended is no error. Raises `LaunchFailed`."""
-    _signal(["scancel", job])
+def cancel_job(job: str, *how: str) -> None:
+    """Cancel a job, at once or as `how` says; one that has ended is no error.
 
-
-def terminate_job(job: str) -> None:
-    """Send SIGTERM to the script of a job alone. Raises `LaunchFailed`."""
-    _signal(["scancel", "--batch", "--signal=TERM", job])
+    Raises `LaunchFailed`.
+    """
+    said = _run(["scancel", *how, job])
+    over = FORGOTTEN.search(said.stderr) or "already complet" in said.stderr
+    if said.status and not over:
+        raise LaunchFailed(f"{' '.join(['scancel', *how, job])} failed: {said.stderr.strip()}")
 
 
 def submit_job(command: Sequence[str]) -> str:
@@ -135,13 +136,6 @@ def _of_the_past(job: str) -> JobState:
     if not word:
         return JobState("ended", "not known to Slurm any more")
     return JobState(state_of(word), word)
-
-
-def _signal(command: Sequence[str]) -> None:
-    said = _run(command)
-    over = FORGOTTEN.search(said.stderr) or "already complet" in said.stderr
-    if said.status and not over:
-        raise LaunchFailed(f"{' '.join(command)} failed: {said.stderr.strip()}")
 
 
 def _run(command: Sequence[str]) -> FinishedProgram:
@@ -239,7 +233,7 @@ class SlurmLauncher:
         self.stopping(handle)
         job = _job(handle)
         if grace_s > 0 and job_state(job).state in ("running", "unknown"):
-            terminate_job(job)
+            cancel_job(job, "--batch", "--signal=TERM")  # SIGTERM to its script alone
             if self._ends_within(handle, grace_s).state == "ended":
                 return
         cancel_job(_job(handle))

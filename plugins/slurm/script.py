@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.configs.cluster import SlurmConfig
@@ -35,41 +34,21 @@ from composer_mesh.services.launch.workers import (
 )
 
 
-@dataclass(frozen=True)
 class JobFiles:
-    """Paths of the files that a run's job reads and writes; all hosts share them."""
+    """Paths of the files that a run's job reads and writes; all hosts share them.
 
-    run: Path
+    `script` is that for sbatch, `log` has the output of the controller and messages of the job,
+    `job` the id of the current or last job, and `queued_at` the step after which it was last queued
+    again. `stopping` marks a run that is being stopped for good: no job resumes it. All but the log
+    and the run are in `folder`.
+    """
 
-    @property
-    def folder(self) -> Path:
-        """The folder of all other files."""
-        return self.run / FOLDER
-
-    @property
-    def script(self) -> Path:
-        """The script for sbatch."""
-        return self.folder / "job.sbatch"
-
-    @property
-    def log(self) -> Path:
-        """The output of the controller and messages of the job."""
-        return log_file(self.run)
-
-    @property
-    def job(self) -> Path:
-        """The id of the current or last job."""
-        return self.folder / "slurm-job"
-
-    @property
-    def stopping(self) -> Path:
-        """Marker of a run that is being stopped for good: no job resumes it."""
-        return self.folder / "stopping"
-
-    @property
-    def queued_at(self) -> Path:
-        """The step after which the job was last queued again."""
-        return self.folder / "queued-again-at"
+    def __init__(self, run: Path) -> None:
+        self.run, self.folder, self.log = run, run / FOLDER, log_file(run)
+        self.script = self.folder / "job.sbatch"
+        self.job = self.folder / "slurm-job"
+        self.stopping = self.folder / "stopping"
+        self.queued_at = self.folder / "queued-again-at"
 
 
 MIB = 2**20

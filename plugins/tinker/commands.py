@@ -18,8 +18,12 @@ from composer_mesh.planning.placement_solver import with_checkpointing
 from composer_mesh.services.checks.accepting import UsageError, check_policy_files, use_umask
 from composer_mesh.services.checks.hub import download_models, with_models
 from composer_mesh.services.checks.keys import held_keys
-from composer_mesh.services.commands.arguments import add_address, add_config, first_refused_option
-from composer_mesh.services.commands.parser import command
+from composer_mesh.services.commands.parser import (
+    add_address,
+    add_config,
+    command,
+    first_refused_option,
+)
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.pool.process_placement import ProcessPlacements

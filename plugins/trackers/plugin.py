@@ -4,10 +4,10 @@ _FOLDER = "composer_mesh.plugins.trackers"
 
 TABLE = {
     "trackers": {
-        "tensorboard": f"{_FOLDER}.to_tensorboard:TensorboardTracker",
-        "wandb": f"{_FOLDER}.to_wandb:WandbTracker",
-        "mlflow": f"{_FOLDER}.to_mlflow:MlflowTracker",
-        "trackio": f"{_FOLDER}.to_trackio:TrackioTracker",
+        "tensorboard": f"{_FOLDER}.experiments:TensorboardTracker",
+        "wandb": f"{_FOLDER}.experiments:WandbTracker",
+        "mlflow": f"{_FOLDER}.experiments:MlflowTracker",
+        "trackio": f"{_FOLDER}.experiments:TrackioTracker",
         "prometheus": f"{_FOLDER}.to_prometheus:PrometheusTracker",
         "opentelemetry": f"{_FOLDER}.to_opentelemetry:OpentelemetryTracker",
     },

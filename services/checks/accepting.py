@@ -34,8 +34,7 @@ from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
-from composer_mesh.services.trackers.making import check_trackers, custom_class
-from composer_mesh.services.trackers.port import TrackerRefused
+from composer_mesh.services.trackers.port import TrackerRefused, check_trackers, custom_class
 from composer_mesh.tasks.loading import make_task, make_workflow
 
 

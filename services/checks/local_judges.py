@@ -17,6 +17,7 @@ from composer_mesh.actors.panel.panel import TeacherPanel
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply, reply_of
+from composer_mesh.tasks.task import Task
 
 
 class LocalJudges:
@@ -33,22 +34,23 @@ class LocalJudges:
 
 @contextmanager
 def local_judges(
-    config: Config, run: Path | None, transport: httpx.AsyncBaseTransport | None = None
-) -> Iterator[LocalJudges | None]:
-    """Open the judges of a config while the block runs; None where it has none.
+    config: Config, task: Task, run: Path | None, transport: httpx.AsyncBaseTransport | None = None
+) -> Iterator[None]:
+    """Give a task the judges of a config, if it has any, while the block runs.
 
     What they cost is written to a ledger in the directory `run`, if one is given. Raises where a
     judge or a file cannot be used. `transport` replaces the network.
     """
     if not config.judges.on:
-        yield None
+        yield
         return
     thread = LoopThread("judges")
     try:
         opening = TeacherPanel.open(judge_settings(config, run), transport=transport)
         panel = thread.run_blocking(opening)
         try:
-            yield LocalJudges(panel, thread)
+            task.use_judges(LocalJudges(panel, thread))
+            yield
         finally:
             thread.run_blocking(panel.aclose())
     finally:

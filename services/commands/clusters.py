@@ -7,8 +7,7 @@ import argparse
 from pathlib import Path
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.arguments import add_config, seconds
-from composer_mesh.services.commands.parser import argument, command
+from composer_mesh.services.commands.parser import add_config, argument, command, seconds
 from composer_mesh.services.directory.claim import output_path
 
 

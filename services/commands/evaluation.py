@@ -19,8 +19,7 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.task import heldout_of
-from composer_mesh.services.commands.arguments import add_set, dollars, seconds
-from composer_mesh.services.commands.parser import argument, command
+from composer_mesh.services.commands.parser import add_set, argument, command, dollars, seconds
 from composer_mesh.services.commands.training import prepare, refuse_or_set_aside
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.resume import pinned, with_chat_date
@@ -112,23 +111,20 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
         left = command.left_of(output, indices)
         command.tell_of_groups(task, arguments.samples)
         code = 0
-        if left and arguments.policy is not None:
-            policy = arguments.policy
-            with serving(config, task):
-                code = command.evaluate_script(config, task, output, left, policy, signals)
-        elif left and target.url is None:
+        actor = arguments.policy if target.url is None else _endpoint(arguments, target)
+        if left and actor is None:
             code = command.evaluate_by_mesh(config, output, left, arguments.samples, signals)
         elif left:
             with serving(config, task):
-                code = command.evaluate_endpoint(
+                code = command.evaluate_in_process(
                     config,
                     task,
                     output,
                     left,
                     arguments.samples,
-                    _endpoint(arguments, target),
-                    arguments.timeout,
+                    actor,
                     signals,
+                    timeout_s=arguments.timeout,
                     max_usd=arguments.max_usd,
                 )
         command.report(output, description, indices, arguments.samples, arguments.json)

@@ -1,4 +1,4 @@
-"""What a command is, and the argument parser that `cli` uses.
+"""What a command is, the argument parser that `cli` uses, and arguments that commands share.
 
 Commands are registered (`configs.plugins`); only the one that is run is imported.
 """
@@ -8,9 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from composer_mesh.configs import plugins
+from composer_mesh.configs.validation import first_error
+from composer_mesh.rollouts.budget import LARGEST_USD
 
 
 @dataclass(frozen=True)
@@ -92,3 +97,68 @@ def _version() -> str:
         return version("composer-mesh")
     except PackageNotFoundError:
         return "of a folder on PYTHONPATH, which is not installed"
+
+
+add_set = argument(
+    "--set",
+    action="append",
+    default=[],
+    metavar="A.B=V",
+    help="override one key; V is a TOML value or bare text; may be given many times",
+)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    add_set(parser)
+
+
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add where a server listens, and which hosts requests may name."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
+    )
+    parser.add_argument(
+        "--port", type=int, default=port, metavar="N", help=f"{port} by default; 0 is a free one"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host that requests may name in addition to --host; may be given many times",
+    )
+    parser.add_argument(
+        "--any-address", action="store_true", help="listen on public addresses too, with a token"
+    )
+
+
+def add_listen(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add where a server listens, who may reach it, and the token for those."""
+    add_address(parser, port)
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable with the token that clients send; needed beyond loopback",
+    )
+
+
+def first_refused_option(error: ValidationError) -> str:
+    """Return what is wrong with the first refused option of a server."""
+    first = first_error(error, with_input=True)
+    name = str(first["loc"][0]).removesuffix("_s").replace("_", "-")
+    return f"--{name} is {first['input']!r}: {first['msg']}"
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+def dollars(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= LARGEST_USD:
+        raise argparse.ArgumentTypeError(f"{text} is no number of dollars from 0 on")
+    return value

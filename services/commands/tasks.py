@@ -7,8 +7,7 @@ import argparse
 import sys
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.arguments import add_set
-from composer_mesh.services.commands.parser import argument, command
+from composer_mesh.services.commands.parser import add_set, argument, command
 from composer_mesh.services.directory.claim import output_path
 
 

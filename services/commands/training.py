@@ -32,8 +32,7 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.checks.hub import hub_remarks
 from composer_mesh.services.checks.task import describe_task, facts_of, heldout_of
-from composer_mesh.services.commands.arguments import add_config
-from composer_mesh.services.commands.parser import Add, argument, command, one_of
+from composer_mesh.services.commands.parser import Add, add_config, argument, command, one_of
 from composer_mesh.services.directory.claim import (
     RUNS,
     claimed,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,7 @@ def events_command(run: Path | None, follow: bool = False, as_json: bool = False
     run = run or live_run(None)
     if not (run / EVENTS_FILE).exists() and not (follow and goes_on(run)):
         raise RunUnavailable(f"{run} holds no {EVENTS_FILE}: name the directory of a run")
-    show = print_json if as_json else Printer(Console(highlight=False))
+    show = print_json if as_json else partial(print_event, Console(highlight=False))
     lines = FollowedLines(run / EVENTS_FILE)
     for line in lines.until_the_end(lambda: follow and goes_on(run), lambda: time.sleep(POLL_S)):
         show(line)
@@ -102,16 +103,10 @@ def _whole_line(file: BinaryIO) -> bytes | None:
     raise UnusableFile(None, "it has a line without an end")
 
 
-class Printer:
-    """Prints events as human-readable lines."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __call__(self, line: str) -> None:
-        event = event_of(line)
-        if event is not None:
-            self._console.print(event_line(event), soft_wrap=True)
+def print_event(console: Console, line: str) -> None:
+    """Print an event as a human-readable line."""
+    if (event := event_of(line)) is not None:
+        console.print(event_line(event), soft_wrap=True)
 
 
 def print_json(line: str) -> None:

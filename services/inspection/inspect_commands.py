@@ -194,17 +194,12 @@ def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
 def tui_command(run: Path | None) -> int:
     """Open Monarch's own terminal interface on a live run, until the user quits it."""
     status = status_of(live_run(run))
-    url = _admin_of(status)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise RunUnavailable("the interface needs a terminal: use composer-mesh tree instead")
-    open_tui(url, TlsFiles.of_status(status.admin_tls))
-    return 0
-
-
-def _admin_of(status: RunStatus) -> str:
     if status.admin_url is None:
         raise RunUnavailable("the run has no admin server yet: ask again in a moment")
-    return status.admin_url
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RunUnavailable("the interface needs a terminal: use composer-mesh tree instead")
+    open_tui(status.admin_url, TlsFiles.of_status(status.admin_tls))
+    return 0
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table | Text:

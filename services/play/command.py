@@ -208,9 +208,7 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
     check_judge_keys(config)
     _print(title_lines(task, options.split, options.episode))
     try:
-        with serving(config, task), local_judges(config, None) as judges:
-            if judges is not None:
-                task.use_judges(judges)
+        with serving(config, task), local_judges(config, task, None):
             play(config, task, options, _policy(task, options.scripted), _print)
     except ProviderError as error:
         raise PlayRefused(error.for_role("judge", "judges")) from None

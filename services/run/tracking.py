@@ -27,10 +27,8 @@ from composer_mesh.services.directory.report import (
     write_summary,
 )
 from composer_mesh.services.steps.ports import Watcher
-from composer_mesh.services.trackers.delivery import Delivery
-from composer_mesh.services.trackers.making import make_tracker
-from composer_mesh.services.trackers.names import Names, of_evaluation, trained_tokens
-from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, Tracker
+from composer_mesh.services.trackers.delivery import Delivery, Names, of_evaluation, trained_tokens
+from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, Tracker, make_tracker
 
 CURVE_FILE = "reward.png"
 

@@ -4,6 +4,10 @@ A connection beyond the limit ends the one that is idle longest; where none is i
 503 and closed. The last places are for the user who started the server: others, idle or not, cannot
 lock the owner out. A request whose headers or body do not arrive in time is answered 408. A
 connection without a request is closed; one whose peer takes nothing of an answer is aborted.
+
+`OpenSocket` is the WebSocket protocol of uvicorn with these bounds, without what only its handshake
+needs: a session is open for long and mostly waits, so what it holds is what bounds the number of
+sessions. The parser of the handshake and the headers of the request are a sixth of that.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -24,8 +28,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
+from wsproto.events import BytesMessage, CloseConnection, TextMessage
 
-from composer_mesh.mesh.json_server import ByteBudget, for_others, most_connections
+from composer_mesh.mesh.json_server import BudgetSpent, ByteBudget, for_others, most_connections
 from composer_mesh.mesh.tcp_peer import ROOT_USER, user_at
 from composer_mesh.services.web.errors import BAD_REQUEST, UNAVAILABLE
 
@@ -304,3 +310,64 @@ class HttpConnection(EndsStalled, H11Protocol):
         if self._closing is None:
             wait_s = self.config.connections.limits.sending_s
             self._closing = self.loop.call_later(wait_s, self.transport.abort)
+
+
+TRY_AGAIN_LATER, LONGEST_REASON = 1013, 120
+"""Of RFC 6455: a status, and the bytes of a reason."""
+
+
+class _Ended:
+    """The handshake of a connection that is open: nothing comes from it any more."""
+
+    def events(self) -> Iterator[Any]:
+        return iter(())
+
+
+_ENDED: Any = _Ended()
+
+
+class OpenSocket(EndsStalled, WSProtocol):
+    """Releases the handshake when a connection has been accepted.
+
+    A message counts among those of its address until the application receives the next.
+    """
+
+    _held = _received = 0
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.accept" and self.handshake_complete:
+            self.conn.handshake = _ENDED
+            self.scope["headers"] = []
+
+    async def receive(self) -> Any:
+        self._hold(-min(self._received, self._held))
+        message: Any = await super().receive()
+        self._received = len(message.get("text") or message.get("bytes") or "")
+        return message
+
+    def handle_message(self, event: TextMessage | BytesMessage) -> None:
+        try:
+            self._hold(len(event.data))
+        except BudgetSpent as spent:
+            self._refuse(str(spent))
+        else:
+            super().handle_message(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._hold(-self._held)
+
+    def _hold(self, count: int) -> None:
+        address = "" if self.client is None else self.client[0]
+        self.config.messages.change(address, count)
+        self._held += count
+
+    def _refuse(self, reason: str) -> None:
+        self.close_sent = True
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": TRY_AGAIN_LATER, "reason": reason}
+        )
+        closing = CloseConnection(code=TRY_AGAIN_LATER, reason=reason[:LONGEST_REASON])
+        self.transport.write(self.conn.send(closing))
+        self.transport.close()

@@ -1,16 +1,26 @@
-"""The listening socket of a server, and uvicorn in the event loop of its caller."""
+"""A server: its socket, uvicorn in its caller's event loop, and who may ask.
+
+A page that a browser of this machine shows can send requests to loopback, and open WebSockets, so
+each request has to name a host of the server, a page has to come from one, and a token has to be
+brought where one is required.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from composer_mesh.mesh.json_server import ByteBudget
 from composer_mesh.services.web.connections import (
@@ -20,6 +30,55 @@ from composer_mesh.services.web.connections import (
     ServerLimits,
 )
 from composer_mesh.services.web.options import ServeRefused
+
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that need no token."""
+
+
+class Access:
+    """Lets requests through that name a known host and bring the token."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str], token: str) -> None:
+        self._app, self._names = app, {name.lower() for name in names}
+        self._expected = f"Bearer {token}".encode() if token else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})
+        else:
+            await JSONResponse({"detail": refusal[1]}, refusal[0])(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = Headers(scope=scope)
+        if (refusal := host_refusal(headers, self._names)) is not None:
+            return refusal
+        if not self._expected or scope["path"] in OPEN_PATHS:
+            return None
+        given = headers.get("authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, self._expected):
+            return 401, "send the token: Authorization: Bearer TOKEN"
+        return None
+
+
+def host_refusal(headers: Headers, names: Collection[str]) -> tuple[int, str] | None:
+    """Return status and text for a request that names another host, or is of another's page."""
+    if _name(f"//{headers.get('host', '')}") not in names:
+        return 421, "no such host here: allow it with --allow-host"
+    if "origin" in headers and _name(headers["origin"]) not in names:
+        return 403, "pages of other hosts may not ask"
+    return None
+
+
+def _name(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").lower()
+    except ValueError:
+        return ""
+
 
 BACKLOG = 4096
 """Connections that wait in the kernel until they are accepted."""

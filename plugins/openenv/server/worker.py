@@ -28,9 +28,8 @@ from composer_mesh.plugins.openenv.server.late_rewards import RewardFile
 from composer_mesh.plugins.openenv.server.mcp import Forwarding, McpSessions
 from composer_mesh.plugins.openenv.server.session import SessionCounts, SessionPool
 from composer_mesh.plugins.openenv.server.validation import MOST_REQUEST_BYTES
-from composer_mesh.services.web.access import Access
-from composer_mesh.services.web.http_server import http_config, listening
-from composer_mesh.services.web.open_sockets import OpenSocket
+from composer_mesh.services.web.connections import OpenSocket
+from composer_mesh.services.web.http_server import Access, http_config, listening
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task_loop import TaskRunner, TooManyBlocked
 

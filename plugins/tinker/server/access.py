@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from composer_mesh.services.web.access import host_refusal
 from composer_mesh.services.web.errors import UNAUTHORIZED
+from composer_mesh.services.web.http_server import host_refusal
 
 CLIENT = "client"
 """Key of a request's state with the client that sent it."""

@@ -21,9 +21,8 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.command import ablate_command
 from composer_mesh.plugins.ablation.page import notes, report_table
-from composer_mesh.plugins.ablation.plan import Ablation, plan_ablation, refuse_other_runs
+from composer_mesh.plugins.ablation.plan import Ablation, Study, plan_ablation, refuse_other_runs
 from composer_mesh.plugins.ablation.report import ablation_report
-from composer_mesh.plugins.ablation.settings import Study
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.status import RunStatus, newest_live_run, write_status
@@ -98,6 +97,22 @@ def test_evaluation_is_a_tenth_of_the_run_unless_it_is_set(
         (["--set", "cluster.kind=slurm"], "a worker serves one run"),
         (["--set", "sdpo.alpha=0"], "arm 'sdpo' needs the channel"),
         (["--set", "replay.beta=0", "--arms", "both"], "arm 'both' needs the channel"),
+        (["--vary", "trainer.lr"], "must be a key and its values"),
+        (["--vary", "trainer.lr=1e-4,"], "must be a key and its values"),
+        (["--vary", "run.seed=1,2"], "use --seeds"),
+        (["--vary", "eval.every=1,2"], "use --eval-every"),
+        (["--vary", "trainer.lr=1e-4,1e-4"], "needs each value once"),
+        (["--vary", "trainer.lr=1", "--difficulty", "trainer.lr=2"], "given twice"),
+        (["--vary", "trainer.lr=1", "--set", "trainer.lr=2"], "given twice"),
+        (["--difficulty", "loss.type=grpo,cispo"], "must be numbers"),
+        (["--vary", "trainer.lr=fast"], "trainer.lr"),
+        (["--vary", "policy.vocab_size=512,512.0"], "policy.vocab_size"),
+        ([str(QUICKSTART)], "each once"),
+        (["--target", "0"], "must be a share of success above 0"),
+        (["--target", "1.5"], "must be a share of success above 0"),
+        (["--deviation", "0"], "must be points of success above 0"),
+        (["--deviation-from", "nowhere"], "is no report of an ablation"),
+        (["--usd-per-hour", "-1"], "must be a price of 0 or more"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_and_leaves_no_directory(

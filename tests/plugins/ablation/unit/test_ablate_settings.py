@@ -20,9 +20,8 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.ablation.command import ablate_command
-from composer_mesh.plugins.ablation.outcomes import outcomes
-from composer_mesh.plugins.ablation.plan import plan_ablation
-from composer_mesh.plugins.ablation.settings import Study, Varied, plan_study
+from composer_mesh.plugins.ablation.plan import Study, Varied, plan_ablation, plan_study
+from composer_mesh.plugins.ablation.report import outcomes
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import Evaluation
@@ -76,40 +75,6 @@ def test_several_configs_are_settings_of_their_own(tmp_path: Path) -> None:
     other.write_text(QUICKSTART.read_text())
     planned = study(files=[QUICKSTART, other])
     assert [one.setting for one in planned.settings] == ["quickstart", "harder"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--vary", "trainer.lr"], "must be a key and its values"),
-        (["--vary", "trainer.lr=1e-4,"], "must be a key and its values"),
-        (["--vary", "run.seed=1,2"], "use --seeds"),
-        (["--vary", "eval.every=1,2"], "use --eval-every"),
-        (["--vary", "trainer.lr=1e-4,1e-4"], "needs each value once"),
-        (["--vary", "trainer.lr=1", "--difficulty", "trainer.lr=2"], "given twice"),
-        (["--vary", "trainer.lr=1", "--set", "trainer.lr=2"], "given twice"),
-        (["--difficulty", "loss.type=grpo,cispo"], "must be numbers"),
-        (["--vary", "trainer.lr=fast"], "trainer.lr"),
-        (["--vary", "policy.vocab_size=512,512.0"], "policy.vocab_size"),
-        ([str(QUICKSTART)], "each once"),
-        (["--target", "0"], "must be a share of success above 0"),
-        (["--target", "1.5"], "must be a share of success above 0"),
-        (["--deviation", "0"], "must be points of success above 0"),
-        (["--deviation-from", "nowhere"], "is no report of an ablation"),
-        (["--usd-per-hour", "-1"], "must be a price of 0 or more"),
-    ],
-)
-def test_settings_that_cannot_be_run_are_refused_before_anything_starts(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["ablate", str(QUICKSTART), *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_settings_of_the_same_directory_are_refused(tmp_path: Path) -> None:

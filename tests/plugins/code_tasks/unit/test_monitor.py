@@ -188,9 +188,7 @@ def monitored(build_config: Any, tmp_path: Path) -> Monitored:
         task = make_task(config)
         assert isinstance(task, CodeTask)
         task.sandbox = ScriptedBoxes(all_right)
-        with local_judges(config, tmp_path) as asked:
-            assert asked is not None
-            task.use_judges(asked)
+        with local_judges(config, task, tmp_path):
             yield task
 
     return opened

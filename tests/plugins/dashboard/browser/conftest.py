@@ -111,8 +111,7 @@ def visit(chromium: Any) -> Iterator[Visit]:
 @contextmanager
 def served(folder: Path, token: str = "", **options: Any) -> Iterator[str]:
     """The dashboard of a folder in a thread of its own; yields its address."""
-    from composer_mesh.plugins.dashboard.command import serving
-    from composer_mesh.plugins.dashboard.options import DashboardOptions
+    from composer_mesh.plugins.dashboard.app import DashboardOptions, serving
 
     loop, ready, ports = asyncio.new_event_loop(), threading.Event(), list[int]()
     ended = asyncio.Event()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dashboard_runs import large_run, small_run
-from hostile_runs import HOSTILE, write
+from dashboards import HOSTILE, write_hostile
 from repository import ROOT
 
 from composer_mesh.plugins.dashboard.report import ReportOptions, report_html
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
     def make() -> None:
         for number in range(3):
             small_run(runs, number)
-        write(runs / "hostile", large_run(runs / "large", 480))
+        write_hostile(runs / "hostile", large_run(runs / "large", 480))
 
     with ThreadPoolExecutor(1) as pool:  # Playwright runs a loop in this thread
         pool.submit(make).result()

@@ -15,8 +15,7 @@ from dashboards import BASE, client, dashboard
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.dashboard import commands
 from composer_mesh.plugins.dashboard.access import local_path
-from composer_mesh.plugins.dashboard.command import serving
-from composer_mesh.plugins.dashboard.options import DashboardOptions
+from composer_mesh.plugins.dashboard.app import DashboardOptions, serving
 from composer_mesh.plugins.openenv.server.command import ServeOptions
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import make_parser
@@ -35,19 +34,22 @@ def runs(tmp_path: Path, build_config: Callable[..., Config]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8200", "127.0.0.1.evil.example", ""]
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 421),
+        ({"host": "evil.example:8200"}, 421),
+        ({"host": "127.0.0.1.evil.example"}, 421),
+        ({"host": ""}, 421),
+        ({"origin": "http://evil.example"}, 403),
+    ],
 )
-async def test_a_name_that_is_not_the_servers_is_refused(runs: Path, host: str) -> None:
+async def test_a_name_that_is_not_the_servers_and_a_page_of_another_origin_are_refused(
+    runs: Path, headers: dict[str, str], status: int
+) -> None:
     """DNS rebinding: the page of another host, whose name now leads to this machine."""
     _, app = dashboard(runs)
-    async with client(app, host=host) as browser:
-        assert (await browser.get("/")).status_code == 421
-
-
-async def test_a_page_of_another_origin_is_refused(runs: Path) -> None:
-    _, app = dashboard(runs)
-    async with client(app, origin="http://evil.example") as browser:
-        assert (await browser.get("/")).status_code == 403
+    async with client(app, **headers) as browser:
+        assert (await browser.get("/")).status_code == status
 
 
 @pytest.mark.parametrize(("token", "status"), [("", 403), (TOKEN, 200)])
@@ -146,12 +148,9 @@ async def test_a_run_is_stopped_and_scaled_by_a_form_of_the_page_only(runs: Path
     assert asked == [("stop", False), {"generator": 3}]
 
 
-def test_control_has_a_token_even_on_loopback(tmp_path: Path) -> None:
+def test_control_has_a_token_even_on_loopback_and_other_machines_need_one(tmp_path: Path) -> None:
     assert DashboardOptions(folder=tmp_path).token(None) == ""
     assert len(DashboardOptions(folder=tmp_path, control=True).token(None)) >= 32
-
-
-def test_other_machines_need_a_token(tmp_path: Path) -> None:
     with pytest.raises(ServeRefused, match="--token-env"):
         DashboardOptions(folder=tmp_path, host="10.0.0.7").token(None)
 

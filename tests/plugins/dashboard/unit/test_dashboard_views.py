@@ -29,9 +29,9 @@ from composer_mesh.plugins.dashboard.charts import Chart, figure, sparkline, tic
 from composer_mesh.plugins.dashboard.live import PageChanges, PageParts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import PacedLook
 from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
+from composer_mesh.plugins.dashboard.rollout_views import advantage_of, tokens_of
+from composer_mesh.plugins.dashboard.run_views import timeline_of
 from composer_mesh.plugins.dashboard.series import Columns, Curve, curve, reduced
-from composer_mesh.plugins.dashboard.timeline import timeline_of
-from composer_mesh.plugins.dashboard.tokens import advantage_of, tokens_of
 from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.store.reading import RunReader

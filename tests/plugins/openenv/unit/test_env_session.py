@@ -32,9 +32,8 @@ from composer_mesh.plugins.openenv.client.wire import ErrorCode, ObservationData
 from composer_mesh.plugins.openenv.server.app import json_text, make_app, serve_socket
 from composer_mesh.plugins.openenv.server.session import EnvSession, SessionCounts
 from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused
-from composer_mesh.services.web.connections import ServerLimits
+from composer_mesh.services.web.connections import TRY_AGAIN_LATER, OpenSocket, ServerLimits
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
-from composer_mesh.services.web.open_sockets import TRY_AGAIN_LATER, OpenSocket
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.task_loop import TaskRunner
 

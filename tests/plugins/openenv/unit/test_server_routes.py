@@ -18,7 +18,7 @@ from composer_mesh.plugins.openenv.server.describe import ROUTES
 from composer_mesh.plugins.openenv.server.mcp import VERSIONS
 from composer_mesh.plugins.openenv.server.validation import MOST_REQUEST_BYTES
 from composer_mesh.services.commands.parser import make_parser
-from composer_mesh.services.web.access import Access
+from composer_mesh.services.web.http_server import Access
 
 TOKEN = "a token of this test"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}

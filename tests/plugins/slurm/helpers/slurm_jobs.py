@@ -1,10 +1,11 @@
-"""The batch job of a run with a fake Slurm and a fake composer-mesh."""
+"""Orders for Slurm, and the batch job of a run with a fake Slurm and a fake composer-mesh."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_slurm import DEADLINE_S, FakeMesh, FakeSlurm
@@ -85,3 +86,21 @@ def said(process: subprocess.Popen[str], words: str) -> None:
     """Wait until a script prints words."""
     assert process.stdout is not None
     assert any(words in line for line in process.stdout), f"ended without '{words}'"
+
+
+Build = Callable[..., Order]
+
+
+@pytest.fixture
+def build(tmp_path: Path, build_config: Callable[..., Config]) -> Build:
+    """An order; keywords are settings of the job, `host` more of each host."""
+
+    def order(host: dict[str, Any] | None = None, **settings: Any) -> Order:
+        config = build_config(
+            cluster={"kind": "slurm", "slurm": settings},
+            placement={"hosts": [HOST | (host or {})]},
+        )
+        hosts = tuple(described_hosts(config.placement))
+        return Order(config, hosts, tmp_path / "run", tmp_path, "/opt/python")
+
+    return order

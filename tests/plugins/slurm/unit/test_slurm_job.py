@@ -21,25 +21,16 @@ from slurm_jobs import Job, ended, job, mesh, said, slurm
 __all__ = ["job", "mesh", "slurm"]
 
 
-def test_the_scripts_are_bash_without_a_complaint(job: Callable[..., Job]) -> None:
-    one = job(setup=["module load cuda"])
+@pytest.mark.parametrize("checker", ["bash -n", "shellcheck --exclude=SC2016 -"])
+def test_the_scripts_are_bash_without_a_complaint(job: Callable[..., Job], checker: str) -> None:
+    command = checker.split()  # without SC2016: values with a $ that must stay one
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed: apt install {command[0]}")
+    one = job(setup=["echo set up"])
     for script in (one.places.script.read_text(), one.reach[2]):
-        checked = subprocess.run(
-            ["bash", "-n"], input=script, capture_output=True, text=True, check=False
-        )
-        assert (checked.returncode, checked.stderr) == (0, "")
-
-
-def test_shellcheck_has_no_complaint(job: Callable[..., Job]) -> None:
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed: apt install shellcheck")
-    one = job()
-    quoted = "--exclude=SC2016"  # values with a $ that must stay one
-    for script in (one.places.script.read_text(), one.reach[2]):
-        checked = subprocess.run(
-            ["shellcheck", quoted, "-"], input=script, capture_output=True, text=True, check=False
-        )
-        assert checked.returncode == 0, checked.stdout
+        checked = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert checked.stderr == ""
 
 
 def test_each_node_has_a_worker_by_its_name_and_the_first_the_controller(
@@ -130,9 +121,6 @@ def test_a_job_that_waits_cannot_be_reached(job: Callable[..., Job], slurm: Fake
     assert "job 17 is PENDING" in done.stderr
 
 
-__all__ = ["job", "mesh", "slurm"]
-
-
 def test_before_the_time_limit_a_checkpoint_is_written_and_the_job_queued_again(
     job: Callable[..., Job],
 ) -> None:
@@ -161,26 +149,41 @@ def test_a_controller_that_writes_too_long_does_not_cost_the_next_job(
     assert one.requeues == ["scontrol requeue 17"]
 
 
-def test_without_resubmit_the_job_ends_at_its_time_limit(job: Callable[..., Job]) -> None:
-    one = job(resubmit=False)
-    process = one.start()
-    process.send_signal(signal.SIGTERM)
-    status, printed = ended(process)
-    assert status == 143
-    assert "continue with composer-mesh launch --resume" in printed
-    assert not one.requeues
+CHECKPOINT = "checkpoint"
 
 
-@pytest.mark.parametrize("word", ["COMPLETING", "CANCELLED", "PENDING", "REQUEUED"])
-def test_a_job_that_slurm_is_ending_is_not_queued_again(job: Callable[..., Job], word: str) -> None:
-    one = job()
+@pytest.mark.parametrize(
+    ("resubmit", "stopping", "squeue", "status", "words", "log"),
+    [
+        (False, False, "RUNNING", 143, "continue with composer-mesh launch --resume", CHECKPOINT),
+        (True, True, "RUNNING", 0, "the run has stopped after step 0", CHECKPOINT),
+        *(
+            (True, False, word, 143, f"the job is {word}; everything ends", "")
+            for word in ("COMPLETING", "CANCELLED", "PENDING", "REQUEUED")
+        ),
+        (True, False, "", 143, "Slurm says '' of the job", CHECKPOINT),
+        (True, False, "A_NEW_WORD", 143, "Slurm says 'A_NEW_WORD' of the job", CHECKPOINT),
+    ],
+)
+def test_a_job_is_queued_again_at_its_time_limit_alone(
+    job: Callable[..., Job],
+    resubmit: bool,
+    stopping: bool,
+    squeue: str,
+    status: int,
+    words: str,
+    log: str,
+) -> None:
+    one = job(resubmit=resubmit)
     process = one.start()
-    one.slurm.answers("squeue", f"{word}\n")
+    if stopping:
+        one.places.stopping.touch()
+    one.slurm.answers("squeue", squeue, status=0 if squeue else 1, error="Unable to contact it")
     process.send_signal(signal.SIGTERM)
-    status, printed = ended(process)
-    assert status == 143
-    assert f"the job is {word}; everything ends" in printed
-    assert not one.requeues
+    found, printed = ended(process)
+    assert (found, one.requeues) == (status, [])
+    assert words in printed
+    assert log in one.places.log.read_text()
 
 
 def test_a_cancelled_job_ends_a_controller_that_does_not_listen(
@@ -207,33 +210,6 @@ def test_a_cancel_ends_a_job_that_is_writing_its_last_checkpoint(
     status, printed = ended(process)
     assert status == 128 + signal.SIGKILL
     assert "everything ends" in printed
-    assert not one.requeues
-
-
-@pytest.mark.parametrize(("word", "status"), [("", 1), ("A_WORD_OF_SLURM_99", 0)])
-def test_a_job_of_which_slurm_says_nothing_clear_writes_a_checkpoint_and_ends(
-    job: Callable[..., Job], word: str, status: int
-) -> None:
-    one = job()
-    process = one.start()
-    one.slurm.answers("squeue", word, status=status, error="Unable to contact slurmctld")
-    process.send_signal(signal.SIGTERM)
-    status, printed = ended(process)
-    assert status == 143
-    assert f"Slurm says '{word}' of the job" in printed
-    assert "checkpoint" in one.places.log.read_text()
-    assert not one.requeues
-
-
-def test_a_run_that_is_told_to_stop_is_not_queued_again(job: Callable[..., Job]) -> None:
-    one = job()
-    process = one.start()
-    one.places.stopping.touch()
-    process.send_signal(signal.SIGTERM)
-    status, printed = ended(process)
-    assert status == 0
-    assert "the run has stopped after step 0" in printed
-    assert "checkpoint" in one.places.log.read_text()
     assert not one.requeues
 
 

@@ -27,8 +27,12 @@ from composer_mesh.configs.tracking import (
     TrackioTracking,
     WandbTracking,
 )
-from composer_mesh.services.trackers.making import check_trackers, make_tracker
-from composer_mesh.services.trackers.port import TrackedRun, TrackedStep
+from composer_mesh.services.trackers.port import (
+    TrackedRun,
+    TrackedStep,
+    check_trackers,
+    make_tracker,
+)
 
 pytest.importorskip("wandb", reason="needs the packages of trackers: run `make test-trackers`")
 

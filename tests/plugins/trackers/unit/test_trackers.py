@@ -1,29 +1,50 @@
-"""Trackers hear of what a run does, and can neither hold it up nor end it."""
+"""Trackers hear of what a run does, and can neither hold it up nor end it.
+
+docs/trackers.md says so too. Stand-ins take the place of two trackers' packages here;
+`make test-trackers` does the same with the packages themselves.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
 import queue
+import re
+import sys
 import threading
 import tomllib
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args
 
 import pytest
+from guides import Guide
 
 from composer_mesh.configs.changes import changes
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, resolve_config
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.tracking import (
+    PrometheusTracking,
+    TrackerSection,
+    TrackingConfig,
+    WandbTracking,
+)
 from composer_mesh.services.checks.accepting import check_run_trackers
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView
-from composer_mesh.services.trackers.delivery import MOST_FAILURES, Delivery
-from composer_mesh.services.trackers.making import check_trackers
-from composer_mesh.services.trackers.names import NAMES, Names, name_of
-from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, TrackerRefused
+from composer_mesh.services.trackers.delivery import MOST_FAILURES, NAMES, Delivery, Names, name_of
+from composer_mesh.services.trackers.port import (
+    TrackedRun,
+    TrackedStep,
+    TrackerRefused,
+    check_trackers,
+)
 
 RUN = TrackedRun("unit", Path("nowhere"), {})
 LONG_S = 60.0
@@ -290,3 +311,131 @@ def test_a_resumed_run_may_have_other_trackers() -> None:
     assert all(change.safe for change in changes(before, after))
     assert all(change.safe for change in changes(before, config_of()))
     assert list(changes(before, after))
+
+
+PAGE = Guide.read("trackers.md")
+
+
+SECTIONS = {
+    get_args(member)[1].tag: get_args(member)[0] for member in get_args(get_args(TrackingConfig)[0])
+}
+
+
+def test_the_table_of_names_is_that_of_the_code() -> None:
+    rows = dict(re.findall(r"^\| `([\w/]+)` \| `([\w/]+)` \|$", PAGE.text, re.MULTILINE))
+    rows.pop("reward/of/NAME")
+    assert rows == NAMES
+
+
+def test_each_type_of_tracker_is_on_the_page_with_its_own_keys() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (`[^|]+) \|$", PAGE.text, re.MULTILINE))
+    shared = set(TrackerSection.model_fields)
+    assert {name: set(re.findall(r"`(\w+)`", keys)) for name, keys in rows.items()} == {
+        name: set(section.model_fields) - shared for name, section in SECTIONS.items()
+    }
+
+
+def test_the_numbers_of_the_page_are_those_of_the_code() -> None:
+    fields = TrackerSection.model_fields
+    assert f"`queue` steps ({fields['queue'].default:,})" in PAGE.text
+    assert f"`finish_s` seconds ({fields['finish_s'].default:g})" in PAGE.text
+    assert f"fails {MOST_FAILURES} times in a row" in PAGE.text
+
+
+def test_the_tracker_of_the_page_writes_its_lines(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.text, re.DOTALL)
+    exec(compile(code, "docs/trackers.md", "exec"), names)
+    tracker = names["LinesTracker"]()
+    assert tracker.start(TrackedRun("unit", tmp_path / "own", {})) == str(tmp_path / "own")
+    tracker.log(TrackedStep(1, 0.0, {"train/reward": 0.5}))
+    tracker.finish("finished")
+    line = json.loads((tmp_path / "own" / "lines.jsonl").read_text())
+    assert line == {"step": 1, "train/reward": 0.5}
+
+
+PACKAGE = "composer_mesh.plugins.trackers"
+
+
+@pytest.fixture
+def tracker_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A tracker's module, imported with stand-ins for what it imports."""
+    imported: list[str] = []
+
+    def load(module: str, **packages: ModuleType) -> Any:
+        for name, package in packages.items():
+            monkeypatch.setitem(sys.modules, name.replace("__", "."), package)
+        imported.append(f"{PACKAGE}.{module}")
+        monkeypatch.delitem(sys.modules, imported[-1], raising=False)
+        return importlib.import_module(imported[-1])
+
+    yield load
+    for name in imported:
+        sys.modules.pop(name, None)
+
+
+def stand_in(name: str, **contents: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(contents)
+    return module
+
+
+def test_a_resumed_run_has_its_earlier_id_in_wandb(tracker_of: Any, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> Any:
+        asked.append(options)
+        return SimpleNamespace(url="https://example.invalid/run")
+
+    wandb = stand_in("wandb", init=init, Settings=lambda **_: None)
+    module = tracker_of("experiments", wandb=wandb)
+    for folder in ("one", "one", "other"):
+        module.WandbTracker(WandbTracking(type="wandb")).start(
+            TrackedRun("unit", tmp_path / folder, {})
+        )
+    first, resumed, other = (one["id"] for one in asked)
+    assert first == resumed
+    assert first != other
+    assert {one["resume"] for one in asked} == {"allow"}
+
+
+class _Gauge:
+    def __init__(self, name: str, _title: str, _labels: list[str], registry: dict[str, float]):
+        self._name, self._registry = name, registry
+
+    def labels(self, **_: str) -> _Gauge:
+        return self
+
+    def set(self, value: float) -> None:
+        self._registry[self._name] = value
+
+
+def test_figures_are_served_to_who_brings_the_token_alone(
+    tracker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = (lambda registry: repr(dict(registry)).encode()), "text/plain"
+    exposition = stand_in("prometheus_client.exposition", choose_encoder=lambda _: encode)
+    client = stand_in("prometheus_client", CollectorRegistry=dict, Gauge=_Gauge)
+    module = tracker_of(
+        "to_prometheus", prometheus_client=client, prometheus_client__exposition=exposition
+    )
+    monkeypatch.setenv("UNIT_TOKEN", "right")
+    section = PrometheusTracking(type="prometheus", port=0, token_env="UNIT_TOKEN")
+    tracker = module.PrometheusTracker(section)
+    url = tracker.start(TrackedRun("unit", tmp_path, {}))
+    try:
+        tracker.log(TrackedStep(3, 0.0, {"reward": 0.5}))
+        assert _status(url, "Bearer right") == 200
+        for header in (None, "", "Bearer wrong", "right"):
+            assert _status(url, header) == 401
+    finally:
+        tracker.finish("finished")
+
+
+def _status(url: str, authorization: str | None) -> int:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

@@ -87,14 +87,12 @@ def test_a_command_asks_judges_in_its_own_process_within_the_ceiling(
 ) -> None:
     provider = ScriptedProvider(say=lambda _: answer('{"reason": "r", "score": 0.5}', 0.0001))
     task = Story.create()
-    with local_judges(build(), tmp_path, provider.transport) as judges:
-        assert judges is not None
-        task.use_judges(judges)
+    with local_judges(build(), task, tmp_path, provider.transport):
         found = [asyncio.run(task.judge("quality").score("Good?", "text")) for _ in range(2)]
     assert [(one.value, one.usd) for one in found] == [(0.5, 0.0001), (0.5, 0.0)]
-    with local_judges(build(usd=1e-9), tmp_path, provider.transport) as judges:
-        assert judges is not None
-        task.use_judges(judges)
-        with pytest.raises(JudgesSpent, match=r"raise judges\.budget\.usd"):
-            asyncio.run(task.judge("quality").score("Bad?", "text"))
+    with (
+        local_judges(build(usd=1e-9), task, tmp_path, provider.transport),
+        pytest.raises(JudgesSpent, match=r"raise judges\.budget\.usd"),
+    ):
+        asyncio.run(task.judge("quality").score("Bad?", "text"))
     assert len(provider.requests) == 1

@@ -1,4 +1,8 @@
-"""Evaluations are stored as they go, and a resumed one plays only what is missing."""
+"""Evaluations are stored as they go, and a resumed one plays only what is missing.
+
+`eval` takes a config, a run of this account, a model folder or a URL, or states a reason.
+`--policy` plays a task's gold actions, or empty answers, without a model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from controller_world import World, rollouts_of
+from repository import ROOT
 
+from composer_mesh.actors.checkpoints.folder import CheckpointDraft
 from composer_mesh.actors.panel.ledger import Ledger
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.configs.schema import Config
@@ -19,11 +25,13 @@ from composer_mesh.rollouts.budget import BudgetRules, Prices, dollars
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services import cli
+from composer_mesh.services.cli import main
 from composer_mesh.services.directory.report import wilson_interval
 from composer_mesh.services.evaluation.by_mesh import play_heldout
 from composer_mesh.services.evaluation.command import (
     LEDGER_FILE,
-    evaluate_endpoint,
+    evaluate_in_process,
     left_of,
     report,
 )
@@ -34,7 +42,7 @@ from composer_mesh.services.evaluation.report import (
     open_output,
     pass_at_k,
 )
-from composer_mesh.services.evaluation.target import EvalRefused, Target
+from composer_mesh.services.evaluation.target import EvalRefused, Target, target_of
 from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.writing import RunStore
@@ -79,8 +87,9 @@ def play(tmp_path: Path, config: Config, toolbox: ToolboxTask) -> Play:
         left = left_of(tmp_path, range(episodes))
         signals = CommandSignals()
         with signals.caught():
-            return evaluate_endpoint(
-                *(config, toolbox, tmp_path, left, samples, ENDPOINT, 5.0, signals),
+            return evaluate_in_process(
+                *(config, toolbox, tmp_path, left, samples, ENDPOINT, signals),
+                timeout_s=5.0,
                 transport=model,
                 max_usd=max_usd,
             )
@@ -241,3 +250,142 @@ def test_tasks_are_counted_apart_with_their_own_rewards() -> None:
     a, b = figures_by_task(traces)
     assert (a.task, a.episodes, a.rewards) == ("a", 1, {})
     assert (b.task, b.episodes, b.rewards, b.turns) == ("b", 2, {"x": 0.75}, 1.0)
+
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+
+
+@pytest.fixture
+def run(tmp_path: Path, build_config: object) -> Path:
+    """The directory of a run with a checkpoint of its second step."""
+    config: Config = build_config()  # type: ignore[operator]
+    root = tmp_path / "run"
+    with RunStore(root, config):
+        pass
+    for step in (1, 2):
+        draft = CheckpointDraft(root, step)
+        (draft.folder / "config.json").write_text("{}")
+        draft.commit([])
+    return root
+
+
+def test_a_config_is_evaluated_without_teachers_and_hints() -> None:
+    target = target_of(QUICKSTART, None, ["eval.episodes=7"])
+    assert not target.config.sdpo.on
+    assert not target.config.replay.on
+    assert (target.config.eval.episodes, target.config.policy.path) == (7, None)
+
+
+def test_a_run_is_evaluated_at_its_newest_checkpoint(run: Path) -> None:
+    target = target_of(str(run), None, [])
+    assert target.config.policy.path == run / "checkpoints" / "step-2"
+    assert target.config.run.name == "unit"
+
+
+def test_a_checkpoint_has_the_task_of_its_run_or_of_the_command(run: Path, tmp_path: Path) -> None:
+    first = run / "checkpoints" / "step-1"
+    assert target_of(str(first), None, []).config.run.name == "unit"
+    elsewhere = tmp_path / "elsewhere"
+    first.rename(elsewhere)
+    with pytest.raises(EvalRefused, match="outside of a run, which has no task: add --task"):
+        target_of(str(elsewhere), None, [])
+    target = target_of(str(elsewhere), "toolbox", [])
+    assert (target.config.policy.path, target.config.data.task) == (elsewhere, "toolbox")
+
+
+def test_code_that_a_strangers_run_names_is_not_imported(run: Path) -> None:
+    config = run / "config.toml"
+    config.write_text(config.read_text() + "\n")  # its signature does not fit any more
+    for named in (run, run / "checkpoints" / "step-1"):
+        with pytest.raises(EvalRefused, match="was not written by a run of this account"):
+            target_of(str(named), None, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["http://h/v1", "--model", "m"], "is a URL, which has no task: add --task"),
+        (["http://h/v1", "--task", "toolbox"], "add --model NAME"),
+        (["nowhere"], "is neither a config"),
+        ([QUICKSTART, "--samples", "0"], "--samples is 0"),
+        ([QUICKSTART, "--samples", "2"], "add --set eval.temperature=1.0"),
+        ([QUICKSTART, "--model", "m"], "--model is for URLs"),
+        ([QUICKSTART, "--task", "toolbox"], "is a config, which has its own"),
+        ([QUICKSTART, "--resume"], "leave --resume out to begin"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
+    words: list[str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", *words]) == 2
+    assert why in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir() if one.name != "runs"] == []
+
+
+TASK = """
+import random
+from composer_mesh import Row, Task, Transcript, reward
+
+
+class Sums(Task):
+    def generate(self, rng: random.Random) -> Row:
+        return {"a": rng.randint(1, 999)}
+
+    def prompt(self, row: Row) -> str:
+        return f"What is {row['a']} plus 1?"
+
+    @reward
+    def correct(self, transcript: Transcript) -> float:
+        return float(transcript.answer == str(transcript.row["a"] + 1))
+
+
+class Solved(Sums):
+    def gold(self, row: Row) -> list[str]:
+        return [str(row["a"] + 1)]
+"""
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.py").write_text(TASK)
+    path = tmp_path / "sums.toml"
+    path.write_text('[run]\nname = "s"\nsteps = 1\n[data]\ntask = "sums.py:Solved"\n')
+    return path
+
+
+@pytest.mark.parametrize(("policy", "share"), [("gold", 1.0), ("empty", 0.0)])
+def test_a_scripted_policy_is_scored_without_a_model(
+    sums: Path, tmp_path: Path, policy: str, share: float
+) -> None:
+    figures = tmp_path / "figures.json"
+    line = ["eval", str(sums), "--policy", policy, "--json", str(figures)]
+    assert cli.main([*line, "--set", "eval.episodes=3"]) == 0
+    found = json.loads(figures.read_text())
+    assert found["tasks"]["solved"]["success"]["mean"] == share
+    assert found["tasks"]["solved"]["episodes"] == 3
+    assert json.loads((tmp_path / "runs/s-eval" / ABOUT_FILE).read_text())["model"] == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--set", "data.task=sums.py:Sums"], "states no gold actions: define gold"),
+        (["--samples", "2", "--set", "eval.temperature=1.0"], "always acts the same"),
+    ],
+)
+def test_a_scripted_policy_that_cannot_be_played_is_refused_before_anything_is_stored(
+    sums: Path,
+    tmp_path: Path,
+    options: list[str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["eval", str(sums), "--policy", "gold", *options]) == 2
+    assert reason in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "runs").exists()

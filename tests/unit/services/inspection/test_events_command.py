@@ -18,9 +18,9 @@ from composer_mesh.services.cli import main
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, goes_on, write_status
 from composer_mesh.services.inspection.events_command import (
     FollowedLines,
-    Printer,
     event_line,
     events_command,
+    print_event,
 )
 
 DIED = {
@@ -55,9 +55,9 @@ def test_an_event_is_one_line_with_all_that_is_known() -> None:
 @pytest.mark.parametrize("text", ["\x1b[2J", "a\nb", "[bold]x[/]", "\u202eabc", "\x9b31m"])
 def test_no_text_of_an_event_is_markup_or_a_control_code(text: str) -> None:
     out = StringIO()
-    show = Printer(Console(file=out, force_terminal=True, color_system=None, width=40))
+    console = Console(file=out, force_terminal=True, color_system=None, width=40)
     said = dict.fromkeys(("event", "actor", "detail"), text)
-    show(json.dumps({"time": 1, **said, "fields": {text: 1}}))
+    print_event(console, json.dumps({"time": 1, **said, "fields": {text: 1}}))
     (line,) = out.getvalue().splitlines()
     assert line.isprintable()
     assert line.count("[bold]x[/]") == (4 if "bold" in text else 0)
@@ -65,7 +65,7 @@ def test_no_text_of_an_event_is_markup_or_a_control_code(text: str) -> None:
 
 @pytest.mark.parametrize("line", ["", "{", "[]", "7", '{"time": "never", "event": null}'])
 def test_a_line_that_is_no_event_stops_nobody(line: str) -> None:
-    Printer(Console(file=StringIO()))(line)
+    print_event(Console(file=StringIO()), line)
 
 
 def test_a_line_is_read_once_it_is_complete(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A run on hosts at addresses: who starts which worker, with which words, and what is refused."""
+"""A run on hosts at addresses: who starts which worker, with which words, and what is refused.
+
+Workers inherit no key from where they are launched.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from typing import Any
 
 import pytest
 from fake_programs import FakePrograms, fake_programs
+from repository import ROOT
 
+from composer_mesh.configs.load import load_config
 from composer_mesh.planning.placement_solver import described_hosts
 from composer_mesh.services.launch.by_ssh import HostsLauncher, end, lines_of, lives, name_of
 from composer_mesh.services.launch.handle import inside, left_behind
 from composer_mesh.services.launch.ports import LaunchFailed, LaunchRefused, Order
-from composer_mesh.services.launch.workers import CONTROLLER, workers_of
+from composer_mesh.services.launch.workers import CONTROLLER, worker_command, workers_of
 
 FAR = ("tls://192.0.2.5:22300", "tls://192.0.2.6:22300")  # RFC 5737: nobody has these
 NEAR = ("tcp://127.0.0.1:22301", "tcp://127.0.0.1:22302")
@@ -191,3 +196,33 @@ def test_hosts_that_cannot_be_reached_so_are_refused_with_the_repair(
 ) -> None:
     with pytest.raises(LaunchRefused, match=words):
         HostsLauncher().plan(order_of(build_config, tmp_path / "run", **cluster))
+
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+
+
+TEACHER = (
+    '{name="NAME", kind="openai", base_url="http://x/v1", model="m", api_key_env="KEY_NAME",'
+    "prompt_usd_per_million=1, completion_usd_per_million=1}"
+)
+
+
+PAID = (
+    f"replay.teachers=[{TEACHER.replace('NAME', 'X')}, {TEACHER.replace('NAME', 'Y')}]",
+    "replay.budget.usd=1",
+    "replay.ask=2",
+)
+
+
+ROSTER = Path("/run/hosts")
+
+
+def test_a_worker_inherits_no_key_from_where_it_is_launched() -> None:
+    words = worker_command("python", load_config(QUICKSTART, PAID), ROSTER, None)
+    assert words[:5] == ["env", "-u", "KEY_X", "-u", "KEY_Y"]
+    assert words[5:10] == ["python", "-P", "-m", "composer_mesh", "worker"]
+
+
+def test_a_worker_of_a_run_without_keys_is_started_directly() -> None:
+    words = worker_command("python", load_config(QUICKSTART), ROSTER, None)
+    assert words[:5] == ["python", "-P", "-m", "composer_mesh", "worker"]

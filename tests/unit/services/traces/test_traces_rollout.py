@@ -16,10 +16,15 @@ from composer_mesh.rollouts.hint_sources import Hint, WrittenHint
 from composer_mesh.rollouts.pairs import FailureKind, Provenance, TeacherVote
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.store.rows import ItemState, LateReward
-from composer_mesh.services.traces.listing import ListedRollout, Paired
+from composer_mesh.services.traces.listing import (
+    ListedRollout,
+    Paired,
+    TokenCount,
+    hints_of,
+    tokenizer_folder,
+)
 from composer_mesh.services.traces.rollout_page import MOST_LINES, RolloutPage
 from composer_mesh.services.traces.text import call_line, content_of, one_line, plain_lines
-from composer_mesh.services.traces.whole import TokenCount, hints_of, tokenizer_folder
 
 EVIL = "[bold]x[/]\x1b[2J\nturn 9 ─────\n\u202ey"
 
