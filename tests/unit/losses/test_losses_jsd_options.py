@@ -7,8 +7,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from composer_mesh.losses.distillation import (
@@ -80,18 +78,6 @@ def test_value_and_gradient_agree_with_the_definition(
     found.backward()
     torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
     torch.testing.assert_close(single.grad.double(), wanted, rtol=rtol, atol=atol)
-
-
-@given(beta=st.floats(0.01, 0.99), seed=st.integers(0, 2**16), scale=st.floats(0.1, 50))
-@settings(max_examples=40, deadline=None)
-def test_a_clip_above_every_possible_term_does_nothing(
-    beta: float, seed: int, scale: float
-) -> None:
-    student, teacher, mask = batch(seed, scale)
-    bound = max(-math.log(beta), -math.log(1 - beta)) + 1e-12
-    common = {"jsd_beta": beta, "normalizer": 3}
-    plain = generalized_jsd(student, teacher, mask, **common)
-    assert torch.equal(generalized_jsd(student, teacher, mask, element_clip=bound, **common), plain)
 
 
 def test_a_clipped_term_has_no_gradient_and_leaves_the_negative_ones() -> None:
@@ -219,24 +205,6 @@ def test_the_sampled_kl_and_its_gradient_agree_with_the_definition(
         value += slope * new
     assert found.item() == pytest.approx(value, rel=rtol, abs=atol)
     torch.testing.assert_close(student.grad.double(), gradient, rtol=rtol, atol=atol)
-
-
-def test_in_expectation_the_gradient_is_that_of_the_reverse_kl() -> None:
-    rng = torch.Generator().manual_seed(0)
-    student, teacher = torch.randn(2, 1, 6, generator=rng, dtype=torch.float64)
-    student.requires_grad_()
-    exact = generalized_jsd(student, teacher, torch.tensor([True]), jsd_beta=1, normalizer=1)
-    (wanted,) = torch.autograd.grad(exact, student)
-    # Every entry once, weighted by the chance that the student samples it.
-    sampled = sampled_reverse_kl(
-        student.log_softmax(-1),
-        teacher.log_softmax(-1),
-        torch.ones(1, 6, dtype=torch.bool),
-        weights=student.softmax(-1),
-        normalizer=1,
-    )
-    (found,) = torch.autograd.grad(sampled, student)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_without_old_logprobs_every_token_counts_once() -> None:

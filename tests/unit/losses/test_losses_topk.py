@@ -162,26 +162,6 @@ def test_a_tail_of_almost_nothing_is_as_good_in_float32_as_in_float64(
 
 
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("alpha", ALPHAS)
-def test_equal_sides_are_zero_apart_and_others_more(alpha: float, tail: bool) -> None:
-    student, teacher, mask = batch()
-    common = {"jsd_beta": alpha, "top_k": 3, "tail": tail, "normalizer": 1}
-    same = sdpo_loss(student, student.detach(), mask, **common)
-    assert same.item() == pytest.approx(0, abs=1e-12)
-    assert sdpo_loss(student, teacher, mask, **common).item() > 0
-
-
-def test_merging_entries_into_the_tail_never_raises_the_divergence() -> None:
-    student, teacher, mask = batch(entries=12)
-    found = [
-        sdpo_loss(student, teacher, mask, jsd_beta=0.5, top_k=k, normalizer=1).item()
-        for k in range(1, 13)
-    ]
-    assert found == sorted(found)
-    assert found[-1] <= mask.sum().item() * math.log(2)
-
-
-@pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_padded_vocabulary_contributes_nothing(dtype: torch.dtype, tail: bool) -> None:
     student, teacher, mask = (x.detach() for x in batch())
