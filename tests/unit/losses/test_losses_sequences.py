@@ -37,8 +37,6 @@ def batch(seed: int = 0, scale: float = 0.4) -> list[Tensor]:
     return [policy.requires_grad_(), old, advantages, weights, mask]
 
 
-
-
 def same(found: Tensor, expected: Tensor, policy: Tensor) -> None:
     (wanted,) = torch.autograd.grad(expected, policy, retain_graph=True)
     (slope,) = torch.autograd.grad(found, policy)
