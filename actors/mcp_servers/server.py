@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from composer_mesh.actors.mcp_servers.connection import McpConnection
-from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.configs.environment import McpServer, McpTool
 from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.tasks.errors import ToolServerLost
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from composer_mesh.configs.mcp import McpServer
+from composer_mesh.configs.environment import McpServer
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.tasks.errors import UnusableTask

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.configs.load import TomlRefused, read_text
+from composer_mesh.configs.regular_files import TomlRefused, read_text
 from composer_mesh.plugins.dashboard.catalog import RunSummary
 from composer_mesh.plugins.dashboard.charts import charts_of_run
 from composer_mesh.plugins.dashboard.open_runs import OpenRun

@@ -22,7 +22,7 @@ from composer_mesh.actors.mcp_servers.connection import (
 )
 from composer_mesh.actors.mcp_servers.server import ServerConnections
 from composer_mesh.actors.mcp_servers.servers import attached, with_tools
-from composer_mesh.configs.mcp import McpServer
+from composer_mesh.configs.environment import McpServer
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 from composer_mesh.tasks.loading import make_task
