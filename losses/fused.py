@@ -33,7 +33,7 @@ from composer_mesh.losses.blocks import (
     rows_per_block,
     tiles,
 )
-from composer_mesh.losses.pair_terms import collision_logprobs
+from composer_mesh.losses.preference import collision_logprobs
 from composer_mesh.losses.reductions import (
     Number,
     check_jsd_beta,

@@ -30,7 +30,7 @@ from composer_mesh.channels.policy.configured_loss import (
 )
 from composer_mesh.channels.step import POLICY, Figures
 from composer_mesh.configs import losses as configs
-from composer_mesh.configs.loss_options import CorrectedLoss, TokenLoss
+from composer_mesh.configs.losses import CorrectedLoss, TokenLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (
     LossInputs,

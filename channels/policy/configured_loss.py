@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_mesh.configs import losses as configs
-from composer_mesh.configs.loss_options import CorrectedLoss, RatioLoss
+from composer_mesh.configs.losses import CorrectedLoss, RatioLoss
 from composer_mesh.losses.policy import (
     PolicyLoss,
     Rejection,

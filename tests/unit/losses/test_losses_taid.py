@@ -27,8 +27,8 @@ from composer_mesh.losses.fused import (
     linear_scores,
 )
 from composer_mesh.losses.logprobs import linear_logits
-from composer_mesh.losses.pair_terms import collision_logprobs
 from composer_mesh.losses.policy import token_logprobs
+from composer_mesh.losses.preference import collision_logprobs
 
 TIMES = [0, 0.0, 0.4, 0.9, 1.0, 1]
 
