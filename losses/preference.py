@@ -94,7 +94,7 @@ def dpo_loss(
     `normalizer` is the number of pairs in the whole step; e is `label_smoothing`, the chance that
     a pair is the wrong way round. With lengths, c and r are per token; TRL's `sigmoid_norm` is
     `sigmoid` so, and demands them. `f_divergence_type` and `f_alpha` replace the log-ratios by
-    `divergence_scores`. `weights` are constants per pair, such as products of `wpo_weights`.
+    `_divergence_scores`. `weights` are constants per pair, such as products of `wpo_weights`.
 
     Rewards and margin are c, r and z from plain log-ratios, also where lengths or another
     divergence change the loss. The reference gets no gradient. No pairs give 0.
@@ -104,14 +104,14 @@ def dpo_loss(
     it is an error here; and which lets apo_down mix log-ratios with scores of another divergence.
     """
     _check("dpo", beta, label_smoothing)
-    check_divergence(loss_type, f_divergence_type)
+    _check_divergence(loss_type, f_divergence_type)
     if loss_type == "sigmoid_norm":
         _need_lengths(loss_type, chosen_lengths, rejected_lengths)
     _check_lengths("dpo", chosen_lengths, rejected_lengths)
     ratios = (_log_ratio(chosen, reference_chosen), _log_ratio(rejected, reference_rejected))
-    c, r = (divergence_scores(ratio, f_divergence_type, f_alpha) for ratio in ratios)
+    c, r = (_divergence_scores(ratio, f_divergence_type, f_alpha) for ratio in ratios)
     scores = (_average(c, chosen_lengths), _average(r, rejected_lengths))
-    terms = pair_terms(loss_type, *scores, beta, label_smoothing)
+    terms = _pair_terms(loss_type, *scores, beta, label_smoothing)
     return _preference(terms, ratios, beta, weights, normalizer, reduction)
 
 
@@ -149,7 +149,7 @@ def mpo_loss(
     _check_lengths("mpo", chosen_lengths, rejected_lengths)
     _check_mix(loss_types, label_smoothing)
     ratios = (_log_ratio(chosen, reference_chosen), _log_ratio(rejected, reference_rejected))
-    c, r = (divergence_scores(ratio, f_divergence_type, f_alpha) for ratio in ratios)
+    c, r = (_divergence_scores(ratio, f_divergence_type, f_alpha) for ratio in ratios)
 
     def term(kind: MixedType) -> Tensor:
         averages = (_average(c, chosen_lengths), _average(r, rejected_lengths))
@@ -159,9 +159,9 @@ def mpo_loss(
             return -_average(at_least_float32(chosen), chosen_lengths)
         if kind == "ipo":
             return _ipo_terms(*averages, beta)
-        check_divergence(kind, f_divergence_type)
+        _check_divergence(kind, f_divergence_type)
         e = label_smoothing if kind in SMOOTHED else 0
-        return pair_terms(kind, *(averages if kind == "sigmoid_norm" else (c, r)), beta, e)
+        return _pair_terms(kind, *(averages if kind == "sigmoid_norm" else (c, r)), beta, e)
 
     mixed = [weight * term(kind) for kind, weight in loss_types.items()]
     return _preference(sum(mixed[1:], mixed[0]), ratios, beta, weights, normalizer, reduction)
@@ -238,7 +238,7 @@ def simpo_loss(
         raise ValueError(f"simpo gamma is {gamma} but has to be finite and >= 0: use beta / 4")
     for_chosen = _average(at_least_float32(chosen), chosen_lengths)
     for_rejected = _average(at_least_float32(rejected), rejected_lengths)
-    terms = pair_terms(loss_type, for_chosen - gamma / beta, for_rejected, beta, label_smoothing)
+    terms = _pair_terms(loss_type, for_chosen - gamma / beta, for_rejected, beta, label_smoothing)
     averages = (for_chosen, for_rejected)
     return _preference(terms, averages, beta, weights, normalizer, reduction)
 
@@ -313,7 +313,7 @@ def _check_mix(loss_types: Mapping[MixedType, Number], label_smoothing: Number) 
         )
 
 
-def divergence_scores(
+def _divergence_scores(
     log_ratios: Float[Tensor, "*B"], kind: FDivergence, f_alpha: Number
 ) -> Float[Tensor, "*B"]:
     """f'(u) at u = exp(log-ratio), without its constant: the scores of f-DPO (arXiv 2309.16240).
@@ -333,7 +333,7 @@ def divergence_scores(
     return (slope * log_ratios).clamp(max=LOG_RATIO_LIMIT).exp() / slope
 
 
-def pair_terms(
+def _pair_terms(
     kind: PreferenceType, chosen: Scores, rejected: Scores, beta: Number, e: Number
 ) -> Float[Tensor, "*B"]:
     """Loss of each pair from the scores of its answers; e is the label smoothing."""
@@ -342,7 +342,7 @@ def pair_terms(
     return _TERMS[kind](beta * chosen, beta * rejected, e)
 
 
-def check_divergence(kind: str, f_divergence_type: FDivergence) -> None:
+def _check_divergence(kind: str, f_divergence_type: FDivergence) -> None:
     """Raise for types whose formula needs log-ratios if the scores are of another divergence."""
     if f_divergence_type != "reverse_kl" and kind in ("apo_zero", "apo_down"):
         raise ValueError(

@@ -78,12 +78,6 @@ def test_the_total_is_the_weighted_sum_and_so_is_its_gradient() -> None:
     }
 
 
-def test_any_channel_is_summed_with_its_weight() -> None:
-    found = summed({"observations": 0.125}, policy=scalar(1.0), observations=scalar(8.0))
-    assert found.total().item() == 2
-    assert list(found.by_channel()) == ["policy", "observations"]
-
-
 def test_losses_of_no_channel_are_counted_with_the_policy() -> None:
     terms = {"sdpo": lambda: scalar(2.0)}
     found = step_loss(terms, WEIGHTS, others=[scalar(3.0), scalar(4.0)])
@@ -125,15 +119,6 @@ def test_a_step_without_any_channel_has_a_zero_that_can_be_differentiated() -> N
     found.total().backward()
     assert found.total().item() == 0
     assert step_metrics({}, {"policy": 1.0})["loss/total"] == 0
-
-
-def test_the_totals_of_microbatches_add_up_with_channels_off_in_some() -> None:
-    parts = [
-        summed(policy=scalar(1.0), sdpo=scalar(2.0)),
-        summed(policy=None, sdpo=scalar(4.0), replay=scalar(8.0)),
-    ]
-    whole = summed(policy=scalar(1.0), sdpo=scalar(6.0), replay=scalar(8.0))
-    assert sum(part.total().item() for part in parts) == whole.total().item()
 
 
 @pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
@@ -190,29 +175,9 @@ def test_shares_are_norms_over_their_sum_and_undefined_without_a_gradient() -> N
     assert update_shares({"policy": 0.0, "sdpo": 0.0}) == {}
 
 
-def test_a_share_above_its_bound_is_lowered_to_it_exactly() -> None:
-    # 1/3 of the update: the two others have 2 together, so that the channel has 1 of 3.
-    factors = bounded_factors(NORMS, {"sdpo": (0.0, 1 / 3)})
-    assert factors == pytest.approx({"policy": 1, "sdpo": 0.5, "replay": 1}, rel=1e-15)
-
-
-def test_a_share_below_its_bound_is_raised_to_it_exactly() -> None:
-    factors = bounded_factors(NORMS, {"replay": (0.5, 1.0)})
-    assert factors == {"policy": 1.0, "sdpo": 1.0, "replay": 3.0}
-
-
 def test_shares_within_their_bounds_change_nothing() -> None:
     found = bounded_factors(NORMS, {"sdpo": (0.1, 0.6), "replay": (0.25, 0.25)})
     assert found == dict.fromkeys(NORMS, 1.0)
-
-
-def test_a_lower_bound_of_one_channel_does_not_raise_one_that_was_above_its_upper_bound() -> None:
-    norms = {"policy": 0.4, "sdpo": 0.5, "replay": 0.1}
-    factors = bounded_factors(norms, {"sdpo": (0.0, 0.45), "replay": (0.4, 1.0)})
-    shares = update_shares({name: factors[name] * norm for name, norm in norms.items()})
-    assert factors["sdpo"] == 1.0
-    assert shares["replay"] == pytest.approx(0.4)
-    assert shares["sdpo"] < 0.45
 
 
 def test_factors_are_the_least_that_keep_all_bounds() -> None:

@@ -84,45 +84,46 @@ def test_what_a_trained_step_depends_on_is_refused_with_its_reason(
     assert reason in change.reason
 
 
-def test_steps_may_not_change_where_the_learning_rate_moves_with_them(build_config: Any) -> None:
-    falling = {"trainer": {"lr_schedule": "linear"}}
-    (change,) = changed(
-        build_config,
-        {"run": {"name": "unit", "steps": 3}, **falling},
-        {"run": {"name": "unit", "steps": 4}, **falling},
-    )
-    assert not change.safe
+FALLING = {"trainer": {"lr_schedule": "linear"}}
+SLOWER = [{**TEACHERS[0], "concurrency": 2, "max_usd": 0.5}, {**TEACHERS[1], "model": "n"}]
+OTHER_BUDGET = {"usd": 2.0, "ledger": "other.sqlite"}
 
 
-def test_a_smaller_lag_is_refused_because_stored_rollouts_may_be_older(build_config: Any) -> None:
-    (change,) = changed(build_config, {"schedule": {"max_lag": 2}}, {"schedule": {"max_lag": 1}})
-    assert not change.safe
-
-
-def test_a_teachers_limits_may_change_and_its_model_may_not(build_config: Any) -> None:
-    slower = [{**TEACHERS[0], "concurrency": 2, "max_usd": 0.5}, {**TEACHERS[1], "model": "n"}]
-    found = changed(build_config, {"replay": REPLAY}, {"replay": {**REPLAY, "teachers": slower}})
-    safe = {change.key: change.safe for change in found}
-    assert safe == {
-        "replay.teachers.0.concurrency": True,
-        "replay.teachers.0.max_usd": True,
-        "replay.teachers.1.model": False,
-    }
-
-
-def test_another_number_of_teachers_is_one_change_and_refused(build_config: Any) -> None:
-    third = [*TEACHERS, {**TEACHERS[0], "name": "c"}]
-    found = changed(build_config, {"replay": REPLAY}, {"replay": {**REPLAY, "teachers": third}})
-    assert [(change.key, change.safe) for change in found] == [("replay.teachers", False)]
-
-
-def test_the_ceiling_may_change_and_the_ledger_may_not(build_config: Any) -> None:
-    budget = {"usd": 2.0, "ledger": "other.sqlite"}
-    found = changed(build_config, {"replay": REPLAY}, {"replay": {**REPLAY, "budget": budget}})
-    assert {change.key: change.safe for change in found} == {
-        "replay.budget.usd": True,
-        "replay.budget.ledger": False,
-    }
+@pytest.mark.parametrize(
+    ("before", "after", "safe"),
+    [
+        (
+            {"run": {"name": "unit", "steps": 3}, **FALLING},
+            {"run": {"name": "unit", "steps": 4}, **FALLING},
+            {"run.steps": False},
+        ),
+        ({"schedule": {"max_lag": 2}}, {"schedule": {"max_lag": 1}}, {"schedule.max_lag": False}),
+        (
+            {"replay": REPLAY},
+            {"replay": {**REPLAY, "teachers": SLOWER}},
+            {
+                "replay.teachers.0.concurrency": True,
+                "replay.teachers.0.max_usd": True,
+                "replay.teachers.1.model": False,
+            },
+        ),
+        (
+            {"replay": REPLAY},
+            {"replay": {**REPLAY, "teachers": [*TEACHERS, {**TEACHERS[0], "name": "c"}]}},
+            {"replay.teachers": False},
+        ),
+        (
+            {"replay": REPLAY},
+            {"replay": {**REPLAY, "budget": OTHER_BUDGET}},
+            {"replay.budget.usd": True, "replay.budget.ledger": False},
+        ),
+    ],
+    ids=["steps of a moving rate", "smaller lag", "limits and model", "more teachers", "budget"],
+)
+def test_whether_a_change_is_safe_depends_on_the_key_and_for_some_on_the_values(
+    build_config: Any, before: dict[str, Any], after: dict[str, Any], safe: dict[str, bool]
+) -> None:
+    assert {one.key: one.safe for one in changed(build_config, before, after)} == safe
 
 
 def test_every_rule_names_keys_that_the_schema_has(build_config: Any) -> None:

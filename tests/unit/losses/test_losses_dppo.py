@@ -16,7 +16,6 @@ from composer_mesh.losses.policy import (
     Rejection,
     decoupled_ppo_loss,
     dppo_loss,
-    grpo_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
 )
@@ -379,48 +378,6 @@ def test_a_token_beyond_the_cap_has_weight_zero_and_is_not_held_at_the_cap() -> 
     )
     assert found.loss.item() == pytest.approx(-math.e / 2)
     assert found.filtered_fraction.item() == 0.5
-
-
-def test_rejection_makes_the_update_smaller_and_not_the_rest_heavier() -> None:
-    policy, proximal, sampling, advantages, mask = three_policies(seed=4)
-    rule = Rejection(upper=1.0 + 1e-9)
-    found = decoupled_ppo_loss(
-        policy, proximal, sampling, advantages, mask, normalizer=7, rejection=rule
-    )
-    kept = mask & (proximal <= sampling)
-    assert 0 < int(kept.sum()) < int(mask.sum())
-    alone = decoupled_ppo_loss(
-        policy, proximal, sampling, advantages, kept, normalizer=7, rejection=rule
-    )
-    assert found.loss.item() == alone.loss.item()
-    assert found.filtered_fraction.item() == pytest.approx(int((mask & ~kept).sum()) / 7)
-
-
-@every_level
-def test_without_rejection_and_dual_clip_it_is_grpo_whatever_the_sampler_says(level: Any) -> None:
-    policy, proximal, sampling, advantages, mask = three_policies(seed=5)
-    advantage = advantages[:, 0]
-    expected = grpo_loss(
-        policy, proximal, advantage, mask, normalizer=7, ratio_level=level, clip_high=0.2
-    )
-    for behaviour in (sampling, sampling - 20):
-        found = decoupled_ppo_loss(
-            policy, proximal, behaviour, advantage, mask, normalizer=7, ratio_level=level
-        )
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-14)
-        assert found.filtered_fraction.item() == 0
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("metric", ["ratio", "kl_k1", "kl_k2", "kl_k3"])
-def test_equal_policies_pass_every_rejection_with_weight_one(level: Any, metric: Any) -> None:
-    policy, proximal, _, advantages, mask = three_policies(seed=6)
-    rule = Rejection(level, "mask", metric, "max", 1.1)
-    plain = decoupled_ppo_loss(policy, proximal, proximal, advantages, mask, normalizer=7)
-    found = decoupled_ppo_loss(
-        policy, proximal, proximal, advantages, mask, normalizer=7, rejection=rule
-    )
-    assert torch.equal(found.loss, plain.loss)
 
 
 @pytest.mark.parametrize(

@@ -213,15 +213,6 @@ def test_shares_of_a_gpu_are_given_to_different_kinds() -> None:
     assert (generator.gpus, generator.gpu_share) == ((0,), 0.4)
 
 
-def test_cores_of_its_own_are_kept_free_of_those_who_share() -> None:
-    found = on(HostResources("one", 8, 16 * GB), overrides=("placement.trainer.cores=3",))
-    trainer = found.named("trainer")
-    assert trainer is not None
-    assert trainer.cores == (0, 1, 2)
-    others = {one.cores for one in found.placed if one.process.name != "trainer"}
-    assert others == {(3, 4, 5, 6, 7)}
-
-
 def test_a_core_stays_for_those_who_have_none_of_their_own() -> None:
     overrides = ("placement.trainer.cores=2",)
     with pytest.raises(
