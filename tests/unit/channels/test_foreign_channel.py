@@ -14,7 +14,7 @@ from guides import Guide
 from pydantic import ValidationError
 from step_batches import ALL_ON, NARROW, Make, batch_of, own_logprobs, sampled_trace, taught
 
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.channels.port import make_channel
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError

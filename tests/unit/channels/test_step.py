@@ -23,7 +23,7 @@ from step_batches import Make, own_logprobs
 from torch import Tensor
 
 from composer_mesh.channels.echo import Echo
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.channels.port import make_channel
 from composer_mesh.channels.step import StepLoss, StepSums, step_loss, step_metrics
 from composer_mesh.channels.weights import bounded_factors, update_shares

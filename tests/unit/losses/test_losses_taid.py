@@ -23,10 +23,10 @@ from composer_mesh.losses.fused import (
     linear_collision_logprobs,
     linear_distillation,
     linear_jsd,
+    linear_logits,
     linear_logprobs,
     linear_scores,
 )
-from composer_mesh.losses.logprobs import linear_logits
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.losses.preference import collision_logprobs
 

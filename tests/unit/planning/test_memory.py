@@ -22,7 +22,7 @@ from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
 from composer_mesh.configs.policy import ModelSizes
 from composer_mesh.configs.preference import WeightedPreferenceConfig
-from composer_mesh.losses.logprobs import linear_logits
+from composer_mesh.losses.fused import linear_logits
 from composer_mesh.planning.memory import (
     FLOAT,
     GB,

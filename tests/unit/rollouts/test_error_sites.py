@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.channels.sdpo.samples import hinted_sites
+from composer_mesh.channels.sdpo import hinted_sites
 from composer_mesh.configs.sdpo import SitesConfig
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_sources import right_sibling, surprisal

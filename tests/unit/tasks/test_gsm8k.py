@@ -22,11 +22,12 @@ from composer_mesh.configs.schema import DataConfig
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks import numbers
-from composer_mesh.tasks.gsm8k import Gsm8kTask, is_right
-from composer_mesh.tasks.gsm8k_rows import (
-    DataError,
+from composer_mesh.tasks.errors import DataError
+from composer_mesh.tasks.gsm8k import (
+    Gsm8kTask,
     NotArithmetic,
     append_steps,
+    is_right,
     normalized,
     read_problems,
 )
