@@ -219,17 +219,15 @@ def _missing_files(config: Config, model_later: bool) -> list[str]:
         )
     for key, path, sizes in models:
         later = model_later and sizes is not None
-        if not isinstance(path, Path) or later or _is_model(path):
+        if not isinstance(path, Path) or later:
+            continue
+        if _is_file(path if path.suffix == GGUF else path / "config.json"):
             continue
         problems.append(
             f"{key} = {shown(str(path))}: must be a model folder that holds config.json, a GGUF "
             f"file, {NO_ID}: correct the path, which is relative to the working directory"
         )
     return problems
-
-
-def _is_model(path: Path) -> bool:
-    return _is_file(path if path.suffix == GGUF else path / "config.json")
 
 
 def _is_file(path: Path, *, folders: bool = False) -> bool:

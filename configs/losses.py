@@ -256,7 +256,22 @@ class VespoLoss(CorrectedLoss):
             )
 
 
-class PrimeRlLoss(BuiltInLoss):
+class SquaredRatioLoss(BuiltInLoss):
+    """Options of PRIME-RL's losses, which add a squared log-ratio."""
+
+    adv_tau: NotNegative = 1.0
+    """Weight of the policy gradient."""
+
+    kl_tau: NotNegative = 1e-3
+    """Weight of the squared log-ratio."""
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
+        return super().trains_zero_advantages or self.kl_tau > 0
+
+
+class PrimeRlLoss(SquaredRatioLoss):
     """PRIME-RL's default: masks tokens whose probability moved too far, and adds a squared KL."""
 
     type: Literal["prime_rl"]
@@ -268,12 +283,6 @@ class PrimeRlLoss(BuiltInLoss):
     mask_high: NotNegative = 0.2
     """Maximum increase of a token's probability, for positive advantages."""
 
-    adv_tau: NotNegative = 1.0
-    """Weight of the policy gradient."""
-
-    kl_tau: NotNegative = 1e-3
-    """Weight of the squared log-ratio."""
-
     teacher_tau: NotNegative = 0.0
     """Weight of the reverse KL to the frozen initial policy as a per-token advantage; 0 loads no
     reference for it."""
@@ -283,13 +292,8 @@ class PrimeRlLoss(BuiltInLoss):
         """Whether it reads the log-probs of the frozen initial policy."""
         return self.teacher_tau > 0
 
-    @property
-    def trains_zero_advantages(self) -> bool:
-        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
-        return super().trains_zero_advantages or self.kl_tau > 0
 
-
-class PrimeRlIpoLoss(BuiltInLoss):
+class PrimeRlIpoLoss(SquaredRatioLoss):
     """PRIME-RL's loss type ipo: masks tokens whose probability moved too far either way."""
 
     type: Literal["prime_rl_ipo"]
@@ -297,17 +301,6 @@ class PrimeRlIpoLoss(BuiltInLoss):
 
     threshold: Positive = 0.1
     """Maximum change of a token's probability."""
-
-    adv_tau: NotNegative = 1.0
-    """Weight of the policy gradient."""
-
-    kl_tau: NotNegative = 1e-3
-    """Weight of the squared log-ratio."""
-
-    @property
-    def trains_zero_advantages(self) -> bool:
-        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
-        return super().trains_zero_advantages or self.kl_tau > 0
 
 
 class DppoLoss(BuiltInLoss):

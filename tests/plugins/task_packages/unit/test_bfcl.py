@@ -92,7 +92,7 @@ class RecordedSource:
 
 class RecordedBfcl(BfclMultiTurn):
     @cached_property
-    def source(self) -> RecordedSource:
+    def source(self) -> Any:
         return RecordedSource()
 
 
