@@ -104,8 +104,10 @@ class PlannedTask(Task):
     def expert(self, messages: list[Message]) -> str:
         """Return the next correct action: the plan's first call that has not succeeded yet."""
         steps = self.plan(question_of(messages))
-        results = plan_results(steps, messages, self.result_of)
-        return next_call(steps, results) if len(results) < len(steps) else self.last_words(results)
+        return self._next(steps, plan_results(steps, messages, self.result_of))
 
     def corrupted(self, messages: list[Message], rng: random.Random) -> str:
         return corrupt(self.expert(messages), messages, rng)
+
+    def _next(self, steps: Sequence[PlannedCall], results: Sequence[Any]) -> str:
+        return next_call(steps, results) if len(results) < len(steps) else self.last_words(results)
