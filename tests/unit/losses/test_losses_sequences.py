@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_mesh.losses.policy import (
     cispo_loss,
+    gmpo_loss,
     grpo_loss,
     off_policy_weights,
     reinforce_loss,
@@ -216,3 +217,11 @@ def test_reinforce_agrees_with_its_definition(kind: Any) -> None:
         value += slope[b, t].item() * logprobs[b, t].item()
     assert found.loss.item() == pytest.approx(value, rel=1e-9)
     torch.testing.assert_close(logprobs.grad, slope, rtol=1e-9, atol=1e-11)
+
+
+def test_gmpo_counts_the_tokens_on_which_its_clip_binds() -> None:
+    mask = torch.ones(1, 2).bool()
+    found = gmpo_loss(
+        torch.tensor([[1.0, 0.1]]), torch.zeros(1, 2), torch.ones(1), mask, normalizer=1
+    )
+    assert found.clipped_fraction.item() == 0.5
