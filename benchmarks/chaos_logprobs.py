@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from composer_mesh.actors.models.policy import load_model
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.rollouts.traces import Trace
 

@@ -48,7 +48,7 @@ async def calls_per_s(call: Call, count: int, at_once: int) -> float:
 async def measured(calls: int, at_once: int, rounds: int) -> tuple[float, float]:
     """Return the calls a second of both."""
     from composer_mesh.actors.mcp_servers.servers import ServerConnections
-    from composer_mesh.configs.mcp import McpServer
+    from composer_mesh.configs.environment import McpServer
 
     words = [SELF, "--serve"]
     table = McpServer(

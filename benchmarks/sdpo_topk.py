@@ -24,7 +24,7 @@ from composer_mesh.actors.models.tokenizer import load_tokenizer
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput, pack
 from composer_mesh.actors.teacher_outputs.sources import asks_the_student
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
-from composer_mesh.channels.sdpo.samples import hinted_sites
+from composer_mesh.channels.sdpo import hinted_sites
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.alignment import HintedView

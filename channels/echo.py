@@ -8,7 +8,6 @@ Source: arXiv 2605.24517.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -50,9 +49,6 @@ class Echo(Channel):
                 before = trace.turns[number - 1].action_ids
                 spans = self.chat.contents(between, before, turn.context_ids)
                 for message, span in zip(between, spans, strict=True):
-                    if self._trains(message):
+                    if message["role"] in self._roles:
                         yield from (at + place for place in span)
             at += len(turn.context_ids) + len(turn.action_ids)
-
-    def _trains(self, message: Mapping[str, Any]) -> bool:
-        return message["role"] in self._roles

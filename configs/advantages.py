@@ -89,20 +89,25 @@ class _Advantage(Section):
     """Penalty subtracted from the rewards of long rollouts before advantages are computed."""
 
 
-class GroupAdvantage(_Advantage):
-    """Rewards minus their group's mean, divided by a standard deviation."""
-
-    type: Literal["group"] = "group"
-    """Type of the advantage estimator."""
+class _ScaledAdvantage(_Advantage):
+    """Options of advantages that are divided by a standard deviation."""
 
     scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation to divide by: the group's (GRPO), the step's, or none (Dr. GRPO)."""
+    """Standard deviation to divide by: that of what is compared, which is the group (GRPO) or part
+    of it, the step's, or none (Dr. GRPO)."""
 
     std: Literal["unbiased", "population"] = "unbiased"
     """Convention of the standard deviation."""
 
     eps: NotNegative = 1e-4
     """Added to the standard deviation."""
+
+
+class GroupAdvantage(_ScaledAdvantage):
+    """Rewards minus their group's mean, divided by a standard deviation."""
+
+    type: Literal["group"] = "group"
+    """Type of the advantage estimator."""
 
 
 class RlooAdvantage(_Advantage):
@@ -143,20 +148,7 @@ class GpgAdvantage(_Advantage):
     """Type of the advantage estimator."""
 
 
-class _TurnAdvantage(_Advantage):
-    """Options of advantages that differ from turn to turn of a rollout."""
-
-    scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation to divide by: that of what is compared, the step's, or none."""
-
-    std: Literal["unbiased", "population"] = "unbiased"
-    """Convention of the standard deviation."""
-
-    eps: NotNegative = 1e-4
-    """Added to the standard deviation."""
-
-
-class TurnReturnsAdvantage(_TurnAdvantage):
+class TurnReturnsAdvantage(_ScaledAdvantage):
     """Discounted rewards still to come at each turn, minus the mean of what they are compared
     with."""
 
@@ -170,7 +162,7 @@ class TurnReturnsAdvantage(_TurnAdvantage):
     """"turn": compare with the same turn of the group's rollouts; "group": with all their turns."""
 
 
-class MtGrpoAdvantage(_TurnAdvantage):
+class MtGrpoAdvantage(_ScaledAdvantage):
     """MT-GRPO: a turn's own reward and the rollout's outcome, each relative to the group."""
 
     type: Literal["mt_grpo"]
@@ -180,7 +172,7 @@ class MtGrpoAdvantage(_TurnAdvantage):
     """Weight of the outcome before the last turn, where it is 1."""
 
 
-class GigpoAdvantage(_TurnAdvantage):
+class GigpoAdvantage(_ScaledAdvantage):
     """GiGPO: the rollout's reward relative to the group, and the reward still to come at a turn
     relative to the group's turns from the same state."""
 

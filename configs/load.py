@@ -1,154 +1,72 @@
 """Loader: a TOML file and `--set` overrides to a validated `Config`, and back to TOML.
 
-Every failure raises `ConfigError`. Cheap to import.
-
-TOML that anyone may have written: bounded before it is parsed, and checked after.
-
-Raises `TomlRefused`, with the line or the key in its message. Nothing here knows the schema.
+Every failure raises `ConfigError`, whose message has a line for each problem that pydantic found:
+key, value, bound, repair. Cheap to import.
 """
 
-import re
-import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+import difflib
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from composer_mesh.configs import plugins
-from composer_mesh.configs.errors import (
-    MOST_WORDED,
-    ConfigError,
-    describe_all,
-    dotted,
-    is_key,
-    one_line,
-    shown,
-    unknown_key,
-)
+from composer_mesh.configs.errors import ConfigError, one_line, shown
 from composer_mesh.configs.hub import GGUF, NO_ID
-from composer_mesh.configs.regular_files import read_regular
-from composer_mesh.configs.schema import Config, ExtendedConfig
+from composer_mesh.configs.regular_files import (
+    NotToml,
+    TomlRefused,
+    check_table,
+    parse_toml,
+    read_text,
+)
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.validation import MANY_ERRORS, errors_of
 
-LARGEST_FILE = 256 * 1024
-MOST_DOTS = 64
-"""Dots outside quotes of one line: a key of thousands of parts takes a parser minutes."""
-DEEPEST = 20
-LARGEST_INTEGER = 2**63 - 1
-"""TOML's own bound of integers."""
+# error type -> (bound, repair), filled from the error's own context
+_TEXTS: dict[str, tuple[str, str]] = {
+    "greater_than": ("must be above {gt}", "raise it above {gt}"),
+    "greater_than_equal": ("must be at least {ge}", "raise it to {ge} or more"),
+    "less_than": ("must be below {lt}", "lower it below {lt}"),
+    "less_than_equal": ("must be at most {le}", "lower it to {le} or less"),
+    "literal_error": ("must be one of {expected}", "write one of these"),
+    "int_type": ("must be a whole number", "write it without quotes or a decimal point"),
+    "float_type": ("must be a number", "write it without quotes"),
+    "finite_number": ("must be a finite number", "write an ordinary number"),
+    "string_type": ("must be text", "put it in quotes"),
+    "string_too_short": ("must not be empty", "write a name"),
+    "string_too_long": ("must have at most {max_length} characters", "shorten it"),
+    "too_short": ("must have at least {min_length} entries", "add one"),
+    "too_long": ("must have at most {max_length} entries", "remove some"),
+    "int_parsing_size": ("must be a number that fits its bounds", "write a smaller one"),
+    "string_pattern_mismatch": (
+        "must match {pattern}",
+        "use letters, digits, dots, dashes and underscores, and begin with a letter or digit",
+    ),
+    "path_type": ("must be the path of a file or folder", "put it in quotes"),
+    "tuple_type": ("must be a list of tables", "write [[{key}]] once for each entry"),
+    "model_type": ("must be a table", "write [{key}] and its keys below"),
+    "dict_type": ("must be a table", "write [{key}] and its keys below"),
+    "bool_type": ("must be true or false", "write it without quotes"),
+    "union_tag_invalid": ("type must be one of {expected_tags}", "write one of these"),
+    "union_tag_not_found": ("must be a table with a type", 'write [{key}] and type = "…" below'),
+}
 
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*("|\\?\Z)|\'[^\']*\'', re.DOTALL)
-_LITERAL = re.compile(r"'[^']*'")
-_COMMENT = re.compile(r"#.*")
-_MANY_DIGITS = re.compile(r"[0-9_]{1000}")
-
-
-class TomlRefused(Exception):
-    """The text is not TOML that is read; the message says where and what to do."""
-
-
-class NotToml(TomlRefused):
-    """The text breaks the grammar of TOML."""
-
-
-def read_text(path: Path) -> str:
-    """Read a regular file of UTF-8 text; raise OSError or `TomlRefused`. Never waits for a pipe."""
-    try:
-        return read_regular(path, LARGEST_FILE).decode()
-    except UnicodeDecodeError as error:
-        raise TomlRefused(
-            f"cannot be read as text ({error}): give a readable UTF-8 TOML file"
-        ) from None
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML into tables; raise `TomlRefused`."""
-    _refuse_long_keys(text)
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise NotToml(f"is not valid TOML: {error}: correct that line") from None
-    except RecursionError:
-        raise TomlRefused(
-            f"has brackets inside each other around line {_deepest_line(text)}, at most {DEEPEST} "
-            "are read: flatten that value"
-        ) from None
-    except ValueError:  # Python's limit of digits
-        raise TomlRefused(
-            f"has a number of thousands of digits in line {_longest_number(text)}, at most 19 are "
-            "read: write a smaller number"
-        ) from None
-    check_table(table)
-    return table
-
-
-def check_table(table: dict[str, Any]) -> None:
-    """Raise `TomlRefused` for tables inside each other too deep, or an integer too large."""
-    for depth, path, value in _values(table):
-        if depth >= DEEPEST and isinstance(value, dict | list) and value:
-            raise TomlRefused(
-                f"has more than {DEEPEST} tables inside each other at the key {_joined(path)}: "
-                "flatten them"
-            )
-        if type(value) is int and abs(value) > LARGEST_INTEGER:
-            raise TomlRefused(
-                f"has an integer of {value.bit_length()} bits at the key {_joined(path)}, which "
-                "must be between -2**63 and 2**63: write a smaller number"
-            )
-
-
-def _refuse_long_keys(text: str) -> None:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.count(".") <= MOST_DOTS:
-            continue
-        dots = _COMMENT.sub("", _QUOTED.sub(_unquoted, line)).count(".")
-        if dots > MOST_DOTS:
-            raise TomlRefused(
-                f"has {dots} dots in line {number}, at most {MOST_DOTS} are read: break the line "
-                "or shorten its key"
-            )
-
-
-def _unquoted(quoted: re.Match[str]) -> str:
-    """Return the part of a quoted text that counts: none, or all if its line does not close it."""
-    return _LITERAL.sub("", quoted[0]) if quoted[1] in ("", "\\") else ""
-
-
-def _values(table: dict[str, Any]) -> Iterator[tuple[int, tuple[str, ...], Any]]:
-    """Yield depth, path and value of all that a table contains, without recursion."""
-    left: list[tuple[int, tuple[str, ...], Any]] = [(0, (), table)]
-    while left:
-        depth, path, value = left.pop()
-        yield depth, path, value
-        if isinstance(value, dict):
-            left += [(depth + 1, (*path, str(name)), one) for name, one in value.items()]
-        elif isinstance(value, list):
-            left += [(depth + 1, path, one) for one in value]
-
-
-def _joined(path: tuple[str, ...]) -> str:
-    return ascii(".".join(part[:40] for part in path[:5]))
-
-
-def _deepest_line(text: str) -> int:
-    depth, deepest, found = 0, 0, 1
-    for number, line in enumerate(text.split("\n"), start=1):
-        depth += sum(map(line.count, "[{"))
-        if depth > deepest:
-            deepest, found = depth, number
-        depth = max(0, depth - sum(map(line.count, "]}")))
-    return found
-
-
-def _longest_number(text: str) -> int:
-    match = _MANY_DIGITS.search(text)
-    return text.count("\n", 0, match.start() if match else 0) + 1
-
-
+MOST_WORDED = 20
+LONGEST_KEY = 60
 Table = dict[str, Any]
 MOST_PARTS = 16
 LONGEST_INDEX = 6
+
+
+class ExtendedConfig(Config):
+    """A config with sections that plugins register, which it has as attributes too."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def load_config(
@@ -301,17 +219,15 @@ def _missing_files(config: Config, model_later: bool) -> list[str]:
         )
     for key, path, sizes in models:
         later = model_later and sizes is not None
-        if not isinstance(path, Path) or later or _is_model(path):
+        if not isinstance(path, Path) or later:
+            continue
+        if _is_file(path if path.suffix == GGUF else path / "config.json"):
             continue
         problems.append(
             f"{key} = {shown(str(path))}: must be a model folder that holds config.json, a GGUF "
             f"file, {NO_ID}: correct the path, which is relative to the working directory"
         )
     return problems
-
-
-def _is_model(path: Path) -> bool:
-    return _is_file(path if path.suffix == GGUF else path / "config.json")
 
 
 def _is_file(path: Path, *, folders: bool = False) -> bool:
@@ -327,3 +243,169 @@ def _cwd() -> str:
         return str(Path.cwd())
     except OSError:
         return "a working directory that is gone"
+
+
+def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
+    """Return one line for each problem that pydantic found; only the first are worded."""
+    problems = errors_of(error, with_input=True)
+    worded = [_describe(root, problem) for problem in problems[:MOST_WORDED]]
+    return worded + [dotted(problem["loc"]) for problem in problems[MOST_WORDED:]]
+
+
+def unknown_key(root: type[BaseModel], path: Sequence[str | int], value: object) -> str:
+    """Return the error line of an unknown key, with the most similar known key."""
+    return (
+        f"{dotted(path)} = {shown(value)}: unknown key, must be one the schema has: "
+        f"{nearest_key(root, path)}{'' if path[0] in root.model_fields else plugins.missing()}"
+    )
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """Format a key path as in TOML: `replay.teachers[0].name`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in path)
+    return text.removeprefix(".")
+
+
+def _key(part: str) -> str:
+    """Return a part of a key path, shortened if it is too long for a line."""
+    return part if len(part) <= LONGEST_KEY else f"{part[: LONGEST_KEY - 3]}..."
+
+
+def is_key(root: type[BaseModel], path: Sequence[str | int]) -> bool:
+    """Return whether the schema has a key at this path; a free-form table has every key."""
+    if path[-1] in keys_at(root, path):
+        return True
+    tables = [path[:end] for end in range(1, len(path)) if isinstance(path[end - 1], str)]
+    return any(_is_free_table(root, table) for table in tables)
+
+
+def keys_at(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """Return the valid keys at the last part of `path`; none if its parent is not a table.
+
+    If a table's `type` chooses among several sections, the keys of all of them.
+    """
+    keys = (key for section in _sections_at(root, path) for key in section.model_fields)
+    return list(dict.fromkeys(keys))
+
+
+def _describe(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
+    path, value = _without_tags(root, problem["loc"]), problem["input"]
+    context = dict(problem.get("ctx", {}))
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        if owners := _owners(root, path):
+            return _key_of_another_type(path, value, problem["loc"], owners)
+        return unknown_key(root, path, value)
+    if kind == "missing":
+        who = f"type {problem['loc'][-2]!r}" if len(path) < len(problem["loc"]) else "every run"
+        return f"{dotted(path)} is not set but {who} needs it: add {_how_to_add(path)}"
+    if kind == MANY_ERRORS:
+        return f"{problem['msg']}: correct the first of them"
+    if kind == "value_error":
+        where = dotted(path)
+        return f"{where}: {context['error']}" if where else str(context["error"])
+    bound, repair = _TEXTS.get(kind, (problem["msg"], "correct it"))
+    context["key"] = dotted(path)
+    return f"{dotted(path)} = {shown(value)}: {bound.format(**context)}: {repair.format(**context)}"
+
+
+def _key_of_another_type(
+    path: Sequence[str | int], value: object, place: Sequence[str | int], owners: Sequence[str]
+) -> str:
+    key, chooser = dotted(path), dotted([*path[:-1], "type"])
+    return (
+        f"{key} = {shown(value)}: {chooser} {place[-2]!r} has no such key, only "
+        f"{', '.join(repr(owner) for owner in owners)} has: remove it or change {chooser}"
+    )
+
+
+def _owners(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """Return the `type` values of the table whose sections have the last key."""
+    key = str(path[-1])
+    sections = _sections_at(root, path)
+    return [str(tag(s)) for s in sections if len(sections) > 1 and key in s.model_fields]
+
+
+def _how_to_add(path: Sequence[str | int]) -> str:
+    if len(path) == 1:
+        return f"a table [{path[0]}]"
+    return f"{path[-1]} = … under [{dotted(path[:-1])}]"
+
+
+def nearest_key(root: type[BaseModel], path: Sequence[str | int]) -> str:
+    """Return the repair of an unknown key: the most similar one, or those of its table."""
+    path = _up_to_the_unknown_part(root, path)
+    key, siblings = str(path[-1])[:LONGEST_KEY], keys_at(root, path)
+    if near := difflib.get_close_matches(key, siblings, n=1):
+        return f"did you mean {dotted([*path[:-1], near[0]])}?"
+    if elsewhere := _first_keys(root).get(key):
+        return f"did you mean {elsewhere}?"
+    if siblings:
+        return f"remove it, or use one of {', '.join(siblings)}"
+    return f"remove it, {dotted(path[:-1])} is not a table"
+
+
+def _up_to_the_unknown_part(
+    root: type[BaseModel], path: Sequence[str | int]
+) -> Sequence[str | int]:
+    for end, part in enumerate(path, start=1):
+        if isinstance(part, str) and not is_key(root, path[:end]):
+            return path[:end]
+    return path
+
+
+def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[str | int]:
+    """Return the path as in the file: pydantic adds the `type` that chose a section."""
+    found: list[str | int] = []
+    sections = [root]
+    for part in path:
+        fields = [section.model_fields.get(str(part)) for section in sections]
+        if isinstance(part, str) and len(sections) > 1 and not any(fields):
+            chosen = [s for s in sections if tag(s) == part]
+            sections = chosen or [s for s in sections if tag(s) is None] or sections
+            continue
+        found.append(part)
+        if isinstance(part, str):
+            sections = [s for field in fields if field for s in sections_of(field.annotation)]
+    return found
+
+
+@cache
+def _first_keys(root: type[BaseModel]) -> dict[str, str]:
+    """Return the first key of each name, by the name alone."""
+    return {name.rsplit(".", 1)[-1]: name for name in reversed(list(_all_keys(root)))}
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for child in sections_of(field.annotation):
+            yield from _all_keys(child, f"{prefix}{name}.")
+
+
+def _sections_at(root: type[BaseModel], path: Sequence[str | int]) -> list[type[BaseModel]]:
+    """Return the sections that may contain the last part of `path` as a key."""
+    sections = [root]
+    for part in path[:-1]:
+        if isinstance(part, str):
+            fields = [section.model_fields.get(part) for section in sections]
+            sections = [s for field in fields if field for s in sections_of(field.annotation)]
+    return sections
+
+
+def _is_free_table(root: type[BaseModel], path: Sequence[str | int]) -> bool:
+    fields = (section.model_fields.get(str(path[-1])) for section in _sections_at(root, path))
+    return any(field and typing.get_origin(field.annotation) is dict for field in fields)
+
+
+def sections_of(annotation: object) -> list[type[BaseModel]]:
+    """Return the sections in an annotation such as `Section`, `tuple[Section, ...]` or a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for inner in typing.get_args(annotation) for found in sections_of(inner)]
+
+
+def tag(section: type[BaseModel]) -> str | None:
+    """Return the value of `type` that selects this section."""
+    field = section.model_fields.get("type")
+    return next(iter(typing.get_args(field.annotation)), None) if field else None

@@ -1,11 +1,9 @@
-"""The policy channel's loss: each loss type has its own section with its options.
+"""The policy channel's loss: a section for each `type`, with the options of `losses.policy`."""
 
-`type` selects it. The options are explained at the functions of `losses.policy`.
-"""
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from typing import Annotated, Literal, Self
-
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from composer_mesh.configs.base import (
     LARGEST,
@@ -16,16 +14,140 @@ from composer_mesh.configs.base import (
     Section,
     by_type,
 )
-from composer_mesh.configs.loss_options import (
-    Aggregation,
-    BuiltInLoss,
-    CorrectedLoss,
-    Loss,
-    RatioLevel,
-    RatioLoss,
-    TokenLoss,
-    of_whole_rollouts,
-)
+
+Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+
+
+class Loss(Section):
+    """Base of all losses."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return False
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient."""
+        return True
+
+    @property
+    def refuses_turn_advantages(self) -> str:
+        """The option that allows one advantage per rollout only, with its repair; "" if none."""
+        return ""
+
+
+class BuiltInLoss(Loss):
+    """Options of all losses but a custom one."""
+
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy bonus, the mean entropy of the step's sampled tokens in nats."""
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient, from another term of the loss.
+
+        `needs_reference` is such a term.
+        """
+        return self.entropy_coef > 0 or self.needs_reference
+
+
+class CorrectedLoss(BuiltInLoss):
+    """Options of losses whose terms may be weighted by the trainer / generator ratio."""
+
+    aggregation: Aggregation = "dapo"
+    """Aggregation of token losses: TRL's loss types."""
+
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """Sampler-mismatch correction: weights tokens by the trainer / generator ratio, and the loss's
+    own ratio is then relative to the trainer's log-probs; with "none", to the generator's."""
+
+    correction_maximum: Positive = 3.0
+    """Upper bound of the correction's weight."""
+
+    correction_minimum: Positive | None = None
+    """Lower bound of the correction's weight; not set means none."""
+
+    def _problems(self) -> Iterator[str]:
+        least = self.correction_minimum
+        if least is not None and self.correction == "none":
+            yield (
+                f"correction_minimum is {least} but correction is 'none', which has no weights: "
+                "set correction or remove correction_minimum"
+            )
+        if least is not None and least > self.correction_maximum:
+            yield (
+                f"correction_minimum is {least} but correction_maximum is "
+                f"{self.correction_maximum}, so no weight would do: lower correction_minimum"
+            )
+
+
+class TokenLoss(CorrectedLoss):
+    """Options of losses with a term of its own for each token."""
+
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the step's tokens that have a policy gradient, those with the highest entropy at its
+    start (0.2 in arXiv 2506.01939); below 1 a step takes one forward more."""
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient, or its entropies matter."""
+        return super().trains_zero_advantages or self.top_entropy_quantile < 1
+
+
+class RatioLoss(TokenLoss):
+    """Options of losses on the ratio of the policy to the sampling policy."""
+
+    ratio_level: RatioLevel = "token"
+    """"token": a ratio per token; "sequence": one for all tokens of a rollout, as in GSPO;
+    "sequence_token": the same ratio with a gradient per token, as in GSPO-token."""
+
+    kl_beta: NotNegative = 0.0
+    """Weight of the KL to the frozen initial policy; 0 loads no reference for it."""
+
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl"] = "k3"
+    """Estimator of the KL from sampled tokens."""
+
+    kl_importance: bool = False
+    """Whether to multiply the KL by the ratio, which makes the gradient of k3 unbiased."""
+
+    off_policy_threshold: Positive | None = None
+    """Mean mismatch of generator and trainer, in nats per token, above which a rollout with a
+    negative advantage is dropped (DeepSeek-V3.2); not set drops none."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the frozen initial policy."""
+        return self.kl_beta > 0
+
+    @property
+    def refuses_turn_advantages(self) -> str:
+        """The option that allows one advantage per rollout only, with its repair; "" if none."""
+        if self.off_policy_threshold is not None:
+            return "loss.off_policy_threshold drops whole rollouts by their advantage: remove it"
+        return of_whole_rollouts(self.ratio_level)
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        for name, default in (("kl_importance", False), ("kl_estimator", "k3")):
+            if self.kl_beta == 0 and getattr(self, name) != default:
+                yield (
+                    f"{name} is {str(getattr(self, name)).lower()} but kl_beta is 0, so there is "
+                    f"no KL for it: set kl_beta above 0 or remove {name}"
+                )
+
+
+def of_whole_rollouts(ratio_level: RatioLevel) -> str:
+    """Return why a ratio level allows one advantage per rollout only; "" if it does not."""
+    if ratio_level != "sequence":
+        return ""
+    return (
+        "loss.ratio_level is 'sequence', one ratio and one advantage for a rollout: set it to "
+        "'sequence_token' or 'token'"
+    )
 
 
 class GrpoLoss(RatioLoss):
@@ -43,14 +165,13 @@ class GrpoLoss(RatioLoss):
     ratio_cap: Positive | None = None
     """Upper bound of the unclipped ratio (TRL's delta); not set means none."""
 
-    @model_validator(mode="after")
-    def _cap_lies_above_the_clip(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.ratio_cap is not None and self.ratio_cap <= 1 + self.clip_high:
-            raise ValueError(
+            yield (
                 f"ratio_cap is {self.ratio_cap} but clip_high lets ratios grow to "
                 f"{1 + self.clip_high:g}: raise ratio_cap above that"
             )
-        return self
 
 
 class CispoLoss(RatioLoss):
@@ -126,17 +247,31 @@ class VespoLoss(CorrectedLoss):
         """The option that allows one advantage per rollout only, with its repair."""
         return "loss.type 'vespo' is defined for one advantage per rollout: use 'grpo'"
 
-    @model_validator(mode="after")
-    def _correction_is_of_tokens(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.correction.startswith("sequence"):
-            raise ValueError(
+            yield (
                 f"correction is {self.correction!r} but vespo multiplies the weights of the "
                 "tokens itself: use 'token_truncate', 'token_mask' or 'none'"
             )
-        return self
 
 
-class PrimeRlLoss(BuiltInLoss):
+class SquaredRatioLoss(BuiltInLoss):
+    """Options of PRIME-RL's losses, which add a squared log-ratio."""
+
+    adv_tau: NotNegative = 1.0
+    """Weight of the policy gradient."""
+
+    kl_tau: NotNegative = 1e-3
+    """Weight of the squared log-ratio."""
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
+        return super().trains_zero_advantages or self.kl_tau > 0
+
+
+class PrimeRlLoss(SquaredRatioLoss):
     """PRIME-RL's default: masks tokens whose probability moved too far, and adds a squared KL."""
 
     type: Literal["prime_rl"]
@@ -148,12 +283,6 @@ class PrimeRlLoss(BuiltInLoss):
     mask_high: NotNegative = 0.2
     """Maximum increase of a token's probability, for positive advantages."""
 
-    adv_tau: NotNegative = 1.0
-    """Weight of the policy gradient."""
-
-    kl_tau: NotNegative = 1e-3
-    """Weight of the squared log-ratio."""
-
     teacher_tau: NotNegative = 0.0
     """Weight of the reverse KL to the frozen initial policy as a per-token advantage; 0 loads no
     reference for it."""
@@ -163,13 +292,8 @@ class PrimeRlLoss(BuiltInLoss):
         """Whether it reads the log-probs of the frozen initial policy."""
         return self.teacher_tau > 0
 
-    @property
-    def trains_zero_advantages(self) -> bool:
-        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
-        return super().trains_zero_advantages or self.kl_tau > 0
 
-
-class PrimeRlIpoLoss(BuiltInLoss):
+class PrimeRlIpoLoss(SquaredRatioLoss):
     """PRIME-RL's loss type ipo: masks tokens whose probability moved too far either way."""
 
     type: Literal["prime_rl_ipo"]
@@ -177,17 +301,6 @@ class PrimeRlIpoLoss(BuiltInLoss):
 
     threshold: Positive = 0.1
     """Maximum change of a token's probability."""
-
-    adv_tau: NotNegative = 1.0
-    """Weight of the policy gradient."""
-
-    kl_tau: NotNegative = 1e-3
-    """Weight of the squared log-ratio."""
-
-    @property
-    def trains_zero_advantages(self) -> bool:
-        """Whether a rollout with advantage 0 may have a gradient: by the squared log-ratio too."""
-        return super().trains_zero_advantages or self.kl_tau > 0
 
 
 class DppoLoss(BuiltInLoss):
@@ -233,28 +346,26 @@ class RejectionConfig(Section):
     lower: Number | None = None
     """Lower bound; not set means none."""
 
-    @model_validator(mode="after")
-    def _bounds_make_sense(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.action == "clamp" and self.metric != "ratio":
-            raise ValueError(
+            yield (
                 f"action is 'clamp' but metric is {self.metric!r}, and only a ratio is a weight "
                 "that can be bounded: set metric to 'ratio' or action to 'mask'"
             )
         if self.metric != "kl_k1" and self.upper <= 0:
-            raise ValueError(
+            yield (
                 f"upper is {self.upper} but metric {self.metric!r} is never below 0, so nothing "
                 "would be left: raise upper above 0"
             )
         if self.metric == "ratio" and self.lower is not None and self.lower <= 0:
-            raise ValueError(
+            yield (
                 f"lower is {self.lower} but ratios are above 0: raise it, or remove it for no bound"
             )
         if self.lower is not None and self.lower > self.upper:
-            raise ValueError(
+            yield (
                 f"lower is {self.lower} but upper is {self.upper}, so nothing would be left: "
                 "lower it below upper"
             )
-        return self
 
 
 class DecoupledPpoLoss(BuiltInLoss):

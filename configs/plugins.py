@@ -1,7 +1,7 @@
 """The registry: what a command line or a config can name, by kind, and where it is implemented.
 
-Tables of strings map a kind and a name to an import path `module:object`: `composer_mesh.plugin` of
-the core, `plugins/NAME/plugin.py` of each plugin. Other packages register in their metadata, by
+Tables of strings map a kind and a name to an import path `module:object`: `CORE` of the core,
+`plugins/NAME/plugin.py` of each plugin. Other packages register in their metadata, by
 entry points of the group `composer_mesh.KIND`. Those are read once, and only where Python installs
 packages, so that metadata in a working directory or in `run.import_paths` registers nothing.
 
@@ -21,11 +21,55 @@ KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
     *("step_hooks", "reward_servers", "checks", "trees"),
 )
-CORE = "composer_mesh.plugin"
 PLUGINS = "composer_mesh.plugins"
 GROUPS = "composer_mesh."
 """What the groups of entry points begin with, before a kind."""
 Table = Mapping[str, Mapping[str, str]]
+
+_COMMANDS = "composer_mesh.services.commands"
+
+CORE: Table = {
+    "commands": {
+        "check": f"{_COMMANDS}.training:check",
+        "explain": f"{_COMMANDS}.explain:explain",
+        "verify": f"{_COMMANDS}.inspection:verify",
+        "train": f"{_COMMANDS}.training:train",
+        "sft": f"{_COMMANDS}.training:sft",
+        "new-task": f"{_COMMANDS}.tasks:new_task",
+        "play": f"{_COMMANDS}.tasks:play",
+        "eval": f"{_COMMANDS}.evaluation:evaluate",
+        "launch": f"{_COMMANDS}.clusters:launch",
+        "push": f"{_COMMANDS}.push:push",
+        "worker": f"{_COMMANDS}.clusters:worker",
+        "stop": f"{_COMMANDS}.clusters:stop",
+        "join": f"{_COMMANDS}.clusters:join",
+        "replay": f"{_COMMANDS}.inspection:replay",
+        "traces": f"{_COMMANDS}.inspection:traces",
+        "reward": f"{_COMMANDS}.inspection:reward",
+        "events": f"{_COMMANDS}.inspection:events",
+        "scale": f"{_COMMANDS}.inspection:scale",
+        "tree": f"{_COMMANDS}.inspection:tree",
+        "stacks": f"{_COMMANDS}.inspection:stacks",
+        "query": f"{_COMMANDS}.inspection:query",
+        "tui": f"{_COMMANDS}.inspection:tui",
+    },
+    "tasks": {
+        "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
+        "gsm8k": "composer_mesh.tasks.gsm8k:Gsm8kTask",
+    },
+    "channels": {
+        "echo": "composer_mesh.channels.echo:Echo",
+    },
+    "engines": {
+        "embedded": "composer_mesh.actors.engines.embedded:start",
+        "vllm": "composer_mesh.actors.engines.vllm_start:start",
+    },
+    "launchers": {
+        "local": "composer_mesh.services.launch.by_ssh:HostsLauncher",
+        "hosts": "composer_mesh.services.launch.by_ssh:HostsLauncher",
+    },
+}
+"""What the core registers."""
 
 
 class Registration(NamedTuple):
@@ -99,12 +143,10 @@ def missing() -> str:
 @cache
 def _own() -> Mapping[str, dict[str, Registration]]:
     found: dict[str, dict[str, Registration]] = {kind: {} for kind in KINDS}
-    tables = {
-        "the core": CORE,
-        **{f"the plugin {one}": f"{PLUGINS}.{one}.plugin" for one in _plugins()},
-    }
-    for owner, module in tables.items():
-        table: Table = importlib.import_module(module).TABLE
+    tables = {"the core": CORE}
+    for one in _plugins():
+        tables[f"the plugin {one}"] = importlib.import_module(f"{PLUGINS}.{one}.plugin").TABLE
+    for owner, table in tables.items():
         for kind, entries in table.items():
             found[kind].update({name: Registration(path, owner) for name, path in entries.items()})
     return found

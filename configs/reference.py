@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from composer_mesh.configs.base import Section
-from composer_mesh.configs.errors import sections_of, tag
+from composer_mesh.configs.load import sections_of, tag
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _LENGTHS = {"min_length": "at least {} long", "max_length": "at most {} long"}

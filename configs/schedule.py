@@ -1,6 +1,7 @@
 """Rollouts per step: how many, how far ahead of the trainer, and which of them are trained.
 
-The section `[rollouts]`: the actors that play episodes.
+The section `[rollouts]`: the actors that play episodes. `[late_rewards]`: rewards after training.
+`[eval]`: held-out rollouts.
 """
 
 from collections.abc import Iterator
@@ -8,7 +9,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from composer_mesh.configs.base import FreeTable, ImportPath, Processes, Seconds, Section
+from composer_mesh.configs.base import (
+    CountOrZero,
+    FreeTable,
+    ImportPath,
+    Processes,
+    Seconds,
+    Section,
+    Temperature,
+)
 
 
 class RolloutsConfig(Section):
@@ -79,3 +88,28 @@ class ScheduleConfig(Section):
                 "repeats bit for bit, which the order in which rollouts finish does not: set "
                 "max_lag to 1 or more, or overprovision to 0"
             )
+
+
+class LateRewardsConfig(Section):
+    """Rewards that are posted after their rollouts were trained on."""
+
+    max_age: CountOrZero = 0
+    """Maximum lag in policy versions of a rollout when its late reward arrives; 0 accepts none."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the run reads posted rewards."""
+        return self.max_age > 0
+
+
+class EvalConfig(Section):
+    """Held-out evaluation."""
+
+    episodes: Annotated[int, Field(ge=1, le=2000)] = 200
+    """Number of distinct held-out episodes per evaluation; all of them where the data has fewer."""
+
+    temperature: Temperature = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+    every: CountOrZero = 0
+    """Steps between evaluations; 0 evaluates only before and after training."""

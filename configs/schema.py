@@ -1,37 +1,48 @@
 """Schema of a run: every section, its bounds and the checks between sections.
 
+The sections `[run]` and `[generator]` are here, the others in modules of their own.
 Performs no I/O; `load` reads files. Imports neither torch nor Monarch.
 """
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from composer_mesh.configs.advantages import TURN_ADVANTAGES, AdvantageConfig, GroupAdvantage
 from composer_mesh.configs.base import (
+    Concurrent,
+    Cores,
     Count,
     CountOrZero,
     FilePath,
+    FreeTable,
+    Gigabytes,
     Processes,
     Seconds,
     Section,
-    Share,
-    Temperature,
+    TemperatureAboveZero,
+    Tokens,
+    TopP,
     repeated,
 )
 from composer_mesh.configs.channels import ChannelSection, ForeignChannels
 from composer_mesh.configs.cluster import ClusterConfig
 from composer_mesh.configs.data import DataConfig
-from composer_mesh.configs.generator import GeneratorConfig
+from composer_mesh.configs.environment import EnvironmentConfig
 from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import GrpoLoss, LossConfig
-from composer_mesh.configs.mcp import McpServer, SandboxConfig
 from composer_mesh.configs.placement import PlacementConfig
+from composer_mesh.configs.plugins import registered
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.replay import ReplayConfig
-from composer_mesh.configs.schedule import RolloutsConfig, ScheduleConfig
+from composer_mesh.configs.schedule import (
+    EvalConfig,
+    LateRewardsConfig,
+    RolloutsConfig,
+    ScheduleConfig,
+)
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.configs.serve import ServeConfig
 from composer_mesh.configs.sft import SftConfig
@@ -43,7 +54,6 @@ from composer_mesh.configs.weights import WeightsConfig
 
 S = TypeVar("S", bound=Section)
 LARGEST_SEED = 2**31 - 1
-MOST_SERVERS = 32
 MOST_TRACKERS = 20
 
 
@@ -81,68 +91,102 @@ class RunConfig(Section):
     """Store messages, spans and failures for `composer-mesh query`, in a process of 400 MB."""
 
 
-class EnvironmentConfig(Section):
-    """The actors that step episodes."""
+OWNED = {
+    "model": "policy.path",
+    "tokenizer": "policy.path",
+    "skip_tokenizer_init": "no key, because token ids travel and not text",
+    "dtype": "generator.dtype",
+    "seed": "run.seed",
+    "max_num_seqs": "generator.max_concurrent",
+    "max_model_len": "policy.max_context",
+    "logprobs_mode": "no key, because the trainer needs the distribution sampled from",
+    "tensor_parallel_size": "generator.vllm.tensor_parallel",
+    "gpu_memory_utilization": "generator.vllm.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "generator.vllm.kv_cache_gb",
+    "block_size": "generator.vllm.block_size",
+    "enforce_eager": "generator.vllm.enforce_eager",
+    "enable_prefix_caching": "generator.vllm.enable_prefix_caching",
+    "enable_chunked_prefill": "no key, because seeded sampling allows it on GPUs only",
+    "enable_return_routed_experts": "trainer.moe.router_replay",
+    "aux_output_config": "trainer.moe.router_replay",
+    "distributed_executor_backend": "generator.vllm.tensor_parallel",
+}
+"""Engine arguments that are set by other config keys, with these keys."""
 
-    replicas: Processes = 1
-    """Number of environment actors."""
 
-    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 6
-    """Number of assistant turns after which an episode ends unsolved."""
+class VllmConfig(Section):
+    """The vLLM engine inside each generator."""
 
-    calls_per_turn: Annotated[int, Field(ge=1, le=1_000)] = 1
-    """Maximum tool calls of one action; they run in order, and more make the action malformed."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of GPU processes that share one copy of the model; more than 1 starts workers."""
 
-    tool_error_penalty: Share = 0.0
-    """Reward penalty for each failed tool call; it takes no reward below 0."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory for weights and KV cache; not used on CPU."""
 
-    call_s: Seconds = 60.0
-    """Seconds that one call of a task's tool, reward or other function may take."""
+    kv_cache_gb: Gigabytes | None = None
+    """KV cache of each process in GB of 2**30 bytes; when not set, what gpu_memory_utilization
+    leaves on a GPU, and max_concurrent conversations of full length on a CPU."""
 
-    hang_s: Seconds = 10.0
-    """CPU seconds that a task's code may hold the interpreter before its process is killed."""
+    block_size: Literal[16, 32, 64, 128] = 32
+    """Tokens per block of the KV cache; CPU kernels need a multiple of 32."""
 
-    mcp: Annotated[tuple[McpServer, ...], Field(strict=False, max_length=MOST_SERVERS)] = ()
-    """MCP servers whose tools are added to the task's: tables [[environment.mcp]]."""
+    enforce_eager: bool | None = None
+    """Whether compilation and graph capture are disabled; by default on CPU, not on GPU."""
 
-    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
-    """Where a task such as "code" runs what agents wrote."""
+    enable_prefix_caching: bool = True
+    """Whether prompts with a common prefix share its cache; new weights always empty it."""
+
+    engine_args: FreeTable = Field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs, passed unmodified."""
 
     def _problems(self) -> Iterator[str]:
-        for name in repeated(one.name for one in self.mcp):
-            yield f"two tables of mcp have the name {name!r}: give each its own name"
-        for one in self.mcp:
-            if one.start_s + one.call_s >= self.call_s:
+        for name in self.engine_args:
+            if name in OWNED:
                 yield (
-                    f"call_s is {self.call_s:g} but start_s and call_s of the MCP server "
-                    f"{one.name!r} are {one.start_s:g} and {one.call_s:g}, and both are waited for "
-                    "in one call: raise environment.call_s above their sum, or lower them"
+                    f"engine_args.{name} is {self.engine_args[name]!r} but follows from "
+                    f"{OWNED[name]}: remove it from engine_args"
                 )
 
 
-class LateRewardsConfig(Section):
-    """Rewards that are posted after their rollouts were trained on."""
+class GeneratorConfig(Section):
+    """The actors that sample tokens."""
 
-    max_age: CountOrZero = 0
-    """Maximum lag in policy versions of a rollout when its late reward arrives; 0 accepts none."""
+    engine: Annotated[str, registered("engines")] = "embedded"
+    """The inference engine: "embedded" has no further dependencies; "vllm" needs an extra."""
 
-    @property
-    def on(self) -> bool:
-        """Whether the run reads posted rewards."""
-        return self.max_age > 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the served weights and of the KV cache."""
 
+    replicas: Processes = 1
+    """Number of generator actors."""
 
-class EvalConfig(Section):
-    """Held-out evaluation."""
+    max_concurrent: Concurrent = 64
+    """Maximum number of requests decoded together: rows of the KV cache."""
 
-    episodes: Annotated[int, Field(ge=1, le=2000)] = 200
-    """Number of distinct held-out episodes per evaluation; all of them where the data has fewer."""
+    prefix_tokens: CountOrZero | None = None
+    """Maximum number of tokens whose keys and values the embedded engine keeps for later prompts;
+    as many as its rows hold if not set, 0 keeps none."""
 
-    temperature: Temperature = 0.0
-    """Sampling temperature of evaluation; 0 is greedy."""
+    max_new_tokens: Tokens = 40
+    """Maximum number of tokens sampled in one turn."""
 
-    every: CountOrZero = 0
-    """Steps between evaluations; 0 evaluates only before and after training."""
+    temperature: TemperatureAboveZero = 1.0
+    """Sampling temperature of training rollouts."""
+
+    top_p: TopP = 1.0
+    """Training rollouts sample from the most probable tokens whose probabilities reach this sum."""
+
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Training rollouts sample from so many of the most probable tokens; 0 is all."""
+
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Training rollouts sample only tokens with this share of the largest probability, or more."""
+
+    threads: Cores = 1
+    """CPU threads of each generator."""
+
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    """Settings of the vLLM engine; ignored by the embedded one."""
 
 
 class Config(Section):
@@ -403,9 +447,3 @@ class Config(Section):
                 f"trainer.updates_per_batch is {updates} but schedule.prompts_per_step is "
                 f"{groups}, and each update trains whole groups: lower it to {groups} or less"
             )
-
-
-class ExtendedConfig(Config):
-    """A config with sections that plugins register, which it has as attributes too."""
-
-    model_config = ConfigDict(extra="allow")

@@ -14,18 +14,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.aggregation import Reducer, policy_loss
 from composer_mesh.losses.grpo import clip_binds
 from composer_mesh.losses.logprobs import (
     KlEstimator,
     PolicyLoss,
     RatioLevel,
+    Reducer,
     estimate_kl,
     importance_ratio,
     masked_advantages,
     masked_log_ratio,
     masked_mean,
     mean_advantages,
+    policy_loss,
 )
 from composer_mesh.losses.reductions import Number, Reduction, check_choice, check_clip
 

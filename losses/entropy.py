@@ -22,11 +22,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_mesh.losses.aggregation import Aggregation, aggregate
 from composer_mesh.losses.blocks import HeadGradients, LinearHead, default_block, tiles
 from composer_mesh.losses.fused import check_linear, sum_dtype
 from composer_mesh.losses.jsd import kl_terms, row_logprobs
-from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT
+from composer_mesh.losses.logprobs import LOG_RATIO_LIMIT, Aggregation, aggregate
 from composer_mesh.losses.reductions import (
     Number,
     Reduction,

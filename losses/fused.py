@@ -31,11 +31,13 @@ from composer_mesh.losses.blocks import (
     default_block,
     given_scores,
     rows_per_block,
+    softcapped,
     tiles,
 )
-from composer_mesh.losses.pair_terms import collision_logprobs
+from composer_mesh.losses.preference import collision_logprobs
 from composer_mesh.losses.reductions import (
     Number,
+    at_least_float32,
     check_jsd_beta,
     check_positive,
     check_temperature,
@@ -69,6 +71,24 @@ def linear_logprobs(
     check_linear(temperature, block, softcap)
     size = block or default_block(hidden)
     return _LinearLogprobs.apply(hidden, weight, bias, targets, temperature, size, softcap)
+
+
+def linear_logits(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: Number = 1.0,
+    softcap: Number | None = None,
+) -> Float[Tensor, "N V"]:
+    """Scores `(hidden @ weight.T + bias) / temperature` in float32 at least, all at once.
+
+    `softcap` is that of the fused losses.
+    """
+    check_temperature(temperature)
+    head = None if bias is None else at_least_float32(bias)
+    scores = torch.nn.functional.linear(at_least_float32(hidden), at_least_float32(weight), head)
+    scores = softcapped(scores, softcap)
+    return scores if temperature == 1 else scores / temperature
 
 
 @torch.no_grad()

@@ -19,11 +19,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.aggregation import Aggregation, Reducer, policy_loss
 from composer_mesh.losses.logprobs import (
+    Aggregation,
     KlEstimator,
     PolicyLoss,
     RatioLevel,
+    Reducer,
     check_one_per_sequence,
     importance_ratio,
     masked_advantages,
@@ -31,6 +32,7 @@ from composer_mesh.losses.logprobs import (
     masked_mean,
     mean_advantages,
     per_token,
+    policy_loss,
     selected,
     token_kl,
     weighted_terms,

@@ -1,11 +1,5 @@
 """Index of the policy losses; each is defined in the module of its family."""
 
-from composer_mesh.losses.aggregation import (
-    Aggregation,
-    Reduction,
-    aggregate,
-    aggregation_normalizer,
-)
 from composer_mesh.losses.decoupled import Rejection, decoupled_ppo_loss
 from composer_mesh.losses.entropy import high_entropy_mask, token_entropies
 from composer_mesh.losses.grpo import (
@@ -18,10 +12,14 @@ from composer_mesh.losses.grpo import (
 )
 from composer_mesh.losses.logprobs import (
     LOG_RATIO_LIMIT,
+    Aggregation,
     CorrectionMode,
     KlEstimator,
     PolicyLoss,
     RatioLevel,
+    Reduction,
+    aggregate,
+    aggregation_normalizer,
     off_policy_weights,
     sampling_weights,
     token_kl,

@@ -17,11 +17,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from composer_mesh.losses.aggregation import Aggregation, Reducer, policy_loss
 from composer_mesh.losses.logprobs import (
+    Aggregation,
     PolicyLoss,
+    Reducer,
     masked_advantages,
     masked_log_ratio,
+    policy_loss,
     probability_gap,
     selected,
     token_kl,

@@ -26,8 +26,7 @@ from composer_mesh.services.replay.post_reward import LateRewardError
 from composer_mesh.services.schedule.stopping import CommandSignals, Interrupted
 from composer_mesh.services.store.rows import DamagedRecord, StoreMissing
 from composer_mesh.services.traces.options import TracesRefused
-from composer_mesh.tasks.errors import TaskError
-from composer_mesh.tasks.gsm8k_rows import DataError
+from composer_mesh.tasks.errors import DataError, TaskError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 

@@ -9,6 +9,8 @@ TaskError
 +-- UnusableTask     the task cannot be loaded, or returned what it must not return
 +-- JudgeFailed      a judge gave no usable answer: the attempt fails, not the episode
 +-- JudgesSpent      the judges' ceiling allows no further question
+
+DataError, a ValueError, is about the file of a task that ships.
 """
 
 from __future__ import annotations
@@ -102,6 +104,10 @@ class ToolServerLost(Worded, TaskError):
 
 class UnusableTask(TaskError, ValueError):
     """A task cannot be loaded, or one of its functions returned an unusable value."""
+
+
+class DataError(ValueError):
+    """A problem file cannot be used; the message names the line, the value and the repair."""
 
 
 class JudgeFailed(Worded, TaskError):

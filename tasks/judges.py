@@ -108,7 +108,7 @@ class Judge:
             try:
                 value = form.validate_json(json_in(reply.text))
             except ValidationError as error:
-                problem = _problem(error)
+                problem = place_and_text(error)[:LONGEST_REASON]  # without the answer's own words
                 said = [*said, *_again(reply.text, problem)]
             else:
                 return Judgement(value, _reason(value), usd, cached)
@@ -196,11 +196,6 @@ def _again(text: str, problem: str) -> list[Message]:
         {"role": "assistant", "content": text[:LONGEST_REPEATED]},
         {"role": "user", "content": wanted},
     ]
-
-
-def _problem(error: ValidationError) -> str:
-    """Return the first fault of an answer, without the answer's own words."""
-    return place_and_text(error)[:LONGEST_REASON]
 
 
 def _reason(value: Any) -> str:

@@ -32,7 +32,7 @@ import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.configs.environment import McpServer, McpTool
 from composer_mesh.configs.validation import fail_fast, first_error
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 

@@ -98,12 +98,9 @@ def _docstring(
     lines = [about]
     if order:
         lines += ["", "Args:"]
-        lines += [f"    {one}: {_note(one, properties[one])}" for one in order]
+        notes = {one: _line(str(properties[one].get("description", ""))) for one in order}
+        lines += [f"    {one}: {note or f'The {one}.'}" for one, note in notes.items()]
     return "\n".join([*lines, "", "Returns:", "    What the environment says."])
-
-
-def _note(name: str, schema: Mapping[str, Any]) -> str:
-    return _line(str(schema.get("description", ""))) or f"The {name}."
 
 
 def _line(text: str) -> str:

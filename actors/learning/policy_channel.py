@@ -23,14 +23,14 @@ from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import release
-from composer_mesh.channels.policy.configured_loss import (
+from composer_mesh.channels.policy import (
     Tokens,
     correction_weights,
     policy_loss,
 )
 from composer_mesh.channels.step import POLICY, Figures
 from composer_mesh.configs import losses as configs
-from composer_mesh.configs.loss_options import CorrectedLoss, TokenLoss
+from composer_mesh.configs.losses import CorrectedLoss, TokenLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom import (
     LossInputs,
@@ -41,8 +41,7 @@ from composer_mesh.losses.custom import (
     load_function,
 )
 from composer_mesh.losses.entropy import high_entropy_mask, linear_entropies
-from composer_mesh.losses.fused import linear_scores
-from composer_mesh.losses.logprobs import linear_logits
+from composer_mesh.losses.fused import linear_logits, linear_scores
 from composer_mesh.losses.policy import Aggregation, aggregation_normalizer, token_entropies
 from composer_mesh.rollouts.batches import BatchCounts, PolicySample
 

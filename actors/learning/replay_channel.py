@@ -22,7 +22,7 @@ from composer_mesh.actors.learning.update_pass import (
 from composer_mesh.actors.learning.weight_update import UpdatePart
 from composer_mesh.actors.models.hidden_states import HiddenStates
 from composer_mesh.actors.models.language_model import LanguageModel, padded
-from composer_mesh.channels.replay.configured_loss import Sides, figures_of, preference_loss
+from composer_mesh.channels.replay import Sides, figures_of, preference_loss
 from composer_mesh.channels.step import step_loss
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.losses.preference import PreferenceLoss, sequence_logprobs, wpo_weights

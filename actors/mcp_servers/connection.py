@@ -34,8 +34,8 @@ from composer_mesh.actors.mcp_servers.stdio import (
     result_text,
 )
 from composer_mesh.actors.provider.endpoint import Secret
+from composer_mesh.configs.environment import MOST_TOOLS, McpServer, McpTool
 from composer_mesh.configs.interrupts import is_interrupt
-from composer_mesh.configs.mcp import MOST_TOOLS, McpServer, McpTool
 from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 

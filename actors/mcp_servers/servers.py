@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.configs.environment import McpServer, McpTool
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.mesh.waiting import LoopThread

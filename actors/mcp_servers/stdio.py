@@ -24,7 +24,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
 from composer_mesh.actors.provider.endpoint import Secret
-from composer_mesh.configs.mcp import McpServer
+from composer_mesh.configs.environment import McpServer
 from composer_mesh.mesh.monarch_log import LOGS, open_in_logs
 from composer_mesh.mesh.programs import TiedProgram
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from composer_mesh.configs.load import TomlRefused, read_text
+from composer_mesh.configs.regular_files import TomlRefused, read_text
 from composer_mesh.plugins.dashboard.catalog import RunSummary
 from composer_mesh.plugins.dashboard.charts import Chart
 from composer_mesh.plugins.dashboard.open_runs import OpenRun

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, create_model
 
@@ -41,18 +41,8 @@ RULES = (
 )
 
 
-class Library(Protocol):
-    """What is taken from the package: its tasks, their splits, and fresh environments."""
-
-    def tasks(self) -> list[Any]: ...
-
-    def splits(self) -> Mapping[str, list[str]]: ...
-
-    def environment(self) -> Any: ...
-
-
 class PackageLibrary:
-    """The library that tau2 is."""
+    """What is taken from tau2: its tasks, their splits, and fresh environments."""
 
     def __init__(self) -> None:
         TAU2.imported("domains.telecom.environment")
@@ -135,7 +125,7 @@ class Tau2Telecom(Task):
         self._train, self._evaluate = train, evaluate
 
     @cached_property
-    def library(self) -> Library:
+    def library(self) -> PackageLibrary:
         """Where tasks and environments come from."""
         return PackageLibrary()
 

@@ -3,7 +3,8 @@
 import argparse
 import textwrap
 
-from composer_mesh.configs.errors import ConfigError, nearest_key
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import nearest_key
 from composer_mesh.configs.reference import Key, explained, keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.commands.parser import argument, command

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import Advantage, PolicySample
 from composer_mesh.rollouts.traces import Trace

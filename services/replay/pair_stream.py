@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from composer_mesh.channels.replay.samples import pair_samples
+from composer_mesh.channels.replay import pair_samples
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import PairSample

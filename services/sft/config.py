@@ -8,8 +8,8 @@ from composer_mesh.configs.advantages import GroupAdvantage
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.logprob_mismatch import LogprobMismatchConfig
 from composer_mesh.configs.losses import ReinforceLoss
-from composer_mesh.configs.schedule import ScheduleConfig
-from composer_mesh.configs.schema import LONGEST_NAME, Config, LateRewardsConfig
+from composer_mesh.configs.schedule import LateRewardsConfig, ScheduleConfig
+from composer_mesh.configs.schema import LONGEST_NAME, Config
 from composer_mesh.services.directory.sft_start import SUFFIX
 
 

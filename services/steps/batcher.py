@@ -10,10 +10,10 @@ from functools import cached_property, partial
 from itertools import zip_longest
 from operator import attrgetter
 
-from composer_mesh.channels.policy.samples import policy_sample, without_zero_advantages
+from composer_mesh.channels.policy import policy_sample, without_zero_advantages
 from composer_mesh.channels.port import make_channel, samples_of
-from composer_mesh.channels.replay.samples import pair_samples
-from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
+from composer_mesh.channels.replay import pair_samples
+from composer_mesh.channels.sdpo import HintedSites, hinted_sites
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.mesh.waiting import in_background

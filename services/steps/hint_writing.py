@@ -11,7 +11,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
-from composer_mesh.channels.sdpo.samples import hint_sources
+from composer_mesh.channels.sdpo import hint_sources
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.chat import ChatFormat

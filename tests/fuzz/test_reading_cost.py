@@ -23,7 +23,7 @@ from composer_mesh.actors.provider.endpoint import Secret, TeacherEndpoint
 from composer_mesh.actors.provider.reply import ProviderReply, read_reply
 from composer_mesh.actors.rollout_workers.openai_chat import ChatRequest, CompletionRequest
 from composer_mesh.actors.rollout_workers.openai_wire import read_as
-from composer_mesh.configs.load import TomlRefused, parse_toml
+from composer_mesh.configs.regular_files import TomlRefused, parse_toml
 from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.mcp_servers.servers import ServerConnections
-from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.configs.environment import McpServer, McpTool
 from composer_mesh.tasks.errors import ToolError
 
 pytestmark = pytest.mark.timeout(600)

@@ -38,7 +38,7 @@ from composer_mesh.actors.teacher_outputs.messages import (
     make_teacher_output,
 )
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
-from composer_mesh.channels.replay.configured_loss import figures_of
+from composer_mesh.channels.replay import figures_of
 from composer_mesh.channels.step import Term, own_weights, step_loss
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.sdpo import SdpoConfig

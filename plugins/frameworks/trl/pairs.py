@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import httpx
 
 from composer_mesh.actors.panel.configured import CACHE_FILE
-from composer_mesh.channels.replay.samples import pair_samples
+from composer_mesh.channels.replay import pair_samples
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.rollouts.batches import PairSample

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
+from composer_mesh.channels.sdpo import HintedSites, hinted_sites
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.plugins.frameworks.trl.environments import TaskEnvironment
 from composer_mesh.rollouts.alignment import HintedView

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop import agent_loop as verl_loops
 
-from composer_mesh.channels.sdpo.samples import hinted_sites
+from composer_mesh.channels.sdpo import hinted_sites
 from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.chat import ChatFormat, encoded

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -54,20 +54,8 @@ CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 LONGEST = 1 << 26
 
 
-class FunctionSource(Protocol):
-    """Rows by category, the documents of a class's functions, and the class itself."""
-
-    def rows(self, category: str) -> list[dict[str, Any]]: ...
-
-    def gold(self, category: str) -> dict[str, list[list[str]]]: ...
-
-    def documents(self, api: str) -> list[dict[str, Any]]: ...
-
-    def api(self, name: str) -> type[Any]: ...
-
-
 class PackageSource:
-    """The source that bfcl-eval is."""
+    """Rows by category, the documents of a class's functions, and the class, of bfcl-eval."""
 
     def rows(self, category: str) -> list[dict[str, Any]]:
         """Return the conversations of a category."""
@@ -122,6 +110,7 @@ LONGEST_LIST = 200
 LARGEST = 10**12
 COSTLY = 1_000
 """Bound of exponents and precisions."""
+CostlyNumber = Annotated[float, Field(ge=-COSTLY, le=COSTLY, allow_inf_nan=False)]
 
 COSTLY_ARGUMENTS = {
     ("power", "exponent"),
@@ -148,7 +137,7 @@ def _model(name: str, parameters: Mapping[str, Any]) -> type[BaseModel]:
     for key, one in parameters.get("properties", {}).items():
         default = ... if key in required else one.get("default")
         note = Field(default, description=one.get("description"))
-        kind = _costly() if (name, key) in COSTLY_ARGUMENTS else _type(name, key, one)
+        kind = CostlyNumber if (name, key) in COSTLY_ARGUMENTS else _type(name, key, one)
         fields[key] = (kind, note)
     model: type[BaseModel] = create_model(f"{name}_arguments", __config__=STRICT, **fields)
     return model
@@ -174,10 +163,6 @@ def _type(name: str, key: str, one: Mapping[str, Any]) -> Any:
     return types[kind]
 
 
-def _costly() -> Any:
-    return Annotated[float, Field(ge=-COSTLY, le=COSTLY, allow_inf_nan=False)]
-
-
 MOST_FILES = 10_000
 """Files and folders of a session's file system, as they are walked."""
 
@@ -193,7 +178,7 @@ class TooManyFiles(Exception):
 class Instances:
     """The instances of one session, and the calls made on them."""
 
-    def __init__(self, source: FunctionSource, row: Mapping[str, Any]) -> None:
+    def __init__(self, source: PackageSource, row: Mapping[str, Any]) -> None:
         long_context = "long_context" in row["id"]
         self._instances: dict[str, Any] = {}
         self._methods: dict[str, Callable[..., Any]] = {}

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, cast
 
 from composer_mesh.plugins.task_packages.bfcl.calls import (
     CATEGORIES,
-    FunctionSource,
     Instances,
     PackageSource,
     TooManyFiles,
@@ -174,7 +173,7 @@ class BfclMultiTurn(Task):
         self._documented: dict[str, dict[str, ToolSpec]] = {}
 
     @cached_property
-    def source(self) -> FunctionSource:
+    def source(self) -> PackageSource:
         """Where rows and classes come from."""
         return PackageSource()
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tinker import types
 
-from composer_mesh.channels.sdpo.samples import hinted_sites
+from composer_mesh.channels.sdpo import hinted_sites
 from composer_mesh.plugins.tinker.client.sequences import Hinted, Pair, Rollout, TeacherTopK, Turn
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.consensus import canonical_action

@@ -1,6 +1,8 @@
 """The sum of the channels, what a channel that is off costs, and who computes it.
 
 Bounds of shares: exact factors, the smallest change that keeps them, clear refusals.
+
+ECHO trains the contents of tool results, divided by their number, in the policy's forward.
 """
 
 from __future__ import annotations
@@ -9,16 +11,29 @@ import ast
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from repository import ROOT
+from step_batches import Make, own_logprobs
 from torch import Tensor
 
+from composer_mesh.channels.echo import Echo
+from composer_mesh.channels.policy import policy_sample
+from composer_mesh.channels.port import make_channel
 from composer_mesh.channels.step import StepLoss, StepSums, step_loss, step_metrics
 from composer_mesh.channels.weights import bounded_factors, update_shares
+from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.traces import Message, Trace, Turn
+from composer_mesh.services.steps.batcher import ChannelSamples
+from composer_mesh.tasks.playing import SyncSession
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 FOLDERS = ("actors", "channels", "plugins", "services")
 
@@ -63,12 +78,6 @@ def test_the_total_is_the_weighted_sum_and_so_is_its_gradient() -> None:
     }
 
 
-def test_any_channel_is_summed_with_its_weight() -> None:
-    found = summed({"observations": 0.125}, policy=scalar(1.0), observations=scalar(8.0))
-    assert found.total().item() == 2
-    assert list(found.by_channel()) == ["policy", "observations"]
-
-
 def test_losses_of_no_channel_are_counted_with_the_policy() -> None:
     terms = {"sdpo": lambda: scalar(2.0)}
     found = step_loss(terms, WEIGHTS, others=[scalar(3.0), scalar(4.0)])
@@ -110,15 +119,6 @@ def test_a_step_without_any_channel_has_a_zero_that_can_be_differentiated() -> N
     found.total().backward()
     assert found.total().item() == 0
     assert step_metrics({}, {"policy": 1.0})["loss/total"] == 0
-
-
-def test_the_totals_of_microbatches_add_up_with_channels_off_in_some() -> None:
-    parts = [
-        summed(policy=scalar(1.0), sdpo=scalar(2.0)),
-        summed(policy=None, sdpo=scalar(4.0), replay=scalar(8.0)),
-    ]
-    whole = summed(policy=scalar(1.0), sdpo=scalar(6.0), replay=scalar(8.0))
-    assert sum(part.total().item() for part in parts) == whole.total().item()
 
 
 @pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
@@ -175,29 +175,9 @@ def test_shares_are_norms_over_their_sum_and_undefined_without_a_gradient() -> N
     assert update_shares({"policy": 0.0, "sdpo": 0.0}) == {}
 
 
-def test_a_share_above_its_bound_is_lowered_to_it_exactly() -> None:
-    # 1/3 of the update: the two others have 2 together, so that the channel has 1 of 3.
-    factors = bounded_factors(NORMS, {"sdpo": (0.0, 1 / 3)})
-    assert factors == pytest.approx({"policy": 1, "sdpo": 0.5, "replay": 1}, rel=1e-15)
-
-
-def test_a_share_below_its_bound_is_raised_to_it_exactly() -> None:
-    factors = bounded_factors(NORMS, {"replay": (0.5, 1.0)})
-    assert factors == {"policy": 1.0, "sdpo": 1.0, "replay": 3.0}
-
-
 def test_shares_within_their_bounds_change_nothing() -> None:
     found = bounded_factors(NORMS, {"sdpo": (0.1, 0.6), "replay": (0.25, 0.25)})
     assert found == dict.fromkeys(NORMS, 1.0)
-
-
-def test_a_lower_bound_of_one_channel_does_not_raise_one_that_was_above_its_upper_bound() -> None:
-    norms = {"policy": 0.4, "sdpo": 0.5, "replay": 0.1}
-    factors = bounded_factors(norms, {"sdpo": (0.0, 0.45), "replay": (0.4, 1.0)})
-    shares = update_shares({name: factors[name] * norm for name, norm in norms.items()})
-    assert factors["sdpo"] == 1.0
-    assert shares["replay"] == pytest.approx(0.4)
-    assert shares["sdpo"] < 0.45
 
 
 def test_factors_are_the_least_that_keep_all_bounds() -> None:
@@ -262,3 +242,137 @@ def test_lower_bounds_that_leave_nothing_to_the_policy_are_refused() -> None:
         if low + other >= 1:
             with pytest.raises(ValueError, match="lower bounds add up"):
                 bounded_factors(NORMS, {"sdpo": (low, 1.0), "replay": (other, 1.0)})
+
+
+WEIGHT = 0.1
+
+
+@pytest.fixture
+def chat(tokenizer: Any, toolbox: ToolboxTask) -> ChatFormat:
+    return ChatFormat(tokenizer, toolbox.tools)
+
+
+@pytest.fixture
+def traces(chat: ChatFormat, toolbox: ToolboxTask) -> list[Trace]:
+    return [played(chat, toolbox, index) for index in range(3)]
+
+
+def played(chat: ChatFormat, task: ToolboxTask, index: int) -> Trace:
+    """An episode by the task's expert, tokenized as rollouts are."""
+    session, turns, done = SyncSession(task, task.episode("train", index)), list[Turn](), False
+    context = chat.first_prompt(session.messages)
+    while not done:
+        text = task.expert(session.messages)
+        said, action = len(session.messages), chat.action(text)
+        turns.append(Turn(context, action, [-0.1] * len(action), [0] * len(action), "stop"))
+        done = session.step(text).done
+        if not done:
+            context = chat.continuation(session.messages[said + 1 :], action)
+    name = f"train-{index}"
+    return Trace(name, 0, 0, "toolbox", "train", index, turns, session.messages, 1.0, True, [])
+
+
+def results(trace: Trace) -> list[str]:
+    """The tool results that a later action has read."""
+    last = trace.action_places()[-1]
+    return [one["content"] for one in trace.messages[:last] if one["role"] == "tool"]
+
+
+def echo(chat: ChatFormat, **kwargs: Any) -> Echo:
+    channel = Echo("echo", **kwargs)
+    channel.chat = chat
+    return channel
+
+
+def trained_texts(chat: ChatFormat, trace: Trace, values: list[float]) -> list[str]:
+    """The runs of ids with a value, as texts."""
+    runs: list[list[int]] = []
+    before = 0.0
+    for token, value in zip(trace.token_ids(), values, strict=True):
+        if value and not before:
+            runs.append([])
+        if value:
+            runs[-1].append(token)
+        before = value
+    return [chat.tokenizer.decode(run) for run in runs]
+
+
+def test_the_contents_of_tool_results_are_trained_and_nothing_else(
+    chat: ChatFormat, traces: list[Trace]
+) -> None:
+    found = list(echo(chat).samples(traces))
+    assert [one.trace_id for one in found] == [trace.trace_id for trace in traces]
+    for trace, sample in zip(traces, found, strict=True):
+        assert trained_texts(chat, trace, sample.values) == results(trace)
+        assert not any(
+            own and value for own, value in zip(trace.action_mask(), sample.values, strict=True)
+        )
+
+
+def test_another_role_is_trained_where_it_is_named(chat: ChatFormat) -> None:
+    messages: list[Message] = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "Answer: 1"},
+        {"role": "user", "content": "try again, please"},
+        {"role": "assistant", "content": "Answer: 2"},
+    ]
+    first, second = chat.action("Answer: 1"), chat.action("Answer: 2")
+    contexts = chat.first_prompt(messages[:1]), chat.continuation(messages[2:3], first)
+    turns = [
+        Turn(context, action, [0.0] * len(action), [0] * len(action), "stop")
+        for context, action in zip(contexts, (first, second), strict=True)
+    ]
+    trace = Trace("t", 0, 0, "toolbox", "train", 0, turns, messages, 0.0, False, [])
+    (tool,), (user,) = (
+        list(echo(chat, roles=roles).samples([trace])) for roles in (["tool"], ["user"])
+    )
+    assert not any(tool.values)
+    assert trained_texts(chat, trace, user.values) == ["try again, please"]
+
+
+def test_ids_that_the_format_would_not_have_made_count_wholly(
+    chat: ChatFormat, traces: list[Trace]
+) -> None:
+    first, second, *others = traces[0].turns
+    foreign = replace(second, context_ids=[1] * 5)
+    (sample,) = echo(chat).samples([replace(traces[0], turns=[first, foreign, *others])])
+    begin = len(first.context_ids) + len(first.action_ids)
+    assert sample.values[begin : begin + 5] == [1.0] * 5
+
+
+def test_the_loss_is_the_weighted_cross_entropy_divided_by_the_number_of_trained_ids(
+    make: Make,
+    build_config: Callable[..., Config],
+    chat: ChatFormat,
+    traces: list[Trace],
+) -> None:
+    """As prime-rl defines it: ce / N, with N over the step, and weight times that in the total."""
+    sections: dict[str, Any] = {
+        "channels": {"echo": {"import_path": "echo", "weight": WEIGHT}},
+        "trainer": {"microbatch_tokens": 512},
+    }
+    config = build_config(**sections)
+    model, step = make(2, **sections)
+    samples = ChannelSamples(config, chat).of(traces)
+    batch = StepBatch(0, [policy_sample(one, 0.0) for one in traces], [], [], channels=samples)
+    wanted, count = 0.0, 0
+    for trace, sample in zip(traces, samples["echo"], strict=True):
+        with torch.no_grad():
+            logprobs = own_logprobs(model, trace.token_ids())
+        places = [place for place, value in enumerate(sample.values) if value]
+        wanted -= sum(float(logprobs[place - 1]) for place in places)
+        count += len(places)
+    found = step.run(batch, None)
+    texts = [text for one in traces for text in results(one)]
+    assert count == sum(len(chat.controls.encode(text, {})) for text in texts)
+    assert found["loss/echo"] == pytest.approx(wanted / count, rel=1e-5)
+    assert found["loss/total"] == pytest.approx(WEIGHT * wanted / count, rel=1e-5)
+
+
+def test_it_is_found_by_name_and_refuses_roles_that_are_the_policy_s(
+    build_config: Callable[..., Config],
+) -> None:
+    section = build_config(channels={"echo": {"import_path": "echo", "weight": 0.1}}).channels
+    assert isinstance(make_channel("echo", section["echo"]), Echo)
+    with pytest.raises(ValueError, match="write some of tool, user, system"):
+        Echo("echo", roles=["assistant"])

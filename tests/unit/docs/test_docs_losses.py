@@ -56,6 +56,7 @@ PARTS = {
     "entropy_opd_from_logprobs",
     "importance_weights",
     "kl_terms",
+    "linear_logits",
     "load_function",
     "row_logprobs",
     "sum_dtype",

@@ -16,7 +16,7 @@ from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.language_model import LanguageModel, padded
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.models.ranks import Ranks
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.configs.schema import Config
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.rollouts.batches import StepBatch

@@ -18,7 +18,7 @@ from composer_mesh.actors.models.expert_routing import (
 )
 from composer_mesh.actors.models.policy import save_policy
 from composer_mesh.actors.models.sharding import decoder_layers
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult

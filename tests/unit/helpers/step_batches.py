@@ -14,7 +14,7 @@ from torch import Tensor
 from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput, view_keys
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.losses.policy import token_logprobs
 from composer_mesh.rollouts.alignment import HintedView, hinted_view
 from composer_mesh.rollouts.batches import PairSample, PolicySample, StepBatch

@@ -5,6 +5,8 @@ Advantages of rollouts against loops over their definitions, and their invariant
 Token advantages and whitening against loops over their definitions.
 
 Advantages of turns against hand-computed cases, and where they are those of rollouts.
+
+What is done to rewards before advantages, against the definitions.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import inspect
 import math
 import statistics
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
@@ -26,11 +27,15 @@ from composer_mesh.losses.advantages import (
     gigpo_advantages,
     gpg_advantages,
     group_advantages,
+    grpo_lead_length_reward,
+    kimi_length_reward,
     masked_whiten,
     max_rl_advantages,
     mt_grpo_advantages,
     opo_advantages,
+    overlong_penalty,
     reinforce_plus_plus_baseline_advantages,
+    relative_length_penalty,
     rloo_advantages,
     turn_return_advantages,
     turn_returns,
@@ -50,47 +55,12 @@ def test_the_group_s_scale_is_the_unbiased_deviation_plus_epsilon(rewards: list[
 
 
 @settings(deadline=None)
-@given(rewards_of_a_group)
-def test_without_a_scale_rewards_are_only_centred(rewards: list[float]) -> None:
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale="none")
-    mean = statistics.fmean(rewards)
-    assert found.tolist() == pytest.approx([r - mean for r in rewards], abs=1e-12)
-
-
-@settings(deadline=None)
 @given(reward=st.floats(-10, 10, width=32), size=st.integers(1, 9))
 def test_equal_rewards_and_a_group_of_one_get_exactly_zero(reward: float, size: int) -> None:
     for scale in ("group", "none"):
         for eps in (1e-4, 0.0):
             found = group_advantages(torch.full((size,), reward), eps, scale=scale)
             assert torch.equal(found, torch.zeros(size))
-
-
-@settings(deadline=None)
-@given(rewards_of_a_group, st.randoms(use_true_random=False))
-def test_the_order_of_the_group_does_not_matter(rewards: list[float], random: Random) -> None:
-    order = list(range(len(rewards)))
-    random.shuffle(order)
-    values = torch.tensor(rewards, dtype=torch.float64)
-    torch.testing.assert_close(
-        group_advantages(values[order]), group_advantages(values)[order], rtol=1e-9, atol=1e-9
-    )
-
-
-def test_each_group_is_scored_alone() -> None:
-    groups = torch.tensor([[0.0, 1.0, 1.0], [5.0, 5.0, 5.0], [-1.0, 0.0, 2.0]])
-    found = group_advantages(groups)
-    for row, group in zip(found, groups, strict=True):
-        assert torch.equal(row, group_advantages(group))
-
-
-def test_advantages_carry_no_gradient() -> None:
-    rewards = torch.tensor([0.0, 1.0], requires_grad=True)
-    assert not group_advantages(rewards).requires_grad
-
-
-def test_an_empty_group_stays_empty() -> None:
-    assert group_advantages(torch.zeros(3, 0)).shape == (3, 0)
 
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}
@@ -125,24 +95,6 @@ def test_population_std_divides_by_the_count() -> None:
     for row, group in zip(found.tolist(), values.tolist(), strict=True):
         mean, deviation = statistics.fmean(group), statistics.pstdev(group)
         assert row == pytest.approx([(r - mean) / (deviation + 1e-6) for r in group], rel=1e-9)
-
-
-def test_scale_batch_divides_what_the_group_centres_by_the_std_of_all_rewards() -> None:
-    values = rewards()
-    deviation = statistics.stdev(values.flatten().tolist())
-    expected = (values - values.mean(-1, keepdim=True)) / (deviation + 1e-4)
-    torch.testing.assert_close(group_advantages(values, scale="batch"), expected, **TIGHT)
-
-
-@given(seed=st.integers(0, 2**16), size=st.integers(2, 7))
-@settings(max_examples=25, deadline=None)
-def test_rloo_takes_the_mean_of_the_others_away(seed: int, size: int) -> None:
-    values = rewards(2, size, seed)
-    for row, group in zip(rloo_advantages(values).tolist(), values.tolist(), strict=True):
-        others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(size)]
-        assert row == pytest.approx(
-            [r - o for r, o in zip(group, others, strict=True)], rel=1e-9, abs=1e-12
-        )
 
 
 def test_max_rl_weighs_a_rare_success_by_how_rare_it_is() -> None:
@@ -298,12 +250,6 @@ def test_a_group_of_one_keeps_its_reward_before_whitening_unless_zero_is_asked()
     assert zero.abs().sum() == 0
 
 
-def test_a_mask_that_selects_nothing_gives_zeros() -> None:
-    values, mask = batch()
-    nothing, nans = torch.zeros_like(mask), torch.full_like(values, math.nan)
-    assert torch.equal(masked_whiten(nans, nothing), torch.zeros_like(values))
-
-
 def test_token_advantages_are_detached_and_keep_their_dtype() -> None:
     values, mask = batch()
     found = masked_whiten(values.clone().requires_grad_(), mask)
@@ -400,3 +346,89 @@ def test_no_rollouts_have_no_advantages(name: str) -> None:
 def test_a_discount_outside_of_0_to_1_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gamma is 1\.5"):
         turn_returns(torch.zeros(1, 2), whole(1, 2), 1.5)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_opo_weights_the_baseline_by_length() -> None:
+    rewards, lengths = normal(3, 5), torch.randint(1, 9, (3, 5))
+    for row, reward, length in zip(
+        opo_advantages(rewards, lengths).tolist(), rewards.tolist(), lengths.tolist(), strict=True
+    ):
+        mean = sum(r * n for r, n in zip(reward, length, strict=True)) / sum(length)
+        assert row == pytest.approx([r - mean for r in reward], rel=1e-9)
+
+
+def test_opo_of_equal_lengths_or_of_none_only_takes_the_mean_off() -> None:
+    rewards = normal(3, 5)
+    expected = group_advantages(rewards, scale="none")
+    for lengths in (torch.full((3, 5), 4), torch.zeros(3, 5)):
+        torch.testing.assert_close(opo_advantages(rewards, lengths), expected, **TIGHT)
+
+
+def test_gpg_makes_up_for_rollouts_without_a_reward() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert gpg_advantages(rewards).tolist() == [[6.0, -2.0, -2.0, -2.0], [0.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(0, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (500, -0.5)]
+)
+def test_the_overlong_penalty_grows_over_the_buffer_before_the_limit(
+    length: int, penalty: float
+) -> None:
+    options: dict[str, Any] = {"max_length": 100, "buffer": 20, "factor": 0.5}
+    assert overlong_penalty(torch.tensor([length]), **options).item() == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_a_buffer_outside_the_limit_is_refused(buffer: int) -> None:
+    with pytest.raises(ValueError, match=f"buffer is {buffer} but has to be above 0 and at most"):
+        overlong_penalty(torch.ones(2), max_length=100, buffer=buffer)
+
+
+def test_kimis_length_reward_never_rewards_a_wrong_answer_for_being_short() -> None:
+    lengths = torch.tensor([[10, 20, 30], [10, 20, 30], [7, 7, 7]])
+    correct = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    found = kimi_length_reward(lengths, correct)
+    assert found.tolist() == [[0.5, 0.0, -0.5], [0.0, 0.0, -0.5], [0.0, 0.0, 0.0]]
+
+
+def test_kimis_length_reward_compares_with_the_rollouts_that_exist() -> None:
+    lengths, present = torch.tensor([[10, 20, 900]]), torch.tensor([[True, True, False]])
+    found = kimi_length_reward(lengths, torch.tensor([[True, True, True]]), present=present)
+    assert found.tolist() == [[0.5, -0.5, 0.0]]
+
+
+def test_grpo_leads_length_reward_is_the_papers_over_the_correct_rollouts_of_a_group() -> None:
+    rewards = torch.tensor([[1.0, 1.0, 1.0, -1.0]])
+    lengths, correct = torch.tensor([[100, 200, 300, 900]]), rewards > 0
+    terms = grpo_lead_length_reward(rewards, lengths, correct, alpha=0.5)
+    # The mean of the correct is 200, and their unbiased standard deviation 100.
+    expected = [math.exp(0.5), 1.0, math.exp(-0.5), -1.0]
+    assert (rewards + terms)[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_grpo_leads_length_reward_changes_nothing_where_nothing_is_compared(count: int) -> None:
+    lengths = torch.tensor([[10, 20, 900]])
+    correct = torch.arange(3).expand(1, 3) < count
+    assert not grpo_lead_length_reward(torch.ones(1, 3), lengths, correct).any()
+
+
+def test_grpo_leads_length_reward_compares_with_the_rollouts_that_exist() -> None:
+    lengths, present = torch.tensor([[10, 20, 900]]), torch.tensor([[True, True, False]])
+    correct = torch.ones(1, 3, dtype=torch.bool)
+    found = grpo_lead_length_reward(torch.ones(1, 3), lengths, correct, present=present)
+    alone = grpo_lead_length_reward(torch.ones(1, 2), lengths[:, :2], correct[:, :2])
+    assert found[0].tolist() == [*alone[0].tolist(), 0.0]
+
+
+def test_the_relative_length_penalty_is_a_share_of_the_groups_mean_reward() -> None:
+    rewards = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    lengths = torch.tensor([[10, 40, 20, 30], [1, 2, 3, 4]])
+    found = relative_length_penalty(rewards, lengths, weight=0.2)
+    assert found[0].tolist() == pytest.approx([-0.025, -0.1, -0.05, -0.075])
+    assert not found[1].any()

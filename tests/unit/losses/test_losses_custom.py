@@ -113,15 +113,6 @@ def test_metrics_are_averaged_over_what_was_reported_and_add_up() -> None:
     assert MetricSum(0.0, 0).mean == 0
 
 
-def test_microbatch_losses_add_up_to_the_batch_loss() -> None:
-    batch = sequences(sizes=(4, 2, 6, 3))
-
-    def part(rows: slice) -> float:
-        return custom_policy_loss(likelihood, NAME, {}, batch[rows], normalizer=8)[0].item()
-
-    assert part(slice(3)) + part(slice(3, None)) == pytest.approx(part(slice(None)), rel=1e-12)
-
-
 def test_a_sequence_without_trainable_tokens_is_not_shown_and_keeps_a_graph() -> None:
     batch = sequences()[:1]
     batch[0].loss_mask[:] = False

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical
 from upstream_cases import DISTILLATION, check_distillation, distillation_cases
@@ -91,96 +89,6 @@ def test_value_and_gradient_agree_with_the_definition(beta: float, temperature: 
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_gradcheck_passes_under_extreme_logits(beta: float) -> None:
-    student = torch.tensor([[50.0, -50.0, 0.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
-    teacher = torch.tensor([[-50.0, 50.0, 0.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
-    mask = torch.tensor([True, True])
-    assert torch.autograd.gradcheck(
-        lambda x: generalized_jsd(x, teacher, mask, jsd_beta=beta, normalizer=2),
-        student.requires_grad_(),
-    )
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_log_probabilities_are_as_good_as_logits(beta: float) -> None:
-    student, teacher, mask = batch()
-    settings_ = {"jsd_beta": beta, "temperature": 1.7, "normalizer": 3}
-    logits = generalized_jsd(student, teacher, mask, **settings_)
-    logprobs = generalized_jsd(student.log_softmax(-1), teacher.log_softmax(-1), mask, **settings_)
-    torch.testing.assert_close(logprobs, logits, rtol=1e-12, atol=1e-12)
-
-
-@given(beta=st.floats(0, 1), seed=st.integers(0, 2**16))
-@settings(max_examples=50, deadline=None)
-def test_the_divergence_is_never_negative_and_zero_on_equal_inputs(beta: float, seed: int) -> None:
-    student, teacher, mask = batch(seed)
-    full = torch.ones_like(mask)
-    assert generalized_jsd(student, teacher, full, jsd_beta=beta, normalizer=1).item() >= -1e-12
-    same = generalized_jsd(student, student, full, jsd_beta=beta, normalizer=1)
-    assert same.item() == pytest.approx(0, abs=1e-12)
-
-
-@given(seed=st.integers(0, 2**16), scale=st.floats(0.1, 50))
-@settings(max_examples=25, deadline=None)
-def test_the_symmetric_divergence_is_at_most_log_two_per_token(seed: int, scale: float) -> None:
-    student, teacher, mask = batch(seed, scale)
-    full = torch.ones_like(mask)
-    found = generalized_jsd(student, teacher, full, jsd_beta=0.5, normalizer=full.sum().item())
-    assert found.item() <= math.log(2) + 1e-12
-
-
-def test_forward_and_reverse_swap_with_the_roles() -> None:
-    student, teacher, mask = batch()
-    forward = generalized_jsd(student, teacher, mask, jsd_beta=0, normalizer=1)
-    reverse = generalized_jsd(teacher, student, mask, jsd_beta=1, normalizer=1)
-    torch.testing.assert_close(forward, reverse)
-
-
-@given(split=st.integers(0, 6), seed=st.integers(0, 2**16), beta=st.sampled_from(BETAS))
-@settings(max_examples=25, deadline=None)
-def test_microbatch_losses_add_up_to_the_batch_loss(split: int, seed: int, beta: float) -> None:
-    student, teacher, mask = batch(seed, rows=6)
-
-    def part(rows: slice) -> Tensor:
-        return generalized_jsd(
-            student[rows], teacher[rows], mask[rows], jsd_beta=beta, normalizer=9
-        )
-
-    total = part(slice(split)) + part(slice(split, None))
-    torch.testing.assert_close(total, part(slice(None)), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_no_gradient_reaches_the_teacher(beta: float) -> None:
-    student, teacher, mask = batch()
-    teacher.requires_grad_()
-    generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=1).backward()
-    assert teacher.grad is None
-    assert student.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_an_empty_mask_gives_zero_and_a_zero_gradient(beta: float) -> None:
-    student, teacher, mask = batch()
-    found = generalized_jsd(student, teacher, torch.zeros_like(mask), jsd_beta=beta, normalizer=0)
-    found.backward()
-    assert found.item() == 0
-    assert torch.equal(student.grad, torch.zeros_like(student))
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_what_stands_under_no_mask_changes_nothing_even_when_nan(beta: float) -> None:
-    student, teacher, mask = batch()
-    clean = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
-    dirty_student = torch.where(mask[..., None], student.detach(), math.nan).requires_grad_()
-    dirty_teacher = torch.where(mask[..., None], teacher, math.nan)
-    dirty = generalized_jsd(dirty_student, dirty_teacher, mask, jsd_beta=beta, normalizer=3)
-    dirty.backward()
-    assert torch.equal(dirty, clean)
-    assert torch.isfinite(dirty_student.grad).all()
-
-
-@pytest.mark.parametrize("beta", BETAS)
 def test_a_vocabulary_padded_with_minus_infinity_is_the_vocabulary_without_padding(
     beta: float,
 ) -> None:
@@ -210,16 +118,6 @@ def test_disjoint_supports_are_log_two_apart_and_infinitely_far_one_way() -> Non
         assert (
             generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=1).item() == math.inf
         )
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_half_precision_inputs_are_computed_in_float32(beta: float) -> None:
-    student, teacher, mask = (x.detach() for x in batch())
-    student, teacher = student.bfloat16(), teacher.bfloat16()
-    half = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
-    full = generalized_jsd(student.double(), teacher.double(), mask, jsd_beta=beta, normalizer=3)
-    assert half.dtype == torch.float32
-    assert half.item() == pytest.approx(full.item(), rel=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ SAMPLING = ("targets", "old_logprobs")
 LOSSES: dict[str, Loss] = {
     "jsd": on_logits(generalized_jsd, jsd_beta=0.5, element_clip=0.05, top_k=4),
     "forward": on_logits(generalized_jsd, jsd_beta=0, top_k=4),
+    "reverse": on_logits(generalized_jsd, jsd_beta=1),
     "sdpo": on_logits(sdpo_loss, *SAMPLING, "weights", top_k=3),
     "sdpo without a tail": on_logits(sdpo_loss, jsd_beta=1, top_k=3, tail=False),
     "sdpo by the teacher": on_logits(sdpo_loss, jsd_beta=0, top_k=3, choice="teacher"),
@@ -240,7 +241,7 @@ def test_what_stands_under_no_mask_changes_nothing(loss: Loss, junk: float) -> N
     assert not dirty["student"].grad[~mask].any()
 
 
-@pytest.mark.parametrize("name", ["forward", "sdpo of everything", "top-k", "soft gate"])
+@pytest.mark.parametrize("name", ["forward", "reverse", "sdpo of everything", "top-k", "soft gate"])
 @pytest.mark.parametrize("scale", [1.0, 50.0])
 def test_gradients_are_those_of_finite_differences(name: str, scale: float) -> None:
     """For the losses that take nothing from the student as a constant."""

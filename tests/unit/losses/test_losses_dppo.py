@@ -1,4 +1,7 @@
-"""PRIME-RL's loss and DPPO against definitions written token by token."""
+"""PRIME-RL's loss and DPPO against definitions written token by token.
+
+Decoupled PPO against a definition written sequence by sequence, and both its rejections.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,14 +13,22 @@ from torch import Tensor
 
 from composer_mesh.losses.policy import (
     PolicyLoss,
+    Rejection,
+    decoupled_ppo_loss,
     dppo_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
 )
 
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (5e-5, 2e-6)}
+
+
 Drop = Callable[[float, float, float], bool]
+
+
 every_type = pytest.mark.parametrize("dtype", TOLERANCES)
+
+
 every_scale = pytest.mark.parametrize("scale", [0.5, 50.0])
 
 
@@ -181,13 +192,6 @@ def test_recomputed_log_probs_move_the_trust_region_and_not_the_ratio(
     torch.testing.assert_close(torch.autograd.grad(found, policy)[0], slope, rtol=1e-9, atol=1e-11)
 
 
-def test_an_infinite_threshold_drops_nothing() -> None:
-    policy, sampling, advantages, _, mask = batch(6, 50.0)
-    options: dict[str, Any] = {"normalizer": 7, "threshold": math.inf}
-    found = dppo_loss(policy, sampling, advantages, mask, divergence="ratio", **options)
-    assert found.clipped_fraction.item() == 0
-
-
 @pytest.mark.parametrize(("kind", "threshold"), [("tv", 0.15), ("kl", 0.05), ("ratio", 0.2)])
 def test_the_default_thresholds_are_those_of_the_paper(kind: Any, threshold: float) -> None:
     policy, sampling, advantages, _, mask = batch(4, 2.0)
@@ -197,23 +201,6 @@ def test_the_default_thresholds_are_those_of_the_paper(kind: Any, threshold: flo
     )
     assert torch.equal(default.loss, stated.loss)
     assert 0 < default.clipped_fraction.item() == stated.clipped_fraction.item()
-
-
-def test_the_penalty_also_pulls_back_the_tokens_that_are_dropped() -> None:
-    policy = torch.tensor([[-0.1]], requires_grad=True)
-    sampling, mask = torch.tensor([[-3.0]]), torch.ones(1, 1).bool()
-    found = prime_rl_loss(policy, sampling, torch.ones(1), mask, normalizer=1, kl_tau=0.5)
-    found.loss.backward()
-    assert found.clipped_fraction.item() == 1
-    assert policy.grad.item() == pytest.approx(2.9)
-
-
-def test_a_token_moving_back_towards_the_sampler_is_never_dropped_by_dppo() -> None:
-    policy, sampling = torch.tensor([[-3.0, -0.1]]), torch.tensor([[-0.1, -3.0]])
-    advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2).bool()
-    for kind in ("tv", "kl"):
-        found = dppo_loss(policy, sampling, advantages, mask, normalizer=1, divergence=kind)
-        assert found.clipped_fraction.item() == 0
 
 
 def test_dppo_without_a_cap_has_the_gradient_of_the_ratio() -> None:
@@ -255,3 +242,169 @@ def test_an_impossible_setting_is_named_with_its_bound(
     policy, sampling, advantages, _, mask = batch()
     with pytest.raises(ValueError, match=message):
         loss(policy, sampling, advantages, mask, normalizer=5, **changed)
+
+
+RATIOS = [("ratio", 1.5, None), ("ratio", 1.4, 0.7)]
+
+
+KLS = [("kl_k1", 0.3, -0.2), ("kl_k2", 0.2, None), ("kl_k3", 0.2, 0.001)]
+
+
+def three_policies(
+    rows: int = 5, tokens: int = 6, seed: int = 0, scale: float = 0.5
+) -> list[Tensor]:
+    """Log-probs of policy, proximal and sampler, per-token advantages and a mask, in float64."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def near(values: Tensor) -> Tensor:
+        return values + scale * torch.randn(rows, tokens, generator=rng, dtype=torch.float64)
+
+    policy = -3 * torch.rand(rows, tokens, generator=rng, dtype=torch.float64)
+    proximal = near(policy)
+    mask = torch.rand(rows, tokens, generator=rng) < 0.7
+    mask[:1] = False
+    return [policy.requires_grad_(), proximal, near(proximal), near(policy * 0), mask]
+
+
+def metric_of(gap: float, name: str) -> float:
+    known = {"kl_k1": gap, "kl_k2": gap**2 / 2, "kl_k3": math.exp(-gap) - 1 + gap}
+    return known.get(name, gap)
+
+
+def weights_by_hand(gaps: list[float], rule: Rejection | None) -> list[float | None]:
+    """Weight of each masked token of one sequence, None for a dropped one."""
+    if rule is None:
+        return [1.0] * len(gaps)
+    metrics, weights = [metric_of(g, rule.metric) for g in gaps], [math.exp(g) for g in gaps]
+    if rule.level == "sequence" and gaps:
+        reduce = {"mean": lambda x: math.fsum(x) / len(x), "sum": math.fsum, "max": max}[rule.agg]
+        metrics = [reduce(metrics)] * len(gaps)
+        if rule.metric == "ratio":
+            weights = [math.exp(math.fsum(gaps) / len(gaps))] * len(gaps)
+    if rule.metric == "ratio":
+        metrics = [math.exp(m) for m in metrics]
+    bottom = -math.inf if rule.lower is None else rule.lower
+    inside = [bottom <= m <= rule.upper for m in metrics]
+    if rule.action == "mask":
+        return [w if ok else None for w, ok in zip(weights, inside, strict=True)]
+    held = [min(max(w, rule.lower or 0), rule.upper) for w in weights]
+    return [w if ok else h for w, h, ok in zip(weights, held, inside, strict=True)]
+
+
+def by_hand(values: list[Tensor], rule: Rejection | None, level: str, dual: float | None) -> Tensor:
+    """The sum of the terms with a clip of [0.8, 1.3], one sequence at a time."""
+    policy, proximal, sampling, advantages, mask = values
+    total = policy.sum() * 0
+    for b in range(len(policy)):
+        on = [t for t in range(policy.shape[1]) if mask[b, t]]
+        weights = weights_by_hand([(proximal[b, t] - sampling[b, t]).item() for t in on], rule)
+        left = {t: w for t, w in zip(on, weights, strict=True) if w is not None}
+        for t, w in left.items():
+            members = left if level == "sequence" else [t]
+            gap = sum((policy[b, m] - proximal[b, m] for m in members), start=policy.sum() * 0)
+            a = math.fsum(advantages[b, m].item() for m in members) / len(members)
+            r = (gap / len(members)).exp()
+            held = min(max(r.item(), 0.8), 1.3)
+            term = -a * r if -a * r.item() >= -a * held else r.detach() * 0 - a * held
+            if dual is not None and term.item() > dual * abs(a):
+                term = r.detach() * 0 + dual * abs(a)
+            total = total + w * term
+    return total
+
+
+def decoupled_agrees(
+    values: list[Tensor],
+    rule: Rejection | None,
+    level: Any,
+    dual: float | None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> None:
+    wanted = by_hand(values, rule, level, dual) / 7
+    (slope,) = torch.autograd.grad(wanted, values[0])
+    cast = [v.detach().to(dtype) if v.is_floating_point() else v for v in values]
+    cast[0].requires_grad_()
+    found = decoupled_ppo_loss(
+        *cast, normalizer=7, clip_high=0.3, dual_clip=dual, ratio_level=level, **options
+    ).loss
+    found.backward()
+    rtol, atol = TOLERANCES[dtype]
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=rtol, atol=atol)
+    torch.testing.assert_close(cast[0].grad, slope.to(dtype), rtol=rtol, atol=atol)
+
+
+every_level = pytest.mark.parametrize("level", ["token", "sequence"])
+
+
+@every_type
+@every_level
+@pytest.mark.parametrize("dual", [None, 1.5])
+def test_without_rejection_it_is_ppo_around_the_proximal_policy(
+    dtype: torch.dtype, level: str, dual: float | None
+) -> None:
+    values = three_policies(seed=1)
+    decoupled_agrees(values, None, level, dual, dtype)
+    far = [*values[:2], values[2] - 5, *values[3:]]
+    decoupled_agrees(far, None, level, dual, dtype)
+
+
+@every_type
+@every_level
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("agg", ["mean", "sum", "max"])
+@pytest.mark.parametrize(
+    ("action", "bounds"), [("mask", b) for b in RATIOS + KLS] + [("clamp", b) for b in RATIOS]
+)
+def test_rejection_agrees_with_its_definition(
+    dtype: torch.dtype, level: str, scope: Any, agg: Any, action: Any, bounds: Any
+) -> None:
+    metric, upper, lower = bounds
+    rule = Rejection(scope, action, metric, agg, upper, lower)
+    decoupled_agrees(three_policies(seed=2), rule, level, 1.5, dtype, rejection=rule)
+
+
+@every_type
+@pytest.mark.parametrize("cap", [0.9, 1.5, math.inf])
+def test_the_older_cap_drops_tokens_beyond_it(dtype: torch.dtype, cap: float) -> None:
+    rule = Rejection(upper=cap)
+    decoupled_agrees(three_policies(seed=3), rule, "token", None, dtype, rejection=rule)
+
+
+def test_a_token_beyond_the_cap_has_weight_zero_and_is_not_held_at_the_cap() -> None:
+    zero, mask = torch.zeros(1, 2), torch.ones(1, 2).bool()
+    sampling = torch.tensor([[-1.0, -2.0]])
+    found = decoupled_ppo_loss(
+        zero, zero, sampling, torch.ones(1), mask, normalizer=2, rejection=Rejection()
+    )
+    assert found.loss.item() == pytest.approx(-math.e / 2)
+    assert found.filtered_fraction.item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"action": "clamp", "metric": "kl_k2"}, "action is 'clamp' but metric is 'kl_k2'"),
+        ({"upper": 0.0}, "upper is 0.0 but has to be > 0 for metric 'ratio'"),
+        ({"metric": "kl_k3", "upper": -1}, "upper is -1 but has to be > 0 for metric 'kl_k3'"),
+        ({"metric": "kl_k1", "upper": math.nan}, "upper is nan"),
+        ({"lower": 6.0}, "lower is 6.0 but has to be <= upper, 5.0"),
+        ({"lower": 0.0}, "lower is 0.0 but has to be <= upper, 5.0, and > 0 for a ratio"),
+    ],
+)
+def test_an_impossible_rejection_is_named_with_its_bound(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rejection(**fields)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dual_clip": 1.0}, "dual_clip is 1.0 but has to be > 1: use 3.0"),
+        ({"clip_low": 1.5}, r"clip_low is 1.5 but has to be in \[0, 1\]"),
+    ],
+)
+def test_an_impossible_setting_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoupled_ppo_loss(*three_policies(), normalizer=5, **changed)

@@ -5,7 +5,6 @@ The limits of fused losses: memory, dtypes, extreme scores, missing gradients, r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,16 +89,6 @@ def test_the_divergence_and_its_gradients_are_those_of_whole_scores(
         )
 
 
-def test_gradients_pass_a_numerical_check() -> None:
-    h, weight, bias = leaves((5, 3), (7, 3), (7,))
-    targets = torch.tensor([0, 6, 3, 3, 1])
-
-    def logprobs(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear_logprobs(h, weight, targets, bias=bias, temperature=0.8, block=15)
-
-    assert torch.autograd.gradcheck(logprobs, (h, weight, bias))
-
-
 @pytest.mark.parametrize("block", [1, 50, None])
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_divergence_adds_up_both_entropies_once(beta: float, block: int | None) -> None:
@@ -158,19 +147,6 @@ def test_collision_probabilities_are_those_of_whole_scores(
     assert not found.requires_grad
     probabilities = (hidden @ weight.T + bias).softmax(-1)
     torch.testing.assert_close(found, probabilities.square().sum(-1).log().detach())
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_gradients_of_the_divergence_pass_a_numerical_check(beta: float) -> None:
-    h, weight, bias = leaves((5, 3), (7, 3), (7,))
-    teacher, head = (value.detach() for value in leaves((5, 4), (7, 4)))
-
-    def jsd(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear_jsd(
-            h, weight, teacher, head, student_bias=bias, jsd_beta=beta, normalizer=2, block=15
-        )
-
-    assert torch.autograd.gradcheck(jsd, (h, weight, bias))
 
 
 @pytest.mark.parametrize("t", [0, 0.4, 1])
@@ -329,17 +305,6 @@ def test_no_rows_give_zero_with_a_graph(step: Callable[..., Tensor]) -> None:
     assert not weight.grad.any()
 
 
-@pytest.mark.parametrize("step", [logprobs_step, jsd_step])
-def test_losses_of_parts_add_up(step: Callable[..., Tensor]) -> None:
-    h, weight = leaves((9, 3), (11, 3))
-    whole = linear_jsd(h, weight, h.detach() + 1, weight, jsd_beta=0.3, normalizer=9)
-    parts = [
-        linear_jsd(p, weight, p.detach() + 1, weight, jsd_beta=0.3, normalizer=9)
-        for p in h.split(4)
-    ]
-    torch.testing.assert_close(whole, torch.stack(parts).sum())
-
-
 def test_rows_without_a_gradient_are_left_out_of_the_backward() -> None:
     h, weight = leaves((6, 3), (5, 3))
     pull = torch.tensor([0.0, 1, 0, 0, -2, 0], dtype=torch.float64)
@@ -354,21 +319,6 @@ def test_a_second_backward_through_a_kept_graph_gives_the_same_gradient() -> Non
     first = torch.autograd.grad(loss, [h, weight], retain_graph=True)
     kept = [value.clone() for value in first]
     torch.testing.assert_close(torch.autograd.grad(loss, [h, weight]), tuple(kept))
-
-
-def test_equal_heads_and_states_diverge_by_nothing() -> None:
-    h, weight = leaves((6, 3), (5, 3))
-    for beta in BETAS:
-        loss = linear_jsd(h, weight, h.detach(), weight, jsd_beta=beta, normalizer=1)
-        assert loss.item() == pytest.approx(0, abs=1e-12)
-        for gradient in torch.autograd.grad(loss, [h, weight]):
-            assert gradient.abs().max().item() < 1e-12
-
-
-def test_half_and_half_is_bounded_by_log_2() -> None:
-    h, weight, teacher, head = (value * 20 for value in leaves((50, 3), (7, 3), (50, 3), (7, 3)))
-    loss = linear_jsd(h, weight, teacher, head, jsd_beta=0.5, normalizer=50)
-    assert 0 < loss.item() <= math.log(2)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,19 @@
-"""Entropy-aware distillation against plain definitions: the hard gate and our soft one."""
+"""Entropy-aware distillation against plain definitions: the hard gate and our soft one.
+
+The policy's entropy and the choice of its most uncertain tokens.
+
+Fused entropies are those of whole scores, with their gradients, and hold only a block.
+"""
+
+from __future__ import annotations
 
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fused_losses import BLOCKS, SIZES, leaves, tolerance
+from largest_tensor import LargestTensor
 from torch import Tensor
 
 from composer_mesh.losses.distillation import (
@@ -15,6 +22,8 @@ from composer_mesh.losses.distillation import (
     entropy_opd_loss,
     generalized_jsd,
 )
+from composer_mesh.losses.entropy import high_entropy_mask, linear_entropies, token_entropies
+from composer_mesh.losses.policy import grpo_loss
 
 FLOATS = [(torch.float64, 1e-9, 1e-11), (torch.float32, 5e-5, 2e-6)]
 
@@ -119,14 +128,6 @@ def test_by_sequence_each_sequence_counts_its_own_mean(tokens: int | None) -> No
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-11)
 
 
-def test_tokens_whose_teacher_is_sure_get_the_policy_gradient_alone() -> None:
-    student, teacher, mask = batch()
-    extra = sampling(student)
-    gated = entropy_opd_loss(student, teacher, mask, tau=math.inf, normalizer=3, **extra)
-    without = entropy_opd_loss(student, teacher, mask, coef=0, normalizer=3, **extra)
-    assert torch.equal(gated, without)
-
-
 def test_an_entropy_at_the_threshold_opens_the_gate() -> None:
     """A uniform teacher over two entries has an entropy of exactly log 2."""
     student = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
@@ -196,25 +197,6 @@ def test_the_soft_gate_agrees_with_its_definition(
     torch.testing.assert_close(single.grad.double(), wanted, rtol=rtol, atol=atol)
 
 
-def test_the_soft_gate_is_forward_for_a_uniform_teacher_and_reverse_for_a_sure_one() -> None:
-    student, _, mask = batch()
-    uniform = torch.zeros(3, 4, 6, dtype=torch.float64)
-    sure = 1e3 * torch.nn.functional.one_hot(torch.zeros(3, 4, dtype=torch.long), 6).double()
-    for teacher, beta in ((uniform, 0), (sure, 1)):
-        soft = entropy_gated_kl(student, teacher, mask, normalizer=3)
-        exact = generalized_jsd(student, teacher, mask, jsd_beta=beta, normalizer=3)
-        torch.testing.assert_close(soft, exact, rtol=1e-9, atol=1e-9)
-
-
-@given(seed=st.integers(0, 2**16), scale=st.floats(0.1, 50))
-@settings(max_examples=30, deadline=None)
-def test_the_soft_gate_is_never_negative_and_zero_on_equal_inputs(seed: int, scale: float) -> None:
-    student, teacher, mask = batch(seed, scale)
-    assert entropy_gated_kl(student, teacher, mask, normalizer=1).item() >= -1e-12
-    same = entropy_gated_kl(student, student.detach(), mask, normalizer=1)
-    assert same.item() == pytest.approx(0, abs=1e-12)
-
-
 def test_a_padded_vocabulary_contributes_nothing() -> None:
     student, teacher, mask = (x.detach() for x in batch())
     padding = torch.full((3, 4, 2), -math.inf, dtype=torch.float64)
@@ -261,3 +243,88 @@ def test_an_impossible_setting_is_named_with_its_bound(
 def test_an_impossible_entropy_scale_is_refused() -> None:
     with pytest.raises(ValueError, match="h_max is 0 but has to be > 0 nats"):
         entropy_gated_kl(*batch(), h_max=0, normalizer=1)
+
+
+def test_the_entropy_of_a_token_is_that_of_its_tempered_distribution() -> None:
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = token_entropies(logits, 2.0)
+    for b, t in torch.ones(2, 3).nonzero().tolist():
+        weights = [math.exp(x / 2.0) for x in logits[b, t].tolist()]
+        shares = [w / sum(weights) for w in weights]
+        expected = -sum(p * math.log(p) for p in shares)
+        assert found[b, t].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_an_entry_that_cannot_be_sampled_adds_nothing_to_the_entropy() -> None:
+    found = token_entropies(torch.tensor([[0.0, 0.0, -math.inf]]))
+    assert found.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 1.0])
+def test_the_most_uncertain_tokens_are_those_at_or_above_the_quantile(fraction: float) -> None:
+    rng = torch.Generator().manual_seed(1)
+    entropies, mask = torch.rand(6, 9, generator=rng), torch.rand(6, 9, generator=rng) < 0.7
+    dirty = torch.where(mask, entropies, math.nan)
+    found = high_entropy_mask(dirty, mask, fraction)
+    threshold = torch.quantile(entropies[mask], 1 - fraction)
+    assert torch.equal(found, mask & (entropies >= threshold))
+    assert abs(int(found.sum()) - fraction * int(mask.sum())) <= 1
+
+
+def test_nothing_is_chosen_where_nothing_is_masked_in() -> None:
+    mask = torch.zeros(2, 3).bool()
+    assert not high_entropy_mask(torch.ones(2, 3), mask).any()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match=rf"fraction is {fraction} but has to be in \(0, 1\]"):
+        high_entropy_mask(torch.ones(2, 3), torch.ones(2, 3).bool(), fraction)
+
+
+def test_as_weights_the_choice_takes_the_gradient_from_all_other_tokens() -> None:
+    logprobs = torch.full((1, 5), -1.0, requires_grad=True)
+    entropies, mask = torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.3]]), torch.ones(1, 5).bool()
+    chosen = high_entropy_mask(entropies, mask, 0.4)
+    grpo_loss(
+        logprobs, logprobs, torch.ones(1), mask, normalizer=5, sampling_weights=chosen.float()
+    ).loss.backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([0, -0.2, 0, -0.2, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropies_and_gradients_are_those_of_whole_scores(
+    sizes: tuple[int, int, int], block: int, temperature: float, dtype: torch.dtype
+) -> None:
+    rows, hidden, vocabulary = sizes
+    fused = leaves((rows, hidden), (vocabulary, hidden), (vocabulary,), dtype=dtype)
+    whole = [one.detach().clone().requires_grad_() for one in fused]
+    weights = torch.arange(rows, dtype=dtype)  # the first row has no gradient
+    found = linear_entropies(
+        fused[0], fused[1], bias=fused[2], temperature=temperature, block=block
+    )
+    wanted = token_entropies(whole[0] @ whole[1].T + whole[2], temperature)
+    torch.testing.assert_close(found, wanted, **tolerance(dtype))
+    (found * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    for one, other in zip(fused, whole, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **tolerance(dtype))
+
+
+def test_no_rows_have_no_entropies() -> None:
+    weight = torch.ones(4, 3, requires_grad=True)
+    found = linear_entropies(torch.ones(0, 3), weight)
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert weight.grad is not None
+    assert weight.grad.eq(0).all()
+
+
+def test_no_tensor_is_as_large_as_all_scores() -> None:
+    hidden, weight = leaves((400, 4), (300, 4))
+    with LargestTensor() as largest:
+        linear_entropies(hidden, weight, block=3000).sum().backward()
+    assert largest.numbers <= 3000

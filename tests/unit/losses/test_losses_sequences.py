@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from composer_mesh.losses.policy import (
@@ -21,7 +19,6 @@ from composer_mesh.losses.policy import (
     sampling_weights,
     sapo_loss,
     token_kl,
-    vespo_loss,
 )
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
@@ -39,50 +36,11 @@ def batch(seed: int = 0, scale: float = 0.4) -> list[Tensor]:
     return [policy.requires_grad_(), old, advantages, weights, mask]
 
 
-def tokens_of(mask: Tensor) -> list[tuple[int, list[int]]]:
-    """Rows with a token and their tokens."""
-    rows = [(b, [t for t in range(mask.shape[1]) if mask[b, t]]) for b in range(len(mask))]
-    return [(b, on) for b, on in rows if on]
-
-
 def same(found: Tensor, expected: Tensor, policy: Tensor) -> None:
     (wanted,) = torch.autograd.grad(expected, policy, retain_graph=True)
     (slope,) = torch.autograd.grad(found, policy)
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(slope, wanted, **CLOSE)
-
-
-def test_gspo_token_has_the_ratio_of_the_sequence_and_the_gradient_of_the_token() -> None:
-    policy, old, _, _, mask = batch(1)
-    advantages = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    value, slope = 0.0, torch.zeros_like(policy)
-    for b, on in tokens_of(mask):
-        ratio = math.exp(sum((policy[b, t] - old[b, t]).item() for t in on) / len(on))
-        for t in on:
-            a, held = advantages[b, t].item(), min(max(ratio, 0.8), 1.28)
-            value -= min(ratio * a, held * a) / len(on) / 5
-            if ratio * a <= held * a:
-                slope[b, t] = -ratio * a / len(on) / 5
-    options: dict[str, Any] = {"aggregation": "grpo", "clip_high": 0.28}
-    found = grpo_loss(
-        policy, old, advantages, mask, normalizer=5, ratio_level="sequence_token", **options
-    ).loss
-    assert found.item() == pytest.approx(value, rel=1e-9)
-    torch.testing.assert_close(torch.autograd.grad(found, policy)[0], slope, **CLOSE)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "dapo"])
-def test_both_gradients_of_gspo_agree_where_a_sequence_has_one_advantage(kind: Any) -> None:
-    policy, old, advantages, _, mask = batch(3)
-    losses = [
-        grpo_loss(
-            policy, old, advantages, mask, normalizer=5, aggregation=kind, ratio_level=level
-        ).loss
-        for level in ("sequence", "sequence_token")
-    ]
-    slopes = [torch.autograd.grad(loss, policy)[0] for loss in losses]
-    torch.testing.assert_close(*losses, **CLOSE)
-    torch.testing.assert_close(*slopes, **CLOSE)
 
 
 def test_both_gradients_of_gspo_differ_where_the_weights_of_tokens_do() -> None:
@@ -104,70 +62,6 @@ def test_both_gradients_of_gspo_differ_where_the_weights_of_tokens_do() -> None:
         for level in ("sequence", "sequence_token")
     ]
     assert not torch.allclose(*slopes, rtol=1e-3)
-
-
-def test_luspo_is_gspo_with_each_sequence_weighted_by_its_length() -> None:
-    policy, old, advantages, _, mask = batch(4)
-    lengths = mask.sum(-1).double()
-    shared: dict[str, Any] = {"normalizer": 5, "ratio_level": "sequence"}
-    luspo = grpo_loss(policy, old, advantages, mask, aggregation="luspo", **shared).loss
-    gspo = grpo_loss(
-        policy, old, advantages, mask, aggregation="grpo", sampling_weights=lengths, **shared
-    ).loss
-    same(luspo, gspo, policy)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gmpo_agrees_with_its_definition(weighted: bool) -> None:
-    policy, old, advantages, weights, mask = batch(5, 0.8)
-    total = policy.sum() * 0
-    for b, on in tokens_of(mask):
-        a, mean, log_weight = advantages[b].item(), policy.sum() * 0, 0.0
-        for t in on:
-            gap = policy[b, t] - old[b, t]
-            if a > 0:
-                gap = gap if gap.item() < 0.4 else gap.detach() * 0 + 0.4
-            if a < 0:
-                gap = gap if gap.item() > -0.3 else gap.detach() * 0 - 0.3
-            mean = mean + gap / len(on)
-            log_weight += weights[b, t].log().item() / len(on)
-        total = total - a * mean.exp() * (math.exp(log_weight) if weighted else 1)
-    found = gmpo_loss(
-        policy,
-        old,
-        advantages,
-        mask,
-        normalizer=5,
-        log_clip_low=0.3,
-        sampling_weights=weights if weighted else None,
-    )
-    same(found.loss, total / 5, policy)
-    assert found.clipped_fraction.item() > 0
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_vespo_agrees_with_its_definition(weighted: bool) -> None:
-    policy, old, advantages, weights, mask = batch(6)
-    total = policy.sum() * 0
-    for b, on in tokens_of(mask):
-        a = advantages[b].item()
-        w = math.exp(sum((policy[b, t] - old[b, t]).item() for t in on))
-        w *= math.prod(weights[b, t].item() for t in on) if weighted else 1
-        k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
-        phi = w**k * math.exp(decay * (1 - w))
-        total = total - sum((phi * a * policy[b, t] for t in on), start=policy.sum() * 0)
-    found = vespo_loss(
-        policy, old, advantages, mask, normalizer=7, sampling_weights=weights if weighted else None
-    )
-    same(found.loss, total / 7, policy)
-
-
-def test_on_policy_vespo_has_the_gradient_of_reinforce() -> None:
-    policy, _, advantages, _, mask = batch(7)
-    found = vespo_loss(policy, policy, advantages, mask, normalizer=7).loss
-    (slope,) = torch.autograd.grad(found, policy)
-    expected = torch.where(mask, -advantages.unsqueeze(-1) / 7, 0.0)
-    torch.testing.assert_close(slope, expected, **CLOSE)
 
 
 def test_sapo_of_a_sequence_takes_the_mean_of_its_tokens_advantages() -> None:
@@ -220,28 +114,6 @@ def test_a_kl_estimate_with_the_gradient_of_k2_keeps_its_own_value(estimator: An
     torch.testing.assert_close(slope, torch.where(mask, policy - reference, 0.0).detach(), **CLOSE)
 
 
-def test_the_expected_gradient_of_each_estimate_is_that_of_the_stated_divergence() -> None:
-    rng = torch.Generator().manual_seed(12)
-    logits = torch.randn(7, dtype=torch.float64, generator=rng).requires_grad_()
-    reference = torch.randn(7, dtype=torch.float64, generator=rng).log_softmax(-1)
-    policy = logits.log_softmax(-1)
-    every, p = torch.ones(7).bool(), policy.detach().exp()
-    exact = {
-        "k1": policy.sum() * 0,
-        "k2": (policy.exp() * (policy - reference)).sum(),
-        "k3": (reference.exp() * (reference - policy)).sum(),
-    }
-    for estimator, divergence in exact.items():
-        name: Any = estimator
-        found = (p * token_kl(policy, reference, every, estimator=name)).sum()
-        slopes = [
-            torch.autograd.grad(value, logits, retain_graph=True)[0]
-            for value in (found, divergence)
-        ]
-        wanted = torch.zeros_like(slopes[0]) if estimator == "k1" else slopes[1]
-        torch.testing.assert_close(slopes[0], wanted, rtol=1e-9, atol=1e-11)
-
-
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -288,20 +160,6 @@ def test_each_mode_agrees_with_its_definition(
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-@given(seed=st.integers(0, 2**16), scale=st.floats(0, 50), mode=st.sampled_from(MODES))
-@settings(max_examples=50, deadline=None)
-def test_no_weight_leaves_its_bounds(seed: int, scale: float, mode: Any) -> None:
-    found = sampling_weights(*policies(seed=seed, scale=scale), mode=mode, maximum=2.0, minimum=0.5)
-    inside = (found >= 0.5) & (found <= 2.0)
-    assert bool((inside | ((found == 0) & mode.endswith("mask"))).all())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_equal_policies_and_empty_sequences_have_weight_one(mode: Any) -> None:
-    old, _, mask = policies()
-    assert torch.equal(sampling_weights(old, old, mask, mode=mode), torch.ones_like(old))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_what_stands_under_no_mask_does_not_count(mode: Any) -> None:
     old, sampling, mask = policies()
@@ -310,12 +168,6 @@ def test_what_stands_under_no_mask_does_not_count(mode: Any) -> None:
         sampling_weights(old, dirty, mask, mode=mode),
         sampling_weights(old, torch.where(mask, sampling, 0.0), mask, mode=mode),
     )
-
-
-def test_the_ratio_of_a_sequence_is_a_product_and_no_mean() -> None:
-    old, sampling = torch.zeros(1, 4), torch.full((1, 4), -0.1)
-    found = sampling_weights(old, sampling, torch.ones(1, 4).bool(), mode="sequence_truncate")
-    torch.testing.assert_close(found, torch.full((1, 4), math.exp(0.4)))
 
 
 @pytest.mark.parametrize("gap", [-1e4, 1e4])
@@ -367,29 +219,9 @@ def test_reinforce_agrees_with_its_definition(kind: Any) -> None:
     torch.testing.assert_close(logprobs.grad, slope, rtol=1e-9, atol=1e-11)
 
 
-def test_reinforce_has_the_gradient_of_the_ratio_on_policy() -> None:
-    logprobs, advantages, mask = policies()
-    logprobs.requires_grad_()
-    losses = (
-        reinforce_loss(logprobs, advantages, mask, normalizer=7),
-        cispo_loss(logprobs, logprobs, advantages, mask, normalizer=7),
+def test_gmpo_counts_the_tokens_on_which_its_clip_binds() -> None:
+    mask = torch.ones(1, 2).bool()
+    found = gmpo_loss(
+        torch.tensor([[1.0, 0.1]]), torch.zeros(1, 2), torch.ones(1), mask, normalizer=1
     )
-    slopes = [torch.autograd.grad(found.loss, logprobs)[0] for found in losses]
-    assert torch.equal(slopes[0], slopes[1])
-
-
-def test_reinforce_weighted_by_its_held_ratio_is_cispo() -> None:
-    logprobs = torch.tensor([[-1.0, -5.0, -1.0]], requires_grad=True)
-    sampling, mask = torch.tensor([[-1.5, -1.0, -9.0]]), torch.ones(1, 3).bool()
-    bounds: dict[str, Any] = {"mode": "token_truncate", "maximum": 10.0, "minimum": 0.1}
-    weights = sampling_weights(logprobs, sampling, mask, **bounds)
-    losses = (
-        reinforce_loss(logprobs, torch.ones(1), mask, normalizer=1, sampling_weights=weights),
-        cispo_loss(
-            logprobs, sampling, torch.ones(1), mask, normalizer=1, clip_low=0.9, clip_high=9.0
-        ),
-    )
-    expected = torch.tensor([[-math.exp(0.5), -0.1, -10.0]])
-    for found in losses:
-        (slope,) = torch.autograd.grad(found.loss, logprobs)
-        torch.testing.assert_close(slope, expected)
+    assert found.clipped_fraction.item() == 0.5

@@ -1,6 +1,15 @@
-"""Every process gets what it asked for and nobody else has, or the run is refused with its sum."""
+"""Every process gets what it asked for and nobody else has, or the run is refused with its sum.
+
+The plan of the mesh follows the channels and the counts of the config.
+
+The number of rollout workers grows with the episodes in flight, up to a bound.
+"""
+
+from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,10 +21,13 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.planning.host_capacity import WHOLE, HostResources, Placed, Process
 from composer_mesh.planning.memory import GB, SHARED_CODE, MemoryTerm, total
 from composer_mesh.planning.memory_estimate import Memory
+from composer_mesh.planning.mesh_layout import MeshPlan, plan_mesh, rollout_workers
 from composer_mesh.planning.model_sizes import sizes_of
 from composer_mesh.planning.placement_solver import CannotPlace, Placement, place, place_processes
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
+
+
 KINDS = ("trainer", "generator", "environment", "sdpo_teacher")
 
 
@@ -138,6 +150,8 @@ def on(*described: HostResources, overrides: tuple[str, ...] = ()) -> Placement:
 
 
 LAPTOP = HostResources("laptop", 2, 4 * GB)
+
+
 SERVER = HostResources("server", 16, 64 * GB, 4, 24 * GB)
 
 
@@ -197,15 +211,6 @@ def test_shares_of_a_gpu_are_given_to_different_kinds() -> None:
     assert generator is not None
     assert (trainer.gpus, trainer.gpu_share) == ((0,), 0.6)
     assert (generator.gpus, generator.gpu_share) == ((0,), 0.4)
-
-
-def test_cores_of_its_own_are_kept_free_of_those_who_share() -> None:
-    found = on(HostResources("one", 8, 16 * GB), overrides=("placement.trainer.cores=3",))
-    trainer = found.named("trainer")
-    assert trainer is not None
-    assert trainer.cores == (0, 1, 2)
-    others = {one.cores for one in found.placed if one.process.name != "trainer"}
-    assert others == {(3, 4, 5, 6, 7)}
 
 
 def test_a_core_stays_for_those_who_have_none_of_their_own() -> None:
@@ -269,3 +274,98 @@ def test_memory_that_is_given_counts_in_place_of_the_estimate() -> None:
     assert trainer.process.host_bytes == 40 * GB
     with pytest.raises(CannotPlace, match="trainer 40"):
         on(SERVER, overrides=("placement.trainer.memory_gb=40", "placement.reference.memory_gb=40"))
+
+
+def plan(*overrides: str) -> MeshPlan:
+    return plan_mesh(load_config(QUICKSTART, overrides))
+
+
+def kinds(*overrides: str) -> list[str]:
+    return [row.kind for row in plan(*overrides).actors]
+
+
+FREE = "prompt_usd_per_million = 0.0, completion_usd_per_million = 0.0"
+
+
+def test_the_quickstart_has_every_kind_of_actor() -> None:
+    assert kinds() == [
+        "trainer",
+        "generator",
+        "environment",
+        "rollouts",
+        "sdpo_teacher",
+        "teacher_replay",
+        "reference",
+        "expert_server",
+    ]
+    assert "reference" not in kinds("replay.loss=simpo")
+
+
+def test_a_channel_of_weight_zero_has_no_actors() -> None:
+    assert "sdpo_teacher" not in kinds("sdpo.alpha=0")
+    assert kinds("replay.beta=0") == [
+        *("trainer", "generator", "environment", "rollouts", "sdpo_teacher")
+    ]
+
+
+def test_a_channel_of_weight_zero_has_no_transport() -> None:
+    off = plan("sdpo.alpha=0", "replay.beta=0")
+    assert [row.what for row in off.transports] == ["weights", "requests and handles"]
+    assert off.transports[0].targets == ("generator",)
+    assert [channel.on for channel in off.channels] == [True, False, False]
+
+
+def test_weights_travel_from_the_trainer_to_all_who_read_them() -> None:
+    assert str(plan().transports[0]).startswith(
+        "weights: trainer -> generator, sdpo_teacher: shared memory"
+    )
+
+
+def test_another_model_as_teacher_is_told_and_gets_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    shown = plan("sdpo.teacher=model", f"sdpo.teacher_model.path={tmp_path}")
+    assert str(shown.transports[0]).startswith("weights: trainer -> generator: shared memory")
+    (teacher,) = [row for row in shown.actors if row.kind == "sdpo_teacher"]
+    assert teacher.role.endswith(f"as the model in {tmp_path}")
+
+
+def test_a_backend_is_told() -> None:
+    trainer = plan("trainer.backend.import_path=mine:Backend").actors[0]
+    assert trainer.role.endswith("of the model of mine:Backend")
+
+
+def test_the_expert_server_is_there_only_for_builtin_teachers() -> None:
+    remote = f'kind = "openai", model = "m", base_url = "http://localhost:1/v1", {FREE}'
+    teachers = ", ".join(f'{{name = "{name}", {remote}}}' for name in "abc")
+    assert "expert_server" not in kinds(f"replay.teachers=[{teachers}]")
+
+
+def test_the_states_go_to_each_address_once() -> None:
+    remote = f'{{name = "c", kind = "openai", model = "m", base_url = "https://host/v1", {FREE}}}'
+    local = ", ".join(f'{{name = "{name}", kind = "builtin"}}' for name in "ab")
+    states = plan(f"replay.teachers=[{local}, {remote}]").transports[2]
+    assert states.targets == ("expert_server", "https://host/v1")
+
+
+def test_the_totals_count_every_process_and_thread() -> None:
+    wide = plan("generator.replicas=3", "generator.threads=2", "replay.actors=4")
+    assert wide.processes == plan().processes + 2 + 2
+    assert wide.threads == plan().threads + (3 * 2 - 1) + 2
+    (generator,) = [row for row in wide.actors if row.kind == "generator"]
+    assert (generator.replicas, generator.processes, generator.threads) == (3, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "lag", "workers"),
+    [(4, 4, 0, 1), (16, 16, 0, 1), (16, 16, 1, 2), (129, 2, 0, 2), (1000, 64, 3, 16)],
+)
+def test_there_is_a_worker_for_every_256_episodes_in_flight_and_32_at_most(
+    build_config: Any, prompts: int, size: int, lag: int, workers: int
+) -> None:
+    schedule = {"prompts_per_step": prompts, "group_size": size, "max_lag": lag}
+    evaluation = {"episodes": 1}
+    assert rollout_workers(build_config(schedule=schedule, eval=evaluation)) == workers
+
+
+def test_a_stated_number_of_workers_is_kept(build_config: Any) -> None:
+    assert rollout_workers(build_config(rollouts={"workers": 3})) == 3

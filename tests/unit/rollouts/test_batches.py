@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_mesh.actors.teacher_outputs.teaching import hinted_states
-from composer_mesh.channels.policy.samples import policy_sample
-from composer_mesh.channels.replay.samples import pair_samples
-from composer_mesh.channels.sdpo.samples import hinted_sites
+from composer_mesh.channels.policy import policy_sample
+from composer_mesh.channels.replay import pair_samples
+from composer_mesh.channels.sdpo import hinted_sites
 from composer_mesh.rollouts.alignment import HintedView, MisalignedError, hinted_view
 from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat

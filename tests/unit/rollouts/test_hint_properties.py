@@ -16,7 +16,7 @@ import pytest
 from chat_templates import USABLE, with_template
 from repetition import LONG
 
-from composer_mesh.channels.sdpo.samples import HintedSites, hinted_sites
+from composer_mesh.channels.sdpo import HintedSites, hinted_sites
 from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.chat import ChatFormat

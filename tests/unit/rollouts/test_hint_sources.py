@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hint_traces import NO_JSON, QUIT, SCRIPTS, WRONG_KEY, group_of, play
 
-from composer_mesh.channels.sdpo.samples import HintedSites, hint_sources, hinted_sites
+from composer_mesh.channels.sdpo import HintedSites, hint_sources, hinted_sites
 from composer_mesh.configs.sdpo import HintsConfig, SitesConfig
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_sources import (

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scripted_generation import ScriptedGeneration, a_sample
 
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult

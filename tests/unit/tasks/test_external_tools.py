@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from composer_mesh.actors.mcp_servers.servers import McpServers, attached, with_tools
+from composer_mesh.configs.environment import McpServer
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.load import dump_toml, parse_toml, resolve_config
-from composer_mesh.configs.mcp import McpServer
+from composer_mesh.configs.load import dump_toml, resolve_config
+from composer_mesh.configs.regular_files import parse_toml
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.calls import TaskCalls

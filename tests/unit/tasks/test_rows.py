@@ -1,4 +1,9 @@
-"""Held-out rows are never trained on, and every process draws the same rows."""
+"""Held-out rows are never trained on, and every process draws the same rows.
+
+An evaluation plays each held-out problem once, and its interval counts no trial twice.
+
+Several tasks as one: shares by weight, no row lost or repeated, each with its own tools.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,27 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from controller_world import World, finished
+from repository import ROOT
 
-from composer_mesh import Task, TaskSettings
+from composer_mesh import SyncSession, Task, TaskSettings
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.load import load_config
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.cli import main
+from composer_mesh.services.schedule.metrics import success_of_tasks
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.gsm8k import Gsm8kTask
-from composer_mesh.tasks.loading import heldout_indices
+from composer_mesh.tasks.loading import TaskMixture, fewer_episodes, heldout_indices, make_task
 from composer_mesh.tasks.rows import read_rows, row_identity
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 HELD_OUT = (
     "heldout",
@@ -209,6 +224,8 @@ def test_two_processes_draw_the_same_episodes() -> None:
 
 
 LINES = b'{"q": 1}\n' + '{"q": "caf\u00e9"}\n'.encode("latin-1")
+
+
 UTF_16 = '{"q": "x"}\n'.encode("utf-16")
 
 
@@ -231,3 +248,149 @@ def test_rows_that_are_not_utf_8_are_refused_with_file_place_and_repair(
 def test_lines_end_as_in_any_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes('{"q": "\u00e9"}\r\n\n{"q": 2}'.encode())
     assert read_rows(tmp_path / "a.jsonl") == [{"q": "\u00e9"}, {"q": 2}]
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    """Fifteen questions, three of them held out."""
+    rows = [
+        {"question": f"What is {number} + 1?", "answer": f"<<{number}+1=1>>\n#### {number + 1}"}
+        for number in range(15)
+    ]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_problems_that_come_again_are_left_out(problems: Path) -> None:
+    task = Gsm8kTask.create(TaskSettings(path=problems, heldout_every=5))
+    assert task.episode("heldout", 3).payload == task.episode("heldout", 0).payload
+    assert heldout_indices(task, 2) == [0, 1]
+    assert heldout_indices(task, 200) == [0, 1, 2]
+
+
+def test_a_task_that_makes_its_own_problems_has_as_many_as_are_asked_for(
+    toolbox: ToolboxTask,
+) -> None:
+    assert heldout_indices(toolbox, 500) == list(range(500))
+    assert fewer_episodes(range(500), 500) == ""
+
+
+class Repeating(ToolboxTask):
+    """A toolbox with three held-out problems."""
+
+    def episode(self, split: Any, index: int) -> Any:
+        return super().episode(split, index % 3 if split == "heldout" else index)
+
+
+async def test_the_interval_of_an_evaluation_counts_each_problem_once(
+    tokenizer: Any, build_config: Any
+) -> None:
+    task = Repeating.create(TaskSettings(seed=3))
+    world = World(task, ChatFormat(tokenizer, task.tools))
+    controller = await finished(world, build_config(eval={"episodes": 200}))
+    assert [evaluation.episodes for evaluation in controller.evaluations] == [3, 3]
+    low, high = controller.evaluations[0].interval
+    assert (low, high) == pytest.approx((0.4385, 1.0), abs=1e-4)  # of three successes out of three
+
+
+def test_check_says_that_there_are_fewer_held_out_episodes(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ROOT / "configs" / "gsm8k.toml"
+    said = "eval.episodes is {} but the data has 3 different held-out episodes"
+    for episodes, told in ((3, False), (8, True)):
+        settings = [f"data.path={problems}", f"eval.episodes={episodes}"]
+        overrides = [part for one in settings for part in ("--set", one)]
+        assert main(["check", str(config), *overrides]) == 0
+        assert (said.format(episodes) in capsys.readouterr().out) == told
+
+
+class Second(ToolboxTask):
+    """Another task with the same questions."""
+
+    name = "second"
+
+
+@pytest.fixture
+def mixture() -> TaskMixture:
+    settings = TaskSettings(seed=3)
+    return TaskMixture([ToolboxTask.create(settings), Second.create(settings)], [3.0, 1.0])
+
+
+def test_training_episodes_have_the_ratio_of_the_weights_at_every_moment(
+    mixture: TaskMixture,
+) -> None:
+    picked = [mixture.pick("train", index).task for index in range(400)]
+    for end in range(4, 401, 4):
+        assert Counter(picked[:end])["second"] == end // 4
+    again = [mixture.pick("train", index).task for index in reversed(range(400))]
+    assert again[::-1] == picked
+
+
+def test_an_episode_is_the_tasks_own_next_one_under_the_mixtures_index(
+    mixture: TaskMixture,
+) -> None:
+    toolbox, second = mixture.parts
+    found: dict[str, list[Any]] = {"toolbox": [], "second": []}
+    for index in range(40):
+        episode = mixture.episode("train", index)
+        assert (episode.task, episode.index) == (mixture.pick("train", index).task, index)
+        found[episode.task].append(episode.payload)
+    assert found["toolbox"] == [toolbox.episode("train", i).payload for i in range(30)]
+    assert found["second"] == [second.episode("train", i).payload for i in range(10)]
+
+
+def test_held_out_episodes_are_taken_from_each_task_in_turn(mixture: TaskMixture) -> None:
+    assert [mixture.episode("heldout", i).task for i in range(4)] == ["toolbox", "second"] * 2
+
+
+def test_a_session_is_that_of_its_own_task(mixture: TaskMixture) -> None:
+    episode = next(
+        mixture.pick("train", i) for i in range(9) if mixture.pick("train", i).task == "second"
+    )
+    session = SyncSession(mixture, episode)
+    while not session.step(mixture.expert(session.messages)).done:
+        pass
+    assert session.outcome().success
+
+
+def test_tasks_of_one_name_are_refused() -> None:
+    with pytest.raises(UnusableTask, match="toolbox, toolbox: give each class its own name"):
+        TaskMixture([ToolboxTask.create(), ToolboxTask.create()], [1.0, 1.0])
+
+
+def test_a_config_mixes_tasks(build_config: Any, tmp_path: Any) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from composer_mesh.tasks.toolbox import ToolboxTask\n"
+        "class Mine(ToolboxTask):\n    name = 'mine'\n"
+    )
+    mixed = [{"task": "toolbox"}, {"task": f"{file}:Mine", "weight": 2.0}]
+    task = make_task(build_config(data={"mixture": mixed}))
+    assert [one.name for one in task.parts] == ["toolbox", "mine"]
+    assert Counter(task.pick("train", i).task for i in range(30)) == {"mine": 20, "toolbox": 10}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("", "task is not set"),
+        ('task = "toolbox"\n[[data.mixture]]\ntask = "toolbox"', "together with mixture"),
+        ('[[data.mixture]]\ntask = "toolbox"\nweight = 0', "weight"),
+    ],
+)
+def test_a_mixture_is_one_way_to_name_tasks(data: str, said: str, tmp_path: Any) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f'[run]\nname = "small"\nsteps = 1\n[data]\n{data}\n')
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)
+
+
+def test_success_is_told_by_task_where_there_are_several() -> None:
+    def trace(task: str, success: bool) -> Trace:
+        return Trace("a", 0, 0, task, "heldout", 0, [], [], float(success), success, [])
+
+    assert success_of_tasks([trace("a", True)]) == {}
+    found = success_of_tasks([trace("a", True), trace("b", True), trace("b", False)])
+    assert found == {"a": (1.0, 1), "b": (0.5, 2)}

@@ -16,7 +16,7 @@ from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.configs.channels import ChannelSchedule
 from composer_mesh.configs.preference import WeightedPreferenceConfig as PairLoss
 from composer_mesh.configs.replay import ReplayConfig

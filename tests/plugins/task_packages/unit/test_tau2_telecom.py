@@ -1,14 +1,19 @@
-"""tau2's telecom tickets, with a small environment of our own in place of the package's."""
+"""tau2's telecom tickets, with a small environment of our own in place of the package's.
+
+A package that is not there, or is another version, is refused with what to install.
+"""
 
 from __future__ import annotations
 
 from functools import cached_property
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import create_model
 
+from composer_mesh.plugins.task_packages.requirement import Requirement
 from composer_mesh.plugins.task_packages.tau2_telecom import Tau2Telecom
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
@@ -161,3 +166,23 @@ def test_a_task_that_names_a_private_function_or_another_judge_is_refused() -> N
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(UnusableTask, match="name one of small, train, test, base, full"):
         Tau2Telecom(evaluate="all")
+
+
+def test_an_absent_package_is_refused_with_the_command_that_installs_it() -> None:
+    absent = Requirement("t", "no-such-package-here", "no_such", ("1",), "pip install X")
+    with pytest.raises(UnusableTask, match="run pip install X, or make tasks"):
+        absent.imported()
+
+
+def test_another_version_than_the_verified_one_is_refused() -> None:
+    other = Requirement("t", "pydantic", "pydantic", ("0.0.1",), "pip install X")
+    with pytest.raises(UnusableTask, match=r"verified with pydantic 0\.0\.1"):
+        other.imported()
+
+
+def test_a_package_that_lacks_what_it_needs_is_refused() -> None:
+    found = (version("pydantic"),)
+    broken = Requirement("t", "pydantic", "pydantic", found, "pip install X")
+    assert broken.imported("version").__name__ == "pydantic.version"
+    with pytest.raises(UnusableTask, match=r"cannot import pydantic\.no_such_module"):
+        broken.imported("no_such_module")

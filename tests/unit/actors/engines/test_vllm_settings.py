@@ -38,8 +38,7 @@ from composer_mesh.actors.engines.vllm_weights import (
     write,
 )
 from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD, PolicyWorker, WeightsNotTaken
-from composer_mesh.configs.generator import OWNED
-from composer_mesh.configs.schema import Config
+from composer_mesh.configs.schema import OWNED, Config
 
 ON_GPU = {"generator": {"gpus": 1.0}}
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from step_batches import ALL_ON, Make, batch_of, flat, largest_change, taught, weights_of
 
 from composer_mesh.actors.learning.weight_update import learning_rate
-from composer_mesh.channels.policy.samples import without_zero_advantages
+from composer_mesh.channels.policy import without_zero_advantages
 from composer_mesh.channels.weights import channel_weight
 from composer_mesh.configs.channels import ChannelSchedule
 from composer_mesh.configs.trainer import TrainerConfig

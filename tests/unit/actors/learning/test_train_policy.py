@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from composer_mesh.actors.learning.policy_channel import advantages_of
 from composer_mesh.actors.learning.step import OptimizerStep
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.losses.policy import (
     aggregate,
     grpo_loss,

@@ -33,7 +33,7 @@ from torch.distributions import Categorical
 from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.channels.weights import ADVANTAGE, RATE, WINS, ChannelWeights, RunningMeans
 from composer_mesh.losses.blocks import CPU_BLOCK
 from composer_mesh.losses.distillation import (

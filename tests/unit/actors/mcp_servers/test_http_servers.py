@@ -21,7 +21,7 @@ from composer_mesh.actors.mcp_servers.connection import (
     HttpRefused,
 )
 from composer_mesh.actors.mcp_servers.servers import ServerConnections, attached, with_tools
-from composer_mesh.configs.mcp import McpServer
+from composer_mesh.configs.environment import McpServer
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 from composer_mesh.tasks.loading import make_task

@@ -15,7 +15,7 @@ import pytest
 
 from composer_mesh.actors.mcp_servers.servers import ServerConnections
 from composer_mesh.actors.mcp_servers.stdio import LONGEST_RESULT
-from composer_mesh.configs.mcp import McpServer, McpTool
+from composer_mesh.configs.environment import McpServer, McpTool
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.processes import is_alive, wait_gone
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from controller_world import CHANNELS, World, finished, trace_of
 
-from composer_mesh.channels.sdpo.samples import hinted_sites
+from composer_mesh.channels.sdpo import hinted_sites
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.hints import chosen_sibling

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from composer_mesh.channels.policy.samples import policy_sample
+from composer_mesh.channels.policy import policy_sample
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample, StepBatch
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn

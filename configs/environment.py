@@ -1,8 +1,8 @@
-"""Tables `[[environment.mcp]]`: MCP servers whose tools agents may call with the task's own.
+"""The section `[environment]`: the actors that step episodes.
 
-Contains no credentials: `env` and `token_env` name environment variables.
-
-The section `[environment.sandbox]`: where tasks run code that agents wrote.
+Tables `[[environment.mcp]]` are MCP servers whose tools agents may call with the task's own. They
+contain no credentials: `env` and `token_env` name environment variables. `[environment.sandbox]`
+is where tasks run code that agents wrote.
 """
 
 import re
@@ -11,7 +11,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from composer_mesh.configs.base import FilePath, FreeTable, Seconds, Section
+from composer_mesh.configs.base import (
+    FilePath,
+    FreeTable,
+    Processes,
+    Seconds,
+    Section,
+    Share,
+    repeated,
+)
 
 
 class SandboxConfig(Section):
@@ -25,6 +33,7 @@ class SandboxConfig(Section):
     """Keyword arguments of the function; those of bubblewrap are in docs/sandbox.md."""
 
 
+MOST_SERVERS = 32
 MOST_TOOLS = 128
 MOST_ARGUMENTS = 200
 
@@ -141,3 +150,42 @@ class McpServer(Section):
     def variables(self) -> tuple[str, ...]:
         """Names of the environment variables that the server needs."""
         return self.env if self.token_env is None else (*self.env, self.token_env)
+
+
+class EnvironmentConfig(Section):
+    """The actors that step episodes."""
+
+    replicas: Processes = 1
+    """Number of environment actors."""
+
+    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 6
+    """Number of assistant turns after which an episode ends unsolved."""
+
+    calls_per_turn: Annotated[int, Field(ge=1, le=1_000)] = 1
+    """Maximum tool calls of one action; they run in order, and more make the action malformed."""
+
+    tool_error_penalty: Share = 0.0
+    """Reward penalty for each failed tool call; it takes no reward below 0."""
+
+    call_s: Seconds = 60.0
+    """Seconds that one call of a task's tool, reward or other function may take."""
+
+    hang_s: Seconds = 10.0
+    """CPU seconds that a task's code may hold the interpreter before its process is killed."""
+
+    mcp: Annotated[tuple[McpServer, ...], Field(strict=False, max_length=MOST_SERVERS)] = ()
+    """MCP servers whose tools are added to the task's: tables [[environment.mcp]]."""
+
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Where a task such as "code" runs what agents wrote."""
+
+    def _problems(self) -> Iterator[str]:
+        for name in repeated(one.name for one in self.mcp):
+            yield f"two tables of mcp have the name {name!r}: give each its own name"
+        for one in self.mcp:
+            if one.start_s + one.call_s >= self.call_s:
+                yield (
+                    f"call_s is {self.call_s:g} but start_s and call_s of the MCP server "
+                    f"{one.name!r} are {one.start_s:g} and {one.call_s:g}, and both are waited for "
+                    "in one call: raise environment.call_s above their sum, or lower them"
+                )

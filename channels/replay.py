@@ -1,14 +1,16 @@
-"""The preference loss of a config section, on the log-probs of pairs.
+"""The replay channel: preference pairs as ids, and the loss of a config section on them.
 
 Axes: B pairs of a microbatch.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_mesh.configs.preference import PreferenceConfig
+from composer_mesh.configs.replay import PairWeight
 from composer_mesh.losses.preference import (
     PreferenceLoss,
     dpo_loss,
@@ -16,6 +18,9 @@ from composer_mesh.losses.preference import (
     mpo_loss,
     simpo_loss,
 )
+from composer_mesh.rollouts.batches import PairSample
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.pairs import PreferencePair, teachers_margin
 
 Sides = tuple[Tensor, Tensor]
 """Values [B] of the chosen and of the rejected answers."""
@@ -71,3 +76,32 @@ def figures_of(result: PreferenceLoss) -> dict[str, float]:
 def loss_type(name: str) -> Any:
     """Return the library's name of a configured loss."""
     return "sigmoid" if name == "dpo" else name
+
+
+def pair_samples(
+    pairs: Sequence[PreferencePair],
+    chat: ChatFormat,
+    max_context: int,
+    weight: PairWeight = "none",
+) -> list[PairSample]:
+    """Convert pairs to ids, encoding the chosen text once; drop pairs longer than `max_context`.
+
+    With the weight "margin" each pair weighs what the teachers' margin is.
+    """
+    samples = [
+        PairSample(
+            p.pair_id,
+            p.context_ids,
+            chat.action(p.chosen_text),
+            p.rejected_ids,
+            p.reference,
+            teachers_margin(p) if weight == "margin" else 1.0,
+        )
+        for p in pairs
+    ]
+    return [
+        sample
+        for sample in samples
+        if len(sample.context_ids) + max(len(sample.chosen_ids), len(sample.rejected_ids))
+        <= max_context
+    ]

@@ -1,19 +1,20 @@
-"""The policy loss of a config section, on the log-probs of a microbatch.
+"""The policy channel: traces with their advantages as samples, and the loss on them.
 
-Maps each loss type to its function in `losses.policy`, and chooses the log-probs that its ratio is
-relative to.
+The loss of a config section maps its type to the function in `losses.policy`, and chooses the
+log-probs that its ratio is relative to.
 
 Axes: B sequences of a microbatch, T their padded length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor
 
 from composer_mesh.configs import losses as configs
-from composer_mesh.configs.loss_options import CorrectedLoss, RatioLoss
+from composer_mesh.configs.losses import CorrectedLoss, RatioLoss
 from composer_mesh.losses.policy import (
     PolicyLoss,
     Rejection,
@@ -30,6 +31,9 @@ from composer_mesh.losses.policy import (
     sapo_loss,
     vespo_loss,
 )
+from composer_mesh.rollouts.alignment import HintedView
+from composer_mesh.rollouts.batches import Advantage, ChannelSample, PolicySample, Skipped
+from composer_mesh.rollouts.traces import Trace
 
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "grpo": grpo_loss,
@@ -114,3 +118,47 @@ def _product(weights: Tensor | None, others: Tensor | None) -> Tensor | None:
     if weights is None or others is None:
         return others if weights is None else weights
     return weights * others
+
+
+def policy_sample(trace: Trace, advantage: Advantage) -> PolicySample:
+    """Convert a trace to a sample; ids that were not sampled get log-prob 0 and version -1.
+
+    A list has the advantage of each turn, which all of its trained ids get.
+    """
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for turn in trace.turns:
+        trained = turn.trained
+        logprobs += [0.0] * len(turn.context_ids)
+        logprobs += turn.logprobs if trained else [0.0] * len(turn.action_ids)
+        versions += [-1] * len(turn.context_ids)
+        versions += turn.versions if trained else [-1] * len(turn.action_ids)
+    return PolicySample(
+        trace.trace_id,
+        trace.token_ids(),
+        trace.action_mask(),
+        logprobs,
+        _by_id(trace, advantage) if isinstance(advantage, list) else advantage,
+        versions,
+        trace.group_id,
+        trace.expert_choices(),
+    )
+
+
+def _by_id(trace: Trace, advantages: Sequence[float]) -> list[float]:
+    """Return the advantage of each id from those of the turns; 0 where none is trained."""
+    runs = (
+        chain(repeat(0.0, len(turn.context_ids)), repeat(own * turn.trained, len(turn.action_ids)))
+        for turn, own in zip(trace.turns, advantages, strict=True)
+    )
+    return list(chain.from_iterable(runs))
+
+
+def without_zero_advantages(
+    samples: Sequence[PolicySample], others: Iterable[HintedView | ChannelSample]
+) -> tuple[list[PolicySample], Skipped]:
+    """Leave out the samples with advantage 0 that no other belongs to, and count them."""
+    trained = {one.trace_id for one in others}
+    skipped = [one for one in samples if one.is_zero and one.trace_id not in trained]
+    kept = [one for one in samples if not one.is_zero or one.trace_id in trained]
+    return kept, Skipped(len(skipped), sum(sum(sample.mask) for sample in skipped))

@@ -1,1 +1,0 @@
-"""The policy channel: its samples, and the loss of its config section."""

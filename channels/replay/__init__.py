@@ -1,1 +1,0 @@
-"""The replay channel: preference pairs as ids, and the loss of its config section."""
