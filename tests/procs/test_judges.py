@@ -17,7 +17,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.group_rewards import FinishedRollout
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.services import service
-from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
 from composer_mesh.services.run.pools import MeshJudges
 
 TASK = """

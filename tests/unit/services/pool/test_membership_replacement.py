@@ -14,9 +14,7 @@ from healing_service import AT_ONCE, Events
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.services.pool.membership import Membership
-from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec
-from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.pool.routing import Router
+from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec, RestartRules, Router
 
 DEADLINE_S = 5.0
 
@@ -30,7 +28,7 @@ class World:
         options = {"catch_up": self.catch_up, "stable_names": True, **options}
         rest = {"deadline_s": DEADLINE_S, "restart": restart, "record": self.record, **options}
         spec = ReplicaSpec("w", Worker, cast(MeshHost, self.host), **rest)
-        self.members = Membership(spec, Router[Replica](8, 8))
+        self.members = Membership(spec, Router(8, 8))
 
     def record(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         self.events.append((kind, actor, detail, fields))

@@ -16,7 +16,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.planning.host_capacity import HostResources
 from composer_mesh.services.checks.keys import held_keys, keys_of
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
-from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
 from composer_mesh.services.run.pools import Pools, proxy_env
 
 GIB = 2**30

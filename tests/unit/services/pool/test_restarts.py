@@ -16,7 +16,8 @@ from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.mesh.weights.manifest import PullAbandoned
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
-from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
+from composer_mesh.services.pool.restarts import RestartBudget
 
 RULES = RestartRules(restarts=3, window_s=10.0, backoff_s=1.0, backoff_max_s=3.0, seed=1)
 
