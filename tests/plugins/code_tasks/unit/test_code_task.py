@@ -10,7 +10,7 @@ import pytest
 from code_rows import OTHER, RIGHT, ROW, SOURCE, TEST
 from code_tasks import ScriptedBoxes, honest, reported_tests
 
-from composer_mesh.plugins.code_tasks.kinds import HINTS, KINDS
+from composer_mesh.plugins.code_tasks.static_rules import HINTS, KINDS
 from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tasks import Outcome, StepResult

@@ -12,9 +12,11 @@ import pytest
 from composer_mesh.plugins.code_tasks.command.command import (
     MakeOptions,
     MakeRefused,
+    Results,
+    held_out,
     make_code_tasks_command,
+    table_of,
 )
-from composer_mesh.plugins.code_tasks.command.making import Results, held_out, table_of
 from composer_mesh.plugins.code_tasks.making.make import Made
 
 HERE = Path(__file__)

@@ -7,8 +7,14 @@ import random
 
 import pytest
 
-from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, read_patch
-from composer_mesh.plugins.code_tasks.texts import cut, numbered, syntax_error
+from composer_mesh.plugins.code_tasks.texts import (
+    PatchFailed,
+    apply_hunks,
+    cut,
+    numbered,
+    read_patch,
+    syntax_error,
+)
 
 
 def diff_of(before: str, after: str) -> str:

@@ -12,9 +12,8 @@ from code_rows import RIGHT, ROW, SOURCE
 from code_tasks import ScriptedBoxes
 
 from composer_mesh.plugins.code_tasks.deletions import Deletion, lines_of, with_deletions
-from composer_mesh.plugins.code_tasks.shared_trees import restoring_patch
 from composer_mesh.plugins.code_tasks.task import CodeTask
-from composer_mesh.plugins.code_tasks.task_file import TaskFile
+from composer_mesh.plugins.code_tasks.task_file import TaskFile, restoring_patch
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import UnusableTask

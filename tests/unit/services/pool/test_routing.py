@@ -121,9 +121,9 @@ def test_the_line_is_full_at_its_bound_and_not_before() -> None:
     made = router(1, max_outstanding=1, queue=2)
     first, second = made.ticket(), pinned(made, 0)
     made.join(first)
-    assert not made.full
+    assert (made.waiting, made.full) == (1, False)
     made.join(second)
-    assert made.full
+    assert (made.waiting, made.full) == (2, True)
     made.leave(first)
     made.leave(first)
     assert (made.waiting, made.full) == (1, False)
