@@ -11,7 +11,7 @@ from inspected_runs import a_pair, a_trace
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import Provenance, TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
-from composer_mesh.services.replay.teacher_queries import (
+from composer_mesh.services.replay.pair_stream import (
     TeacherQueryRecord,
     query_record_to_json,
 )

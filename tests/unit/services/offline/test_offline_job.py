@@ -17,11 +17,10 @@ from composer_mesh.rollouts.pair_filters import PairFilters
 from composer_mesh.rollouts.pairs import FailureKind, FrozenState, TeacherAnswer, TeacherReply
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.offline.figures import share_of
-from composer_mesh.services.offline.job import OfflineJob, selections
+from composer_mesh.services.offline.job import OfflineJob, selections, share_of
 from composer_mesh.services.offline.session import Stopped, TeacherClient, is_short
 from composer_mesh.services.offline.traces import TraceFileError
-from composer_mesh.services.replay.teacher_queries import Replay
+from composer_mesh.services.replay.pair_stream import Replay
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 
@@ -76,7 +75,7 @@ async def in_a_run(config: Any, groups: Sequence[Sequence[Trace]], experts: Expe
     return [
         pair.pair_id
         for group in groups
-        for pair in filters.keep((await replay.ask(group)).pairs).kept
+        for pair in filters.keep((await replay.ask_about(replay.choose(group))).pairs).kept
     ]
 
 

@@ -18,14 +18,14 @@ from composer_mesh.rollouts.money import NANO, Prices
 from composer_mesh.rollouts.pairs import FailureKind
 from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.services.offline.command import ReplayView
-from composer_mesh.services.offline.figures import (
+from composer_mesh.services.offline.job import (
     ReplayFigures,
     ReplayPlan,
     percentile,
     plan_replay,
     share_of,
 )
-from composer_mesh.services.offline.report import (
+from composer_mesh.services.offline.output import (
     FINISHED,
     plan_lines,
     plan_page,
