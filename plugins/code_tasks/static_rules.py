@@ -205,7 +205,7 @@ LARGEST = 1_000_000
 """Bytes of a module from which on it is not parsed."""
 
 
-def parsed(content: bytes) -> ast.Module | None:
+def parsed(content: bytes | str) -> ast.Module | None:
     """Return the syntax tree of a module; None where there is none, or where it is too large."""
     if len(content) > LARGEST:
         return None
