@@ -43,7 +43,7 @@ from composer_mesh.rollouts.tasks import Episode  # noqa: E402
 from composer_mesh.services import service  # noqa: E402
 from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts  # noqa: E402
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers  # noqa: E402
-from composer_mesh.services.pool.restarts import RestartRules  # noqa: E402
+from composer_mesh.services.pool.replicas import RestartRules  # noqa: E402
 from composer_mesh.services.run.preload import PRELOAD  # noqa: E402
 from composer_mesh.services.service import Service  # noqa: E402
 from composer_mesh.tasks.toolbox import ToolboxTask  # noqa: E402

@@ -4,8 +4,8 @@
     actions = await pool.query(state, n=3)
 
 This is the public interface; docs/service.md documents its guarantees. `dispatch` sends calls by
-the rules of `routing`; `membership` starts and stops replicas. A service is independent of what its
-actor's endpoints do.
+the rules of `replicas`; `membership` starts and stops replicas. A service is independent of what
+its actor's endpoints do.
 """
 
 from __future__ import annotations
@@ -22,13 +22,25 @@ from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, record_nothing
 from composer_mesh.mesh.supervision import FaultPolicy, Recorder, Supervisor
-from composer_mesh.services.pool.dispatch import AnyReplica, CallRules, NoReplicaLeft, OneReplica
+from composer_mesh.services.pool.dispatch import (
+    AnyReplica,
+    CallRules,
+    Endpoints,
+    NoReplicaLeft,
+    OneReplica,
+    default_name,
+)
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
-from composer_mesh.services.pool.replicas import Call, Env, Replica, ReplicaSpec
-from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.pool.routing import Router
-from composer_mesh.services.pool.sessions import Endpoints, PoolSession, default_name
+from composer_mesh.services.pool.replicas import (
+    Call,
+    Env,
+    Replica,
+    ReplicaSpec,
+    RestartRules,
+    Router,
+)
+from composer_mesh.services.pool.sessions import PoolSession
 
 DEADLINE_S = 120.0
 ATTEMPTS = 3
@@ -44,7 +56,7 @@ class Service(Endpoints):
     is lost. Bound its total time, including waiting, with `asyncio.timeout`.
     """
 
-    def __init__(self, spec: ReplicaSpec, router: Router[Replica], rules: CallRules) -> None:
+    def __init__(self, spec: ReplicaSpec, router: Router, rules: CallRules) -> None:
         super().__init__(spec.actor_class)
         self.name = spec.name
         self._actor_class = spec.actor_class

@@ -92,7 +92,7 @@ def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
 def make_code_tasks(arguments: argparse.Namespace) -> int:
     """Make coding tasks of source distributions, or check those of a file."""
     from composer_mesh.plugins.code_tasks.command import command
-    from composer_mesh.plugins.code_tasks.command.built_in import BUILT_IN
+    from composer_mesh.plugins.code_tasks.command.sources import BUILT_IN
 
     options = command.MakeOptions(
         sources=(*arguments.sources, *(BUILT_IN if arguments.built_in else ())),

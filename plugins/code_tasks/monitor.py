@@ -21,8 +21,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask, file_of
-from composer_mesh.plugins.code_tasks.kinds import MODEL
-from composer_mesh.plugins.code_tasks.static_rules import findings_of, parsed
+from composer_mesh.plugins.code_tasks.static_rules import MODEL, findings_of, parsed
 from composer_mesh.plugins.code_tasks.texts import cut, decoded
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.judges import SYSTEM, Judge, quoted

@@ -23,9 +23,15 @@ from composer_mesh.plugins.code_tasks.judge.judged_task import (
     Verdict,
     with_hidden_tests,
 )
-from composer_mesh.plugins.code_tasks.kinds import FLAGGING, HINTS, KINDS, MODEL, UNREAD, flagged_by
-from composer_mesh.plugins.code_tasks.shared_trees import restoring_patch
-from composer_mesh.plugins.code_tasks.task_file import TaskFile, is_tree
+from composer_mesh.plugins.code_tasks.static_rules import (
+    FLAGGING,
+    HINTS,
+    KINDS,
+    MODEL,
+    UNREAD,
+    flagged_by,
+)
+from composer_mesh.plugins.code_tasks.task_file import TaskFile, is_tree, restoring_patch
 from composer_mesh.plugins.code_tasks.work import CodeSession, CodeWork
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
 from composer_mesh.rollouts.traces import Message, Split

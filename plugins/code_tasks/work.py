@@ -15,8 +15,15 @@ from pydantic import Field
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask, Verdict, file_of
 from composer_mesh.plugins.code_tasks.judge.tests_box import TestResults, run_tests
 from composer_mesh.plugins.code_tasks.monitor import model_findings
-from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, read_patch
-from composer_mesh.plugins.code_tasks.texts import cut, decoded, numbered, syntax_error
+from composer_mesh.plugins.code_tasks.texts import (
+    PatchFailed,
+    apply_hunks,
+    cut,
+    decoded,
+    numbered,
+    read_patch,
+    syntax_error,
+)
 from composer_mesh.tasks.calls import waiting_for_others
 from composer_mesh.tasks.errors import ToolError, UnusableTask
 from composer_mesh.tasks.sandbox import CommandResult, FileTree, SandboxSession

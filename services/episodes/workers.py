@@ -21,11 +21,11 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from composer_mesh.actors.rollout_workers.peers import Neighbours, Peers, Round
+from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer, Peers, Round
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.heartbeat import ActivityLog
@@ -34,7 +34,6 @@ from composer_mesh.mesh.waiting import BackgroundTasks, unless
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore
 from composer_mesh.services.pool.dispatch import ServiceClosed
-from composer_mesh.services.pool.replicas import PoolPeers
 from composer_mesh.services.service import Service
 
 
@@ -117,6 +116,36 @@ class LockstepRounds:
 def _episode(request: str) -> str:
     """Return the trace id of a request's episode."""
     return request.rpartition("-")[0]
+
+
+@dataclass
+class PoolPeers:
+    """Members of a pool that serve, and why those that served before are gone, by name."""
+
+    pool: Service
+    peers: tuple[Peer, ...] = ()
+    gone: dict[str, str] = field(default_factory=dict)
+
+    def refresh(self) -> bool:
+        """Follow the pool; returns whether a member came, went, opened or closed."""
+        before, self.peers = self.peers, _serving_peers(self.pool)
+        serving = {peer.name for peer in self.peers}
+        for peer in before:
+            if peer.name not in serving:
+                self.gone[peer.name] = self.pool.reason(peer.name)
+        return _open_by_name(before) != _open_by_name(self.peers)
+
+
+def _serving_peers(pool: Service) -> tuple[Peer, ...]:
+    return tuple(
+        Peer(one.name, one.actor.ref, one.open)
+        for one in pool.members()
+        if one.serving and one.actor is not None
+    )
+
+
+def _open_by_name(peers: tuple[Peer, ...]) -> list[tuple[str, bool]]:
+    return [(peer.name, peer.open) for peer in peers]
 
 
 OpenStream = Callable[[str, Any, Callable[[BaseException], None]], Calls]

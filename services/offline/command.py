@@ -25,23 +25,20 @@ from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.pairs import pair_record
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.offline.config import offline_config
-from composer_mesh.services.offline.figures import ReplayFigures, ReplayPlan
-from composer_mesh.services.offline.job import OfflineJob, plan_job
+from composer_mesh.services.offline.job import OfflineJob, ReplayFigures, ReplayPlan, plan_job
 from composer_mesh.services.offline.options import ReplayOptions
 from composer_mesh.services.offline.output import (
-    REPORT_FILE,
-    ReplayOutput,
-    job_of,
-    write_json,
-)
-from composer_mesh.services.offline.report import (
     FINISHED,
     OUT_OF_BUDGET,
+    REPORT_FILE,
     STOPPED,
+    ReplayOutput,
+    job_of,
     plan_lines,
     plan_page,
     replay_report,
     report_page,
+    write_json,
 )
 from composer_mesh.services.offline.session import TeacherClient, opened_panel, priced_teachers
 from composer_mesh.services.offline.traces import TraceIndex, index_traces

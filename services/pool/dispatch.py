@@ -1,6 +1,7 @@
 """Dispatches calls to replicas: waits for capacity, makes the call, and retries on another replica.
 
-`routing` holds the rules and `replicas` the processes; this module does the waiting.
+`replicas` has the rules and the processes; this module does the waiting. `Endpoints` are an actor's
+endpoints as methods of a service or a session.
 
     MeshError
     ├── ServiceBusy     the queue is full; the call reached no replica
@@ -14,13 +15,17 @@ whose call may not be retried elsewhere stays an `ActorDied`.
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from monarch._src.actor.endpoint import EndpointProperty
+
 from composer_mesh.configs.worded import Worded
+from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import (
     ActorDied,
@@ -28,8 +33,7 @@ from composer_mesh.mesh.supervision import (
     MeshError,
     RemoteError,
 )
-from composer_mesh.services.pool.replicas import Call, Replica
-from composer_mesh.services.pool.routing import Router, Ticket
+from composer_mesh.services.pool.replicas import Call, Replica, Router, Ticket
 
 
 class ServiceBusy(Worded, MeshError):
@@ -52,6 +56,51 @@ class ServiceClosed(Worded, MeshError):
         "{0} is closed and runs no calls: spawn it anew, or close it with a drain_s that its calls "
         "need"
     )
+
+
+class Endpoints(ABC):
+    """Makes `proxy.endpoint(...)` equal to `proxy.call("endpoint", ...)` for each actor endpoint.
+
+    Use `call` for an endpoint whose name is also an attribute of the proxy.
+    """
+
+    def __init__(self, actor_class: type[MeshActor]) -> None:
+        self.endpoints = endpoints_of(actor_class)
+        self._class_name = actor_class.__name__
+
+    def __getattr__(self, endpoint: str) -> Callable[..., Awaitable[Any]]:
+        if endpoint.startswith("_") or endpoint == "endpoints":
+            raise AttributeError(
+                endpoint
+            )  # not set yet while unpickling or copying: avoids recursion
+        self.check(endpoint)
+        return partial(self.call, endpoint)
+
+    def check(self, endpoint: str) -> None:
+        """Raise AttributeError if the actor has no such endpoint."""
+        if endpoint not in self.endpoints:
+            raise AttributeError(
+                f"{self._class_name} has no endpoint {endpoint!r}: "
+                f"it has {', '.join(sorted(self.endpoints))}"
+            )
+
+    @abstractmethod
+    async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an endpoint by name."""
+
+
+def endpoints_of(actor_class: type[MeshActor]) -> frozenset[str]:
+    """Return the names of an actor class's endpoints."""
+    names = (name for name in dir(actor_class) if not name.startswith("__"))
+    return frozenset(
+        name for name in names if isinstance(getattr(actor_class, name), EndpointProperty)
+    )
+
+
+def default_name(actor_class: type[MeshActor]) -> str:
+    """Derive a service's name from its class: `TeacherReplayActor` gives `teacher-replay`."""
+    stem = actor_class.__name__.removesuffix("Actor") or actor_class.__name__
+    return re.sub(r"(?<!^)(?=[A-Z][a-z])", "-", stem).lower()
 
 
 @dataclass(frozen=True)
@@ -98,7 +147,7 @@ class Route(ABC):
 class AnyReplica(Route):
     """A route to any replica."""
 
-    router: Router[Replica]
+    router: Router
     last_death: Callable[[], ActorDied]
     movable = True
 
@@ -129,13 +178,11 @@ class OneReplica(Route):
 class Dispatch:
     """Runs the calls of one service; reports dead replicas to `lose(replica, reason)`."""
 
-    def __init__(
-        self, service: str, router: Router[Replica], lose: Callable[[Replica, str], None]
-    ) -> None:
+    def __init__(self, service: str, router: Router, lose: Callable[[Replica, str], None]) -> None:
         self.closed = False
         self.retried = 0
         self._service, self._router, self._lose = service, router, lose
-        self._waiters: dict[Ticket[Replica], asyncio.Future[Replica | None]] = {}
+        self._waiters: dict[Ticket, asyncio.Future[Replica | None]] = {}
         self._on_change: list[Callable[[], None]] = []
 
     async def call(self, call: Call, rules: CallRules, route: Route) -> Any:
@@ -191,7 +238,7 @@ class Dispatch:
         self.closed = True
         self._wake(self._router.remove_all())
 
-    async def _turn(self, ticket: Ticket[Replica], route: Route) -> Replica:
+    async def _turn(self, ticket: Ticket, route: Route) -> Replica:
         """Wait until a replica takes the call; it is then counted there."""
         admitted = bool(ticket.tried)
         while True:
@@ -207,7 +254,7 @@ class Dispatch:
                     return replica
                 self._free(replica)
 
-    async def _wait(self, ticket: Ticket[Replica]) -> Replica | None:
+    async def _wait(self, ticket: Ticket) -> Replica | None:
         """Join the queue; return None if the wait is futile and the caller must retry."""
         turn: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
         self._waiters[ticket] = turn
@@ -230,7 +277,7 @@ class Dispatch:
             else:
                 turn.set_result(replica)
 
-    def _wake(self, tickets: list[Ticket[Replica]]) -> None:
+    def _wake(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             if not self._waiters[ticket].cancelled():
                 self._waiters[ticket].set_result(None)

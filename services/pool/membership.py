@@ -1,9 +1,11 @@
 """The replicas of a service over time: they start, are set up, die, drain and stop.
 
-`routing` decides which replica takes a call, `restart_manager` when a dead one is replaced. All
-replicas join through `Membership._come`: the process starts, is brought to the state of the others
-(by the set-up calls that they received, or by the service's own `catch_up`), and only then gets
-calls.
+`replicas` decides which one takes a call, `restarts` when a dead one is replaced. All replicas join
+through `Membership._come`: the process starts, is brought to the state of the others (by the set-up
+calls that they received, or by the service's own `catch_up`), and only then gets calls.
+
+The set-up calls are the last per endpoint. A call that reads another actor's memory is stale once
+that actor is gone: a replica that starts then waits for a newer one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from composer_mesh.mesh.failures import cause_of
@@ -23,11 +26,70 @@ from composer_mesh.services.pool.replicas import (
     Call,
     Replica,
     ReplicaSpec,
-    Setups,
-    source_ended,
+    ReplicaState,
+    Router,
+    to_retire,
 )
-from composer_mesh.services.pool.restart_manager import RestartManager
-from composer_mesh.services.pool.routing import ReplicaState, Router, to_retire
+from composer_mesh.services.pool.restarts import RestartManager
+
+LOAD = "load"
+"""The set-up call that is slow and stays valid."""
+TELL_S = 3.0
+"""Longest time until an actor's death is known after a read of its memory has failed.
+
+Such a read may fail immediately, and on a busy machine the notice of a process's end may be later.
+"""
+
+
+class Setups:
+    """The set-up calls, in the order in which they were last made."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+        self._remembered = asyncio.Event()
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._calls
+
+    def remember(self, call: Call) -> None:
+        """Store a call in place of the last one of its endpoint."""
+        self._calls.pop(call.endpoint, None)
+        self._calls[call.endpoint] = call
+        self._remembered.set()
+
+    def loads(self, replica: Replica) -> list[Call]:
+        """Return the calls that a replica can receive while others are set up: they stay valid."""
+        first = takewhile(lambda call: call.endpoint == LOAD, self._calls.values())
+        return [call for call in first if replica.received.get(LOAD) is not call]
+
+    def unsent_calls(self, replica: Replica) -> list[Call]:
+        """Return the calls that a replica has not received yet."""
+        return [
+            call for call in self._calls.values() if replica.received.get(call.endpoint) is not call
+        ]
+
+    async def readable(self, deadline_s: float) -> None:
+        """Wait until no call is stale; after `deadline_s` raise the death of its source."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while any(call.stale for call in self._calls.values()):
+                    self._remembered.clear()
+                    await self._remembered.wait()
+        except TimeoutError:
+            raise self._end_of_source() from None
+
+    def _end_of_source(self) -> ActorDied:
+        sources = (call.source for call in self._calls.values() if call.stale)
+        name = next((source.name for source in sources if source), "its source")
+        return ActorDied(name, "nothing took the place of what it had published")
+
+
+async def source_ended(call: Call) -> ActorDied | None:
+    """Return the death of the actor that a failed call read from, if it explains the failure."""
+    if call.source is None or call.source.death is None:
+        return None
+    await asyncio.wait([call.source.death], timeout=TELL_S)
+    return ActorDied(*call.source.death.result().args) if call.stale else None
 
 
 class Membership:
@@ -37,7 +99,7 @@ class Membership:
     them. `coming` are being set up and `leaving` drain.
     """
 
-    def __init__(self, spec: ReplicaSpec, router: Router[Replica]) -> None:
+    def __init__(self, spec: ReplicaSpec, router: Router) -> None:
         self.dispatch = Dispatch(spec.name, router, self.lose)
         self.router = router
         self.members: list[Replica] = []

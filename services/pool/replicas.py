@@ -1,21 +1,24 @@
-"""One replica of a service: its process, its calls in flight, and how it is started and stopped.
+"""The replicas of a service: which of them takes which call, and how a process starts and stops.
 
-`routing` decides which calls it gets, `membership` how many replicas there are.
+    call --> the open replica with the fewest calls in flight, if one has capacity
+         or  the queue, in order of arrival --> the first suitable replica with capacity
 
-Before it serves, a replica receives the set-up calls: the last per endpoint. A call that reads
-another actor's memory is stale once that actor is gone: a replica that starts then waits for a
-newer one.
+`Router` has these rules, without processes, waiting or clocks, and independent of a call's work;
+`dispatch` does the waiting. `membership` decides how many replicas there are.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any, Protocol, TypeVar
+from enum import Enum
+from itertools import count
+from typing import Any, TypeVar
 
-from composer_mesh.actors.rollout_workers.peers import Peer
+from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.spawn import MeshHost
@@ -30,8 +33,6 @@ from composer_mesh.mesh.supervision import (
 from composer_mesh.mesh.waiting import Failed, reported_to_loop
 from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.services.pool.process_placement import PlacementOf, ProcessPlacement
-from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.pool.routing import ReplicaState, RoutingTarget
 
 T = TypeVar("T")
 
@@ -74,16 +75,37 @@ class Call:
         return self.source is not None and not self.source.alive
 
 
-@dataclass(eq=False)
-class Replica(RoutingTarget):
-    """One process of a service and its calls in flight.
+class ReplicaState(Enum):
+    """Lifecycle state of a replica.
 
-    `generation` counts the processes that have had this slot; `received` are the set-up calls it
-    has received, `caught_up` is the description that the service's own catch-up returned; `host` is
-    the name of its host, None on the controller's machine. A call is in flight until its answer,
-    its deadline or the replica's end, also after its caller was cancelled.
+    READY takes every call; DRAINING only calls pinned to it, such as those of its sessions; the
+    others none.
     """
 
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+    STOPPED = "stopped"
+
+
+@dataclass(eq=False)
+class Replica:
+    """One process of a service and its calls in flight.
+
+    `tied` counts its sessions that cannot move; `generation` counts the processes that have had
+    this slot; `received` are the set-up calls it has received, `caught_up` is the description that
+    the service's own catch-up returned; `host` is the name of its host, None on the controller's
+    machine. A call is in flight until its answer, its deadline or the replica's end, also after its
+    caller was cancelled.
+    """
+
+    name: str
+    state: ReplicaState = ReplicaState.STARTING
+    outstanding: int = 0
+    calls: int = 0
+    sessions: int = 0
+    tied: int = 0
     slot: int = 0
     generation: int = 1
     actor: SpawnedActor | None = field(default=None, repr=False)
@@ -94,6 +116,16 @@ class Replica(RoutingTarget):
     caught_up: str = ""
     under_way: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     stirred: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes every call."""
+        return self.state is ReplicaState.READY
+
+    @property
+    def serving(self) -> bool:
+        """Whether it takes the calls that are pinned to it."""
+        return self.state in (ReplicaState.READY, ReplicaState.DRAINING)
 
     @property
     def ended(self) -> bool:
@@ -167,6 +199,31 @@ received; returns a description for the event of its restart."""
 
 
 @dataclass(frozen=True)
+class RestartRules:
+    """At most `restarts` within any `window_s`, each after a wait that doubles from `backoff_s`."""
+
+    restarts: int
+    window_s: float = 300.0
+    backoff_s: float = 0.5
+    backoff_max_s: float = 15.0
+    seed: int = 0
+    forgives: bool = False
+    """Whether a replacement that serves ends the count: where callers bound what kills them."""
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise ValueError(f"restarts is {self.restarts}, but cannot be below 0: pass 0 or more")
+        for name in ("window_s", "backoff_s", "backoff_max_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name):g}: pass seconds above 0")
+
+    @classmethod
+    def of(cls, config: SupervisionConfig, seed: int) -> RestartRules:
+        """Return the rules of a run."""
+        return cls(config.restarts, config.window_s, config.backoff_s, config.backoff_max_s, seed)
+
+
+@dataclass(frozen=True)
 class ReplicaSpec:
     """How the processes of a service are started, and the rules of their restarts (None: never).
 
@@ -227,98 +284,127 @@ class ReplicaSpec:
             await self.host.stop(replica.actor)
 
 
-LOAD = "load"
-"""The set-up call that is slow and stays valid."""
-TELL_S = 3.0
-"""Longest time until an actor's death is known after a read of its memory has failed.
+@dataclass(eq=False)
+class Ticket:
+    """A call's place in the queue; a retry keeps its number, and so its place.
 
-Such a read may fail immediately, and on a busy machine the notice of a process's end may be later.
-"""
+    `pin` is the only target that may take it; `tried` are targets on which it failed.
+    """
 
-
-class Setups:
-    """The set-up calls, in the order in which they were last made."""
-
-    def __init__(self) -> None:
-        self._calls: dict[str, Call] = {}
-        self._remembered = asyncio.Event()
-
-    def __contains__(self, endpoint: str) -> bool:
-        return endpoint in self._calls
-
-    def remember(self, call: Call) -> None:
-        """Store a call in place of the last one of its endpoint."""
-        self._calls.pop(call.endpoint, None)
-        self._calls[call.endpoint] = call
-        self._remembered.set()
-
-    def loads(self, replica: Replica) -> list[Call]:
-        """Return the calls that a replica can receive while others are set up: they stay valid."""
-        first = takewhile(lambda call: call.endpoint == LOAD, self._calls.values())
-        return [call for call in first if replica.received.get(LOAD) is not call]
-
-    def unsent_calls(self, replica: Replica) -> list[Call]:
-        """Return the calls that a replica has not received yet."""
-        return [
-            call for call in self._calls.values() if replica.received.get(call.endpoint) is not call
-        ]
-
-    async def readable(self, deadline_s: float) -> None:
-        """Wait until no call is stale; after `deadline_s` raise the death of its source."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while any(call.stale for call in self._calls.values()):
-                    self._remembered.clear()
-                    await self._remembered.wait()
-        except TimeoutError:
-            raise self._end_of_source() from None
-
-    def _end_of_source(self) -> ActorDied:
-        sources = (call.source for call in self._calls.values() if call.stale)
-        name = next((source.name for source in sources if source), "its source")
-        return ActorDied(name, "nothing took the place of what it had published")
+    number: int
+    pin: Replica | None = None
+    tried: tuple[Replica, ...] = ()
 
 
-async def source_ended(call: Call) -> ActorDied | None:
-    """Return the death of the actor that a failed call read from, if it explains the failure."""
-    if call.source is None or call.source.death is None:
-        return None
-    await asyncio.wait([call.source.death], timeout=TELL_S)
-    return ActorDied(*call.source.death.result().args) if call.stale else None
+class Router:
+    """The targets of a service and the queue of waiting calls.
+
+    Call `grants` after every change of a target, so that no call waits while there is capacity; a
+    later call therefore never overtakes a waiting one.
+    """
+
+    def __init__(self, max_outstanding: int, queue: int) -> None:
+        self.max_outstanding = max_outstanding
+        self.queue = queue
+        self.targets: list[Replica] = []
+        self.coming = 0
+        self._numbers = count()
+        self._line: list[Ticket] = []
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued calls."""
+        return len(self._line)
+
+    @property
+    def full(self) -> bool:
+        """Whether the queue takes no new call."""
+        return self.waiting >= self.queue
+
+    @property
+    def may_find_target(self) -> bool:
+        """Whether a call without a pin can expect a target."""
+        return self.coming > 0 or any(target.open for target in self.targets)
+
+    def ticket(self) -> Ticket:
+        """Return a ticket with the next number."""
+        return Ticket(next(self._numbers))
+
+    def take(self, ticket: Ticket) -> Replica | None:
+        """Assign a call to a target now; return None if it has to wait."""
+        candidates = self.targets if ticket.pin is None else [ticket.pin]
+        fitting = [s for s in candidates if self._has_capacity(s) and self._may(ticket, s)]
+        target = min(fitting, key=lambda target: (target.outstanding, target.calls), default=None)
+        if target is not None:
+            self.occupy(target)
+        return target
+
+    def occupy(self, target: Replica) -> None:
+        """Count a call that starts, also one that bypasses the capacity check."""
+        target.outstanding += 1
+        target.calls += 1
+
+    def free(self, target: Replica) -> None:
+        """Count a call that has ended."""
+        target.outstanding -= 1
+
+    def join(self, ticket: Ticket) -> None:
+        """Queue a ticket, ordered by its number: retries keep their place."""
+        insort(self._line, ticket, key=lambda one: one.number)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Remove a ticket from the queue; does nothing if it is not queued."""
+        with suppress(ValueError):
+            self._line.remove(ticket)
+
+    def grants(self, targets: list[Replica] | None = None) -> list[tuple[Ticket, Replica]]:
+        """Assign queued calls to these targets (or all), as far as they have capacity."""
+        found = []
+        for target in list(self.targets if targets is None else targets):
+            while self._has_capacity(target) and (ticket := self._first_for(target)):
+                self.leave(ticket)
+                self.occupy(target)
+                found.append((ticket, target))
+        return found
+
+    def orphans(self) -> list[Ticket]:
+        """Remove and return the tickets that no target can serve any more."""
+        lost = [one for one in self._line if not self._may_be_served(one)]
+        self._line = [one for one in self._line if self._may_be_served(one)]
+        return lost
+
+    def remove_all(self) -> list[Ticket]:
+        """Remove and return all queued tickets."""
+        line, self._line = self._line, []
+        return line
+
+    def for_session(self) -> Replica | None:
+        """Return the target for a new session: the one with the fewest sessions."""
+        targets = [target for target in self.targets if target.open]
+        return min(targets, key=lambda s: (s.sessions, s.outstanding, s.calls), default=None)
+
+    def _has_capacity(self, target: Replica) -> bool:
+        return target.serving and target.outstanding < self.max_outstanding
+
+    def _may(self, ticket: Ticket, target: Replica) -> bool:
+        """Whether a ticket may go to a target; to a tried one only if no other is open."""
+        if ticket.pin is not None:
+            return ticket.pin is target
+        return target.open and (
+            target not in ticket.tried or all(s in ticket.tried for s in self.targets if s.open)
+        )
+
+    def _may_be_served(self, ticket: Ticket) -> bool:
+        return self.may_find_target if ticket.pin is None else ticket.pin.serving
+
+    def _first_for(self, target: Replica) -> Ticket | None:
+        return next((one for one in self._line if self._may(one, target)), None)
 
 
-class Members(Protocol):
-    """What is known of the members of a service, and of why one of them is gone."""
-
-    def members(self) -> Sequence[Replica]: ...
-    def reason(self, name: str) -> str: ...
-
-
-@dataclass
-class PoolPeers:
-    """Members of a pool that serve, and why those that served before are gone, by name."""
-
-    pool: Members
-    peers: tuple[Peer, ...] = ()
-    gone: dict[str, str] = field(default_factory=dict)
-
-    def refresh(self) -> bool:
-        """Follow the pool; returns whether a member came, went, opened or closed."""
-        before, self.peers = self.peers, _serving(self.pool)
-        serving = {peer.name for peer in self.peers}
-        for peer in before:
-            if peer.name not in serving:
-                self.gone[peer.name] = self.pool.reason(peer.name)
-        return _state(before) != _state(self.peers)
-
-
-def _serving(pool: Members) -> tuple[Peer, ...]:
-    return tuple(
-        Peer(one.name, one.actor.ref, one.open)
-        for one in pool.members()
-        if one.serving and one.actor is not None
-    )
-
-
-def _state(peers: tuple[Peer, ...]) -> list[tuple[str, bool]]:
-    return [(peer.name, peer.open) for peer in peers]
+def to_retire(targets: list[Replica], count: int) -> list[Replica]:
+    """Return the targets to retire: dead ones, then the least bound and busy, then the latest."""
+    busy = [
+        ((s.serving, s.tied, s.sessions, s.outstanding, -place), s)
+        for place, s in enumerate(targets)
+    ]
+    return [target for _, target in sorted(busy, key=lambda pair: pair[0])[:count]]

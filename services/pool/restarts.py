@@ -1,44 +1,28 @@
-"""Restart limits and backoff: pure rules without clocks.
+"""Replaces dead replicas, within limits and with backoff, and records each restart.
+
+    death -> its process is gone -> wait -> start, set up, serve
+                                     ^            | failed
+                                     +------------+  until the slot's budget is used up
 
     wait before restart k of a window = uniform(0, min(backoff_max_s, backoff_s * 2^k))
 
-`restart_manager` does the restarting. Full jitter keeps processes that died together
-from restarting together.
+`membership` adds the new replica. The rules have no clock; full jitter keeps processes that died
+together from restarting together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
-from composer_mesh.configs.supervision import SupervisionConfig
-from composer_mesh.mesh.failures import error_key, is_deterministic
-
-
-@dataclass(frozen=True)
-class RestartRules:
-    """At most `restarts` within any `window_s`, each after a wait that doubles from `backoff_s`."""
-
-    restarts: int
-    window_s: float = 300.0
-    backoff_s: float = 0.5
-    backoff_max_s: float = 15.0
-    seed: int = 0
-    forgives: bool = False
-    """Whether a replacement that serves ends the count: where callers bound what kills them."""
-
-    def __post_init__(self) -> None:
-        if self.restarts < 0:
-            raise ValueError(f"restarts is {self.restarts}, but cannot be below 0: pass 0 or more")
-        for name in ("window_s", "backoff_s", "backoff_max_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name):g}: pass seconds above 0")
-
-    @classmethod
-    def of(cls, config: SupervisionConfig, seed: int) -> RestartRules:
-        """Return the rules of a run."""
-        return cls(config.restarts, config.window_s, config.backoff_s, config.backoff_max_s, seed)
+from composer_mesh.mesh.failures import cause_of, classify, error_key, is_deterministic
+from composer_mesh.mesh.supervision import ActorDied
+from composer_mesh.mesh.waiting import BackgroundTasks
+from composer_mesh.services.pool.replicas import Replica, ReplicaSpec, RestartRules
 
 
 class RestartBudget:
@@ -78,3 +62,117 @@ class RestartBudget:
         self._last_error = ""
         if self._rules.forgives:
             self._begun.clear()
+
+
+T = TypeVar("T")
+Come = Callable[[Replica], Awaitable[Replica]]
+GiveUp = Callable[[ActorDied], None]
+
+
+class RestartsGivenUp(Exception):
+    """No further replacement is started: the last failure, and why."""
+
+    def __init__(self, error: Exception, why: str) -> None:
+        self.cause = error.reason if isinstance(error, ActorDied) else cause_of(error)
+        self.fields = {"cause": self.cause, "class": classify(error).value}
+        super().__init__(f"{self.cause}; {why}")
+
+
+async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Awaitable[T]]) -> T:
+    """Start a replacement, with the waits and retries that the budget allows.
+
+    Raises `RestartsGivenUp` once no restart is left, or when two fail by the same bug.
+    """
+    loop, error = asyncio.get_running_loop(), died
+    while (wait_s := budget.take(loop.time())) is not None:
+        await asyncio.sleep(wait_s)
+        try:
+            started = await start()
+        except Exception as failed:
+            error = failed
+            if budget.repeats_its_error(failed):
+                raise RestartsGivenUp(failed, "it failed in the same way twice") from failed
+        else:
+            budget.served()
+            return started
+    raise RestartsGivenUp(error, budget.spent())
+
+
+class RestartManager:
+    """Restarts the dead replicas of one service.
+
+    `come` starts the next replica in the slot of a dead one; `give_up` is called with the reason
+    if none will be started.
+    """
+
+    def __init__(self, spec: ReplicaSpec, rules: RestartRules, come: Come, give_up: GiveUp) -> None:
+        self.restarts = 0
+        self._spec, self._rules = spec, rules
+        self._come, self._give_up = come, give_up
+        self._budgets: dict[int, RestartBudget] = {}
+        self._tasks = BackgroundTasks(spec.task_failed)
+        self._under_way: dict[Replica, asyncio.Task[None]] = {}
+
+    def under_way(self, dead: Replica) -> asyncio.Task[None] | None:
+        """Return the task that replaces this dead replica, None if there is none."""
+        return self._under_way.get(dead)
+
+    def begin(self, dead: Replica, burial: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Replace a replica; the task ends when its slot is served again or given up."""
+        task = self._tasks.start(f"replacing {dead.name}", self._heal(dead, burial))
+        self._under_way[dead] = task
+        task.add_done_callback(partial(self._ended, dead))
+        return task
+
+    def stop(self, dead: Replica) -> None:
+        """Stop replacing a replica whose slot is no longer needed."""
+        if task := self._under_way.get(dead):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Stop all replacements. Waits until those under way are cancelled."""
+        await self._tasks.close()
+
+    def _ended(self, dead: Replica, _: asyncio.Task[None]) -> None:
+        self._under_way.pop(dead, None)
+
+    async def _heal(self, dead: Replica, burial: asyncio.Task[None]) -> None:
+        now, died = asyncio.get_running_loop().time, ActorDied(dead.name, dead.reason)
+        began = now()
+        await asyncio.wait([burial])  # its port, files and memory are free again
+        try:
+            replica = await restart(self._budget(dead.slot), died, partial(self._come, dead))
+        except RestartsGivenUp as end:
+            self._tell_end(dead, end)
+        else:
+            self._tell_restart(dead, replica, now() - began)
+
+    def _budget(self, slot: int) -> RestartBudget:
+        name = f"{self._spec.name}-{slot}"
+        return self._budgets.setdefault(slot, RestartBudget(self._rules, name))
+
+    def _tell_restart(self, dead: Replica, replica: Replica, took_s: float) -> None:
+        self.restarts += 1
+        pid = replica.actor.pid if replica.actor else None
+        how = replica.caught_up or f"{took_s:.1f} s after the end of {dead.name}"
+        self._record(
+            "actor_restarted",
+            replica.name,
+            f"process {pid}{f' on {replica.host}' if replica.host else ''}, {how}",
+            host=self._host_of(replica),
+            generation=replica.generation,
+            replaces=dead.name,
+        )
+
+    def _tell_end(self, dead: Replica, end: RestartsGivenUp) -> None:
+        del self._under_way[dead]
+        self._give_up(ActorDied(dead.name, str(end)))
+        about = {"generation": dead.generation, **end.fields}
+        self._record("actor_given_up", dead.name, str(end), host=self._host_of(dead), **about)
+
+    def _host_of(self, replica: Replica) -> str:
+        return replica.host or self._spec.host.name
+
+    def _record(self, event: str, actor: str, detail: str, *, host: str, **fields: object) -> None:
+        about = {"host": host, "kind": self._spec.actor_class.kind}
+        self._spec.record(event, actor, detail, **about, **fields)

@@ -37,10 +37,9 @@ from composer_mesh.rollouts.budget import BudgetReport, dollars
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
-from composer_mesh.services.episodes.workers import call_serving
+from composer_mesh.services.episodes.workers import PoolPeers, call_serving
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
-from composer_mesh.services.pool.replicas import PoolPeers, Replica
-from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.replicas import Replica, RestartRules
 from composer_mesh.services.replay.teacher_settings import hint_settings
 from composer_mesh.services.service import Service
 

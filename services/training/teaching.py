@@ -38,9 +38,7 @@ from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.step_plan import RankPlan, split_views
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
-from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec
-from composer_mesh.services.pool.restarts import RestartRules
-from composer_mesh.services.pool.routing import Router
+from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec, RestartRules, Router
 
 QUEUED = 2
 """Requests queued at a teacher, so that it continues without waiting for the controller."""

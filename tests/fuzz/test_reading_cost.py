@@ -28,7 +28,7 @@ from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask
-from composer_mesh.plugins.code_tasks.patches import PatchFailed, apply_hunks, read_patch
+from composer_mesh.plugins.code_tasks.texts import PatchFailed, apply_hunks, read_patch
 from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused as FrameRefused
 from composer_mesh.plugins.openenv.server.validation import client_frame
 from composer_mesh.plugins.task_packages.reasoning_gym import last_answer

@@ -16,7 +16,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout
 from composer_mesh.services import service
-from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
 from composer_mesh.services.run.pools import MeshJudges
 
 TASK = """

@@ -26,7 +26,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services import service
 from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
-from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
 from composer_mesh.services.service import Service
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.task import Task

@@ -29,6 +29,66 @@ from typing import Any, Self
 from composer_mesh.plugins.code_tasks.making.functions import FEWEST_LINES
 from composer_mesh.plugins.code_tasks.making.package import PackageRefused
 
+BUILT_IN = (
+    "addict==2.4.0",
+    "boltons==26.2.0",
+    "cachetools==8.0.1",
+    "deepmerge==4.0.0",
+    "docstring-parser==0.18.0",
+    "funcy==2.1",
+    "humanize==4.17.0",
+    "inflection==0.5.1",
+    "isodate==0.7.2",
+    "itsdangerous==2.2.0",
+    "Mako==1.4.3",
+    "mistune==3.4.0",
+    "more-itertools==11.2.1",
+    "parse==1.22.4",
+    "python-slugify==9.2.0",
+    "rfc3986==2.0.0",
+    "schedule==1.2.2",
+    "semver==3.1.1",
+    "sqlparse==0.6.1",
+    "tabulate==0.10.0",
+    "texttable==1.7.2",
+    "titlecase==2.4.1",
+    "tomlkit==0.15.2",
+    "toolz==1.2.0",
+    "uritemplate==4.2.0",
+    "validators==0.36.0",
+    "webcolors==25.10.0",
+    "markdown-it-py==4.3.0",
+    "pydash==8.1.0",
+    "num2words==0.5.14",
+    "jsonpatch==1.47",
+    "furl==2.1.4",
+    "arrow==1.4.0",
+    "croniter==7.0.0",
+)
+
+NEEDED_BY_TESTS = (
+    "docopt",
+    "freezegun",
+    "hypothesis",
+    "jsonpointer",
+    "markupsafe",
+    "mdurl",
+    "orderedmultidict",
+    "python-dateutil",
+    "pytz",
+    "pyyaml",
+    "regex",
+    "simplejson",
+    "six",
+    "sortedcontainers",
+    "text-unidecode",
+    "typing_extensions",
+    "tzdata",
+    "whatever",
+)
+"""What their tests import: `pip install --no-deps --target DEPS` of these, and `--folder DEPS`."""
+
+
 PROBLEM_FILES = (".jsonl", ".jsonl.gz")
 LARGEST = 64_000_000
 TEXTS = ("prompt", "canonical_solution", "entry_point", "test")

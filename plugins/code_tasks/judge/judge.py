@@ -19,8 +19,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from composer_mesh.plugins.code_tasks.judge.edits import TakenEdits, taken_edits, without_tests
-from composer_mesh.plugins.code_tasks.judge.judged_task import Basis, JudgedTask, Verdict
+from composer_mesh.plugins.code_tasks.judge.judged_task import (
+    Basis,
+    JudgedTask,
+    TakenEdits,
+    Verdict,
+    taken_edits,
+    without_tests,
+)
 from composer_mesh.plugins.code_tasks.judge.tests_box import (
     TestResults,
     ValueResults,

@@ -5,7 +5,6 @@ Bugs of repair tasks are mutations: one operator, number or constant of a functi
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import io
 import textwrap
@@ -19,6 +18,7 @@ from composer_mesh.plugins.code_tasks.deletions import Deletion
 from composer_mesh.plugins.code_tasks.judge.judged_task import file_of
 from composer_mesh.plugins.code_tasks.making.functions import Function
 from composer_mesh.plugins.code_tasks.making.package import Survey
+from composer_mesh.plugins.code_tasks.static_rules import parsed
 
 OTHERS = {
     "<": ("<=", ">"),
@@ -96,11 +96,7 @@ def _tokens(body: str) -> list[tokenize.TokenInfo]:
 
 
 def _compiles(body: str) -> bool:
-    try:
-        ast.parse(f"def f():\n{textwrap.indent(textwrap.dedent(body), '    ')}")
-    except (SyntaxError, ValueError):
-        return False
-    return True
+    return parsed(f"def f():\n{textwrap.indent(textwrap.dedent(body), '    ')}") is not None
 
 
 Kind = Literal["function", "class", "group", "files", "repair"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from composer_mesh.plugins.code_tasks.deletions import Deletion, lines_of
+from composer_mesh.plugins.code_tasks.static_rules import parsed
 
 FEWEST_LINES = 3
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -155,11 +156,8 @@ class BodyCounts:
 
 
 def _fingerprints(text: str) -> Iterator[str]:
-    try:
-        tree = ast.parse(text)
-    except (ValueError, SyntaxError):
-        return
-    for node in ast.walk(tree):
+    tree = parsed(text)
+    for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, Definition):
             yield fingerprint(body_of(node))
 

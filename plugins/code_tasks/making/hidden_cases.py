@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from composer_mesh.plugins.code_tasks.judge.edits import without_tests
-from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask
+from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask, without_tests
 from composer_mesh.plugins.code_tasks.judge.tests_box import agrees, run_program
 from composer_mesh.plugins.code_tasks.making.functions import Function
 from composer_mesh.plugins.code_tasks.making.package import MakingLimits, Package

@@ -48,6 +48,7 @@ from composer_mesh.plugins.code_tasks.making.package import (
     survey_of,
 )
 from composer_mesh.plugins.code_tasks.making.rows import Proof, proofs_of, task_row, tree_row
+from composer_mesh.plugins.code_tasks.static_rules import parsed
 from composer_mesh.tasks.sandbox import Sandbox
 
 SHORTEST = 4
@@ -98,11 +99,8 @@ def renamings(package: Package) -> Iterator[Renaming]:
 
 def _parsed(package: Package) -> Iterator[tuple[str, ast.Module]]:
     for path in package.files:
-        if path.endswith(".py"):
-            try:
-                yield path, ast.parse(package.files[path])
-            except (SyntaxError, ValueError):
-                continue
+        if path.endswith(".py") and (tree := parsed(package.files[path])) is not None:
+            yield path, tree
 
 
 def _defined(package: Package, trees: Mapping[str, ast.Module]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from email.parser import HeaderParser
 from typing import Any
 
-from composer_mesh.plugins.code_tasks.judge.edits import is_test
+from composer_mesh.plugins.code_tasks.judge.judged_task import is_test
 from composer_mesh.plugins.code_tasks.judge.programs.bundle import ARGV
 from composer_mesh.plugins.code_tasks.judge.tests_box import UNSEEDED, BoxReport, Start, run_program
 from composer_mesh.plugins.code_tasks.making.functions import FEWEST_LINES, Function

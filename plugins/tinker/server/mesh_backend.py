@@ -43,8 +43,12 @@ from composer_mesh.services.pool.process_placement import (
     ProcessPlacement,
     ProcessPlacements,
 )
-from composer_mesh.services.pool.restart_manager import RestartsGivenUp, restart
-from composer_mesh.services.pool.restarts import RestartBudget, RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
+from composer_mesh.services.pool.restarts import (
+    RestartBudget,
+    RestartsGivenUp,
+    restart,
+)
 from composer_mesh.services.service import Service
 from composer_mesh.services.training.rank_processes import RankProcesses
 

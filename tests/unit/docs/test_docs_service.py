@@ -10,7 +10,7 @@ from guides import Guide, names_in_code
 
 from composer_mesh.services import service
 from composer_mesh.services.pool import dispatch as service_errors
-from composer_mesh.services.pool.routing import ReplicaState
+from composer_mesh.services.pool.replicas import ReplicaState
 from composer_mesh.services.service import Service
 
 PAGE = Guide.read("service.md")

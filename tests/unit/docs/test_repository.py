@@ -136,7 +136,7 @@ FAULTS = [
     ("planning/mesh_layout.py", "composer_mesh.losses", "A layer imports only"),
     ("losses/__init__.py", "composer_mesh.rollouts", "A layer imports only"),
     ("channels/step.py", "composer_mesh.tasks.task", "A layer imports only"),
-    ("services/pool/routing.py", "composer_mesh.services.run.mesh", "A package of services"),
+    ("services/pool/replicas.py", "composer_mesh.services.run.mesh", "A package of services"),
     ("actors/models/lora.py", "composer_mesh.actors.learning.step", "A package of actors"),
     ("actors/trainer.py", "composer_mesh.actors.generator", "Actors do not import each other"),
     ("rollouts/__init__.py", "monarch.actor", "never import Monarch"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_host import FakeHost, serve, until
 
-from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
 from composer_mesh.services.service import Service
 
 AT_ONCE = RestartRules(restarts=2, backoff_s=1e-9, backoff_max_s=1e-9)

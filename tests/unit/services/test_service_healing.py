@@ -15,7 +15,7 @@ from healing_service import Events, healing, states, until_served, until_told
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, RemoteError, SessionLost
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
-from composer_mesh.services.pool.restarts import RestartRules
+from composer_mesh.services.pool.replicas import RestartRules
 
 
 @pytest.fixture

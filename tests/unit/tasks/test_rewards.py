@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from composer_mesh.rollouts.group_rewards import FinishedRollout, GroupScore
 
 from composer_mesh import (
     JudgesSpent,
@@ -30,6 +29,7 @@ from composer_mesh import (
     tool,
     turn_reward,
 )
+from composer_mesh.rollouts.tasks import FinishedRollout, GroupScore
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.calls import TaskCalls

@@ -16,9 +16,8 @@ from process_sandbox import ProcessSandbox
 from real_boxes import why_no_boxes
 
 from composer_mesh.mesh.sandboxes.boxes import Boxes
-from composer_mesh.plugins.code_tasks.judge.edits import taken_edits
 from composer_mesh.plugins.code_tasks.judge.judge import CodeJudge, JudgeLimits
-from composer_mesh.plugins.code_tasks.judge.judged_task import Verdict
+from composer_mesh.plugins.code_tasks.judge.judged_task import Verdict, taken_edits
 from composer_mesh.plugins.code_tasks.monitor import static_findings
 from composer_mesh.tasks.sandbox import Sandbox, SandboxLimits
 

@@ -13,8 +13,7 @@ from real_boxes import why_no_boxes
 from small_packages import FILES
 
 from composer_mesh.mesh.sandboxes.boxes import Boxes
-from composer_mesh.plugins.code_tasks.command.command import check_tasks, copy_tasks
-from composer_mesh.plugins.code_tasks.command.making import Results
+from composer_mesh.plugins.code_tasks.command.command import Results, check_tasks, copy_tasks
 from composer_mesh.plugins.code_tasks.judge.judge import CodeJudge
 from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase
 from composer_mesh.plugins.code_tasks.making.make import made_of

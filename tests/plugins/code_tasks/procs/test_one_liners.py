@@ -12,7 +12,6 @@ from process_sandbox import ProcessSandbox
 from real_boxes import why_no_boxes
 
 from composer_mesh.mesh.sandboxes.boxes import Boxes
-from composer_mesh.plugins.code_tasks.kinds import HINTS
 from composer_mesh.plugins.code_tasks.one_liners import (
     CALLS,
     DIGITS,
@@ -23,6 +22,7 @@ from composer_mesh.plugins.code_tasks.one_liners import (
     Expression,
     OneLiners,
 )
+from composer_mesh.plugins.code_tasks.static_rules import HINTS
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.playing import SyncSession

@@ -11,9 +11,13 @@ from code_rows import OTHER, RIGHT, SOURCE, TEST
 from code_tasks import TASK, ScriptedBoxes, honest, reported_tests, said, values
 
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
-from composer_mesh.plugins.code_tasks.judge.edits import taken_edits
 from composer_mesh.plugins.code_tasks.judge.judge import CodeJudge, canaries_for
-from composer_mesh.plugins.code_tasks.judge.judged_task import HiddenCase, JudgedTask, Verdict
+from composer_mesh.plugins.code_tasks.judge.judged_task import (
+    HiddenCase,
+    JudgedTask,
+    Verdict,
+    taken_edits,
+)
 from composer_mesh.plugins.code_tasks.judge.tests_box import agrees, read_report, same
 from composer_mesh.plugins.code_tasks.values import encode
 from composer_mesh.tasks.sandbox import FileTree, SandboxError

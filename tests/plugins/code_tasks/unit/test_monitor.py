@@ -21,7 +21,6 @@ from werkzeug import Request, Response
 
 from composer_mesh import JudgeFailed, JudgesSpent
 from composer_mesh.configs.schema import Config
-from composer_mesh.plugins.code_tasks.kinds import FLAGGING, KINDS, MODEL, STATIC, flagged_by
 from composer_mesh.plugins.code_tasks.monitor import (
     LONGEST_DIFF,
     MOST_LINES,
@@ -31,6 +30,7 @@ from composer_mesh.plugins.code_tasks.monitor import (
     source_findings,
     static_findings,
 )
+from composer_mesh.plugins.code_tasks.static_rules import FLAGGING, KINDS, MODEL, STATIC, flagged_by
 from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text

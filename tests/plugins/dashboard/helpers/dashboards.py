@@ -20,7 +20,7 @@ from composer_mesh.plugins.dashboard.access import Sessions
 from composer_mesh.plugins.dashboard.app import Dashboard, DashboardOptions, make_app
 from composer_mesh.rollouts.pairs import Provenance, TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
-from composer_mesh.services.replay.teacher_queries import (
+from composer_mesh.services.replay.pair_stream import (
     TeacherQueryRecord,
     query_record_to_json,
 )

@@ -12,19 +12,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from composer_mesh.services.pool.routing import (
+from composer_mesh.services.pool.replicas import (
+    Replica,
     ReplicaState,
     Router,
-    RoutingTarget,
     Ticket,
     to_retire,
 )
 
 
-def targets(*outstanding: int, **fields: int) -> list[RoutingTarget]:
+def targets(*outstanding: int, **fields: int) -> list[Replica]:
     made = [
-        RoutingTarget(f"w-{n}", ReplicaState.READY, calls, calls)
-        for n, calls in enumerate(outstanding)
+        Replica(f"w-{n}", ReplicaState.READY, calls, calls) for n, calls in enumerate(outstanding)
     ]
     for target in made:
         for name, value in fields.items():
@@ -32,13 +31,13 @@ def targets(*outstanding: int, **fields: int) -> list[RoutingTarget]:
     return made
 
 
-def router(*outstanding: int, max_outstanding: int = 4, queue: int = 9) -> Router[RoutingTarget]:
-    made: Router[RoutingTarget] = Router(max_outstanding, queue)
+def router(*outstanding: int, max_outstanding: int = 4, queue: int = 9) -> Router:
+    made: Router = Router(max_outstanding, queue)
     made.targets = targets(*outstanding)
     return made
 
 
-def pinned(made: Router[RoutingTarget], place: int) -> Ticket[RoutingTarget]:
+def pinned(made: Router, place: int) -> Ticket:
     ticket = made.ticket()
     ticket.pin = made.targets[place]
     return ticket
@@ -122,9 +121,9 @@ def test_the_line_is_full_at_its_bound_and_not_before() -> None:
     made = router(1, max_outstanding=1, queue=2)
     first, second = made.ticket(), pinned(made, 0)
     made.join(first)
-    assert not made.full
+    assert (made.waiting, made.full) == (1, False)
     made.join(second)
-    assert made.full
+    assert (made.waiting, made.full) == (2, True)
     made.leave(first)
     made.leave(first)
     assert (made.waiting, made.full) == (1, False)
@@ -166,8 +165,8 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, size: int, outstanding: int) -> None:
         self.router = router(*[0] * size, max_outstanding=outstanding)
         self.everyone = list(self.router.targets)
-        self.waiting: list[Ticket[RoutingTarget]] = []
-        self.running: list[tuple[Ticket[RoutingTarget], RoutingTarget]] = []
+        self.waiting: list[Ticket] = []
+        self.running: list[tuple[Ticket, Replica]] = []
 
     @rule(pin=st.one_of(st.none(), st.integers(0, 9)))
     def call(self, pin: int | None) -> None:
@@ -201,7 +200,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def grow(self) -> None:
-        self.everyone.append(RoutingTarget(f"w-{len(self.everyone)}", ReplicaState.READY))
+        self.everyone.append(Replica(f"w-{len(self.everyone)}", ReplicaState.READY))
         self.router.targets.append(self.everyone[-1])
         self.settle()
 
