@@ -108,7 +108,6 @@ class IslandWeights(Protocol):
 
     def read(self, names: Sequence[str]) -> Vector:
         """Return a copy of these weights, one after the other."""
-        ...
 
     def write(self, names: Sequence[str], values: Vector) -> None: ...
 

@@ -20,7 +20,7 @@ from composer_mesh.mesh.weights.manifest import (
     own_rows,
 )
 from composer_mesh.mesh.weights.receiver import StagedWeights
-from composer_mesh.mesh.weights.transports.port import ROW, checksum, stamp, unstamp
+from composer_mesh.mesh.weights.transports import ROW, checksum, stamp, unstamp
 
 
 def tied_model() -> nn.Module:
