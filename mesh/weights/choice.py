@@ -1,7 +1,7 @@
 """Selects the weight transport: as configured, within the capabilities of this machine.
 
-The same config gives the same answer in every process of a run. `transports` and `remote_transports` move
-the bytes.
+The same config gives the same answer in every process of a run. `transports` and
+`remote_transports` move the bytes.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from composer_mesh.configs.validation import validated
 from composer_mesh.configs.worded import Worded
 from composer_mesh.plugins.islands.rounds.outer_optimizer import (
     Quantization,
@@ -24,7 +25,6 @@ from composer_mesh.plugins.islands.rounds.outer_optimizer import (
     payload_bytes,
 )
 from composer_mesh.plugins.islands.rounds.rounds import (
-    MANIFEST,
     Contribution,
     Manifest,
     RefusedContribution,
@@ -134,7 +134,7 @@ class ObjectStoreAllReduce:
             table = decided(self.store, key, self._clock.sleep, is_value)
             if table is None:
                 return None
-            self._manifests[round_number] = MANIFEST.validate_python(table)
+            self._manifests[round_number] = validated(Manifest, table)
         return self._manifests[round_number]
 
     def newest(self, known: int = 0) -> int:
@@ -180,7 +180,7 @@ class ObjectStoreAllReduce:
         key = self._round_key(round_number)
         is_value = partial(self.rules.is_manifest, round_number)
         table = decide(self.store, key, asdict(mine), self._clock.sleep, is_value)
-        self._manifests[round_number] = MANIFEST.validate_python(table)
+        self._manifests[round_number] = validated(Manifest, table)
         return self._manifests[round_number]
 
     def _intact(self, round_number: int, size: int) -> list[Contribution]:

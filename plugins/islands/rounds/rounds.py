@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
+
+from composer_mesh.configs.validation import validated
 
 
 class Contribution(NamedTuple):
@@ -48,10 +50,6 @@ class Manifest:
         return frozenset(one.island for one in self.contributions)
 
 
-MANIFEST = TypeAdapter(Manifest)
-"""Reads the table of a manifest, in which tuples are lists."""
-
-
 @dataclass(frozen=True)
 class RoundRules:
     """When a round closes, and with which contributions.
@@ -73,7 +71,7 @@ class RoundRules:
     def is_manifest(self, round_number: int, table: Mapping[str, Any]) -> bool:
         """Whether a table is a manifest that islands under these rules may have written."""
         try:
-            found = MANIFEST.validate_python(table)
+            found = validated(Manifest, table)
         except ValidationError:
             return False
         bases, named = self.bases(round_number), {one.island for one in found.contributions}

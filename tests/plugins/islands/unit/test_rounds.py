@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
+from composer_mesh.configs.validation import validated
 from composer_mesh.plugins.islands.rounds.rounds import (
-    MANIFEST,
     Contribution,
     Manifest,
     RefusedContribution,
@@ -66,7 +66,7 @@ def test_a_manifest_is_restored_from_its_table() -> None:
         "d",
     )
 
-    assert MANIFEST.validate_python(json.loads(json.dumps(asdict(one)))) == one
+    assert validated(Manifest, json.loads(json.dumps(asdict(one)))) == one
 
 
 @pytest.mark.parametrize("table", [{}, {"round": 1, "contributions": 3}])

@@ -29,9 +29,14 @@ from composer_mesh.mesh.weights.manifest import (
 )
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
-from composer_mesh.mesh.weights.transports import shm
-from composer_mesh.mesh.weights.transports.port import check_stamps, stamp, unstamp
-from composer_mesh.mesh.weights.transports.shm import ShmReceiver, ShmSender
+from composer_mesh.mesh.weights.transports import (
+    ShmReceiver,
+    ShmSender,
+    _copy,
+    check_stamps,
+    stamp,
+    unstamp,
+)
 
 
 @pytest.fixture(params=["shm", "disk"])
@@ -239,7 +244,7 @@ def test_a_publisher_that_begins_while_shared_memory_is_copied_is_noticed() -> N
     source = torch.zeros(256, dtype=torch.uint8)
     stamp(source, 4, 9)
     memory = Overtaken(source)
-    shm._copy(source, memory)  # type: ignore[arg-type]
+    _copy(source, memory)  # type: ignore[arg-type]
     with pytest.raises(TornWeights, match="read version stamps -1 and 4"):
         check_stamps(memory.memory, 4, 9)
 
