@@ -63,11 +63,6 @@ def test_tied_tensors_are_stored_once_and_nothing_overlaps() -> None:
     assert layout.nbytes >= end + ALIGNMENT
 
 
-def test_empty_tensors_are_not_taken_for_tied_ones() -> None:
-    state = {"a": torch.empty(0, 3), "b": torch.empty(0, 3)}
-    assert len(manifest_of(own_rows(state, 0, None)).entries) == 2
-
-
 def test_a_manifest_is_the_same_for_the_same_model_and_travels() -> None:
     manifest = staged(tied_model(), 1).manifest
     assert manifest == staged(tied_model(), 2).manifest
