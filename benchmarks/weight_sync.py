@@ -35,7 +35,7 @@ from composer_mesh.mesh.spawned import SpawnedActor  # noqa: E402
 from composer_mesh.mesh.supervision import Supervisor  # noqa: E402
 from composer_mesh.mesh.transport import transport_name  # noqa: E402
 from composer_mesh.mesh.weights.choice import Transport  # noqa: E402
-from composer_mesh.mesh.weights.transports import torchstore  # noqa: E402
+from composer_mesh.mesh.weights.remote_transports import REPAIR, why_no_torchstore  # noqa: E402
 
 ALONE = "torchstore by itself"
 MB = 1_000_000
@@ -101,7 +101,7 @@ async def measure(report: Report, host: MeshHost, size: Size, folder: Path) -> N
     ways = Ways(source, target, folder)
     rows = []
     for group in GROUPS:
-        present = [way for way in group if torchstore.why_not() is None or "torchstore" not in way]
+        present = [way for way in group if why_no_torchstore() is None or "torchstore" not in way]
         times = await in_turn(ways, target, present, size.turns) if present else {}
         rows += [row(report, size, way, times) for way in present]
         await asyncio.gather(source.call("close"), target.call("forget"))
@@ -152,8 +152,8 @@ def ratios(report: Report, size: Size) -> None:
     report.ratios["shm_over_memcpy"] = of("shm take_ms") / of("shm memcpy_ms")
     report.ratios["checksum_over_memcpy"] = of("prove_ms") / of("memcpy_ms")
     report.ratios["unchanged_over_memcpy"] = of("compare_ms") / of("memcpy_ms")
-    if (why := torchstore.why_not()) is not None:
-        report.missing["torchstore_over_rdma"] = f"{why}: {torchstore.REPAIR}"
+    if (why := why_no_torchstore()) is not None:
+        report.missing["torchstore_over_rdma"] = f"{why}: {REPAIR}"
     else:
         theirs = of(f"{ALONE} offer_ms") + of(f"{ALONE} take_ms")
         ratio = theirs / (of("rdma offer_ms") + of("rdma take_ms"))
@@ -165,7 +165,7 @@ async def run(report: Report, sizes: list[Size]) -> None:
     with tempfile.TemporaryDirectory(prefix="composer-mesh-bench-") as folder:
         async with MeshHost(supervisor) as host:
             report.figures["rdma_backend"] = transport_name()
-            if torchstore.why_not() is None:
+            if why_no_torchstore() is None:
                 await open_torchstore(host)
             for size in sizes:
                 await supervisor.guard(measure(report, host, size, Path(folder)))

@@ -17,7 +17,7 @@ from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.manifest import WeightsHandle
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
-from composer_mesh.mesh.weights.transports.port import checksum
+from composer_mesh.mesh.weights.transports import checksum
 
 TENSORS = 20
 KEY = "weights"
@@ -33,7 +33,7 @@ def use_async_controller() -> None:
     """Replace torchstore's controller by one that Monarch 0.7 accepts."""
     import torchstore.api
 
-    from composer_mesh.mesh.weights.transports.torchstore_controller import AsyncController
+    from composer_mesh.mesh.weights.torchstore_controller import AsyncController
 
     torchstore.api.Controller = AsyncController
 

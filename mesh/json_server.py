@@ -260,21 +260,18 @@ class JsonHandler(BaseHTTPRequestHandler, ABC):
         super().handle_one_request()
 
     def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
-    def _answer(self, method: str) -> None:
+        """Answer a request of either method."""
         try:
-            length = self._length() if method == "POST" else 0
+            length = self._length() if self.command == "POST" else 0
             body = self._authorized_body(length)
-            reply = self.respond(f"{method} {self.path.partition('?')[0]}", body)
+            reply = self.respond(f"{self.command} {self.path.partition('?')[0]}", body)
         except Refusal as refusal:
             self.send_json(refusal.status, refusal.body())
         else:
             if reply is not None:
                 self.send_json(HTTPStatus.OK, reply)
+
+    do_POST = do_GET
 
     def _authorized_body(self, length: int) -> bytes:
         """Read the complete body, which keep-alive requires; a stranger's is not kept."""

@@ -60,17 +60,16 @@ def _dump(program: str, pid: int, native: bool) -> StackDump:
     if not is_alive(pid):
         return {"error": f"process {pid} has ended"}
     stopped = stands_still(pid)  # then py-spy cannot pause it, and reads no calls of C code
-    if not native:
-        return _read(program, pid, ["--nonblocking"] if stopped else [], DUMP_S)
-    if stopped:
-        why = "it is stopped"
-    else:
+    why = "it is stopped"
+    if native and not stopped:
         found = _read(program, pid, ["--native"], NATIVE_S)
         if "threads" in found:
             return found
         why = found["error"]
-    without = _read(program, pid, ["--nonblocking"] if stopped else [], DUMP_S)
-    return without if "error" in without else {**without, "note": f"no calls of C code: {why}"}
+    found = _read(program, pid, ["--nonblocking"] if stopped else [], DUMP_S)
+    if native and "error" not in found:
+        found["note"] = f"no calls of C code: {why}"
+    return found
 
 
 def _read(program: str, pid: int, options: Sequence[str], deadline_s: float) -> StackDump:

@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -27,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
+
+from composer_mesh.mesh.hosts.process_lifetime import LOST, end_as
 
 SERVER = "COMPOSER_MESH_FORK_SERVER"
 """Path of the socket of the fork server that a process is to be forked from."""
@@ -122,10 +123,6 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
     return bytes(found)
 
 
-LOST = 1
-"""Exit status when nobody could say how the fork ended."""
-
-
 def run_forked(server: str, arguments: list[str], parent: int) -> NoReturn:
     """Run `mesh.bootstrap` with these arguments in a fork of `server`; end as it ends.
 
@@ -144,7 +141,7 @@ def run_forked(server: str, arguments: list[str], parent: int) -> NoReturn:
         os._exit(LOST)
     signal.signal(signal.SIGTERM, lambda number, _: _pass_on(pid, number))
     try:
-        end_like(int(answers.next("ended")))
+        end_as(os.waitstatus_to_exitcode(int(answers.next("ended"))))
     except (OSError, EOFError):  # the server has ended, and the kernel has killed its forks
         os._exit(LOST)
 
@@ -170,17 +167,6 @@ class _Answers:
         if found != kind:
             raise EOFError(f"{found!r} for {kind!r}")
         return value
-
-
-def end_like(status: int) -> NoReturn:
-    """End with the wait status of another process: its exit code, or its signal without a core."""
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code if code >= 0 else LOST)
 
 
 def _pass_on(pid: int, number: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from composer_mesh.mesh.hosts.process_lifetime import (
     adopt_orphans,
+    end_as,
     end_descendants,
     end_with_parent,
 )
@@ -40,16 +41,7 @@ def main(life: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         status = signal.SIGKILL
     ended.set()
     end_descendants()
-    _end_as(os.waitstatus_to_exitcode(status))
-
-
-def _end_as(status: int) -> None:
-    """Exit with a status, or by the signal that a negative one stands for."""
-    if status < 0:
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):  # Python handles or ignores some others
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
+    end_as(os.waitstatus_to_exitcode(status))
 
 
 def _become(life: int, command: Sequence[str], env: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Selects the weight transport: as configured, within the capabilities of this machine.
 
-The same config gives the same answer in every process of a run. The modules in `transports` move
-the bytes.
+The same config gives the same answer in every process of a run. `transports` and
+`remote_transports` move the bytes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,24 @@ import torch
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.weights import WeightsConfig, WeightTransport
 from composer_mesh.mesh.weights.manifest import TransportUnavailable
-from composer_mesh.mesh.weights.transports import shm, torchstore
-from composer_mesh.mesh.weights.transports.disk import DiskReceiver, DiskSender
-from composer_mesh.mesh.weights.transports.port import PartShape, TransportReceiver, TransportSender
-from composer_mesh.mesh.weights.transports.rdma import RdmaReceiver, RdmaSender
+from composer_mesh.mesh.weights.remote_transports import (
+    RdmaReceiver,
+    RdmaSender,
+    TorchstoreReceiver,
+    TorchstoreSender,
+    require_torchstore,
+)
+from composer_mesh.mesh.weights.transports import (
+    ELSEWHERE,
+    DiskReceiver,
+    DiskSender,
+    PartShape,
+    ShmReceiver,
+    ShmSender,
+    TransportReceiver,
+    TransportSender,
+    why_no_shm,
+)
 from composer_mesh.planning.mesh_layout import weight_transport
 
 
@@ -37,15 +51,15 @@ class Transport:
 def choose(config: WeightsConfig, hosts: int = 1) -> Transport:
     """Return the transport of a run on `hosts` hosts; raises `TransportUnavailable`."""
     name, reason = weight_transport(config, hosts)
-    lacks = shm.why_not()
+    lacks = why_no_shm()
     if config.transport == "auto" and name == "shm" and lacks is not None:
         name, reason = "rdma", lacks
     if name == "shm" and hosts > 1:
-        raise TransportUnavailable("shm", f"the run has {hosts} hosts", shm.ELSEWHERE)
+        raise TransportUnavailable("shm", f"the run has {hosts} hosts", ELSEWHERE)
     if name == "shm" and lacks is not None:
-        raise TransportUnavailable("shm", lacks, shm.ELSEWHERE)
+        raise TransportUnavailable("shm", lacks, ELSEWHERE)
     if name == "torchstore":
-        torchstore.require()
+        require_torchstore()
     return Transport(name, reason, config.folder)
 
 
@@ -62,11 +76,11 @@ def open_sender(transport: Transport, shape: PartShape) -> TransportSender:
     nbytes = shape.layout.nbytes
     match transport.name:
         case "shm":
-            return shm.ShmSender(nbytes)
+            return ShmSender(nbytes)
         case "rdma":
             return RdmaSender(nbytes)
         case "torchstore":
-            return torchstore.TorchstoreSender(nbytes)
+            return TorchstoreSender(nbytes)
         case "disk":
             return DiskSender(shape, transport.folder)
 
@@ -77,8 +91,8 @@ def open_receiver(name: WeightTransport) -> TransportReceiver:
 
 
 RECEIVERS: dict[WeightTransport, Callable[[], TransportReceiver]] = {
-    "shm": shm.ShmReceiver,
+    "shm": ShmReceiver,
     "rdma": RdmaReceiver,
-    "torchstore": torchstore.TorchstoreReceiver,
+    "torchstore": TorchstoreReceiver,
     "disk": DiskReceiver,
 }

@@ -24,7 +24,7 @@ from composer_mesh.mesh.weights.manifest import (
     manifest_of,
     own_rows,
 )
-from composer_mesh.mesh.weights.transports.port import (
+from composer_mesh.mesh.weights.transports import (
     SLOTS,
     PartShape,
     TransportSender,

@@ -23,7 +23,7 @@ from composer_mesh.mesh.weights.manifest import (
     WeightsHandle,
     WrongChecksum,
 )
-from composer_mesh.mesh.weights.transports.port import (
+from composer_mesh.mesh.weights.transports import (
     PartShape,
     TransportReceiver,
     check_stamps,

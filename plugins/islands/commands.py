@@ -113,10 +113,7 @@ def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 
 def tree_of(root: Path, as_json: bool, watch: bool) -> int | None:
     """Show the live meshes of a directory's islands; None if it has none."""
-    from composer_mesh.plugins.islands.jobs.directory import islands_in
+    from composer_mesh.plugins.islands.jobs.directory import islands_in, islands_tree
 
-    if (place := islands_in(root)) is None:
-        return None
-    from composer_mesh.plugins.islands.jobs.directory import islands_tree
-
-    return islands_tree(place, as_json, watch)
+    place = islands_in(root)
+    return None if place is None else islands_tree(place, as_json, watch)

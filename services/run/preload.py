@@ -12,7 +12,7 @@ PRELOAD = (
     *("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
     *("composer_mesh.configs.schema", "composer_mesh.rollouts.chat"),
     *("composer_mesh.rollouts.packing", "composer_mesh.losses.grpo"),
-    *("composer_mesh.rollouts.step_plan", "composer_mesh.mesh.weights.transports.shm"),
+    *("composer_mesh.rollouts.step_plan", "composer_mesh.mesh.weights.transports"),
     "composer_mesh.actors.learning.policy_channel",
     *("composer_mesh.actors.learning.replay_channel", "composer_mesh.actors.checkpoints.state"),
     *("composer_mesh.actors.models.trained_model", "composer_mesh.actors.models.adapter_files"),

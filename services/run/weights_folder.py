@@ -19,7 +19,7 @@ from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.mesh.weights.choice import Transport, choose
 from composer_mesh.mesh.weights.manifest import TransportUnavailable
-from composer_mesh.mesh.weights.transports.disk import FOLDER_PREFIX
+from composer_mesh.mesh.weights.transports import FOLDER_PREFIX
 from composer_mesh.planning.mesh_layout import host_count
 
 NOTES_FILE = ".weights-folders"

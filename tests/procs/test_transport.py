@@ -22,7 +22,8 @@ from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.mesh.weights.manifest import PublisherGone, TornWeights, WeightsMismatch
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
-from composer_mesh.mesh.weights.transports import shm, torchstore
+from composer_mesh.mesh.weights.remote_transports import why_no_torchstore
+from composer_mesh.mesh.weights.transports import MEMORY_NAME
 
 
 async def test_a_read_equals_what_was_written_also_after_growth(host: MeshHost) -> None:
@@ -52,7 +53,7 @@ async def test_a_buffer_is_registered_once_for_payloads_of_like_size(host: MeshH
 
 TRANSPORTS: tuple[WeightTransport, ...] = (
     *("shm", "rdma", "disk"),
-    *(("torchstore",) if torchstore.why_not() is None else ()),
+    *(("torchstore",) if why_no_torchstore() is None else ()),
 )
 """torchstore is an extra that CI does not install."""
 
@@ -89,7 +90,7 @@ def names_in(folder: Path) -> set[str]:
 
 def mapped(actor: SpawnedActor) -> int:
     """How many publishers' memories a process has mapped."""
-    return Path(f"/proc/{actor.pid}/maps").read_text().count(f"/memfd:{shm.NAME}")
+    return Path(f"/proc/{actor.pid}/maps").read_text().count(f"/memfd:{MEMORY_NAME}")
 
 
 async def test_a_killed_publisher_leaves_nothing_and_nobody_waits_for_it(host: MeshHost) -> None:

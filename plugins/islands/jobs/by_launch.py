@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
 
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.planning.placement_solver import described_hosts
@@ -37,14 +35,7 @@ LOG_LINES = 3
 class LaunchExecutor(Executor):
     """Starts each island by the launcher of its `cluster.kind`."""
 
-    poll_s: ClassVar[float] = 0.5
-
-    def __init__(
-        self,
-        launcher: Callable[[IslandReplica], Launcher] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        super().__init__(sleep)
+    def __init__(self, launcher: Callable[[IslandReplica], Launcher] | None = None) -> None:
         self._launcher = launcher or (lambda one: launcher_of(one.config.cluster.kind))
         self._launched: list[tuple[IslandReplica, Launcher, Handle]] = []
 

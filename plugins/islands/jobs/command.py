@@ -245,18 +245,17 @@ def _follow(
     signals: CommandSignals,
 ) -> int:
     """Print what changes until all islands have ended; then print and write the summary."""
-    began, shown = time.monotonic(), dict[int, IslandState]()
-    while not signals.status:
+    began, shown, cancelled = time.monotonic(), dict[int, IslandState](), False
+    while True:
         states = executor.poll()
         shown = _show(states, shown)
         if all(one.ended for one in states):
             break
+        if signals.status and not cancelled:
+            _say("the islands write a checkpoint and stop")
+            executor.cancel(max(grace_s(one.config) for one in replicas))
+            cancelled = True
         time.sleep(POLL_S)
-    if signals.status:
-        _say("the islands write a checkpoint and stop")
-        executor.cancel(max(grace_s(one.config) for one in replicas))
-    states = executor.collect()
-    _show(states, shown)
     summary = summarize(place, states, time.monotonic() - began)
     write_summary(place.root, summary)
     Console().print(summary_table(summary))

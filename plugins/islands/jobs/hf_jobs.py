@@ -5,11 +5,16 @@ HF_TOKEN or a login says who pays. A bucket as the volume keeps run directories.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from composer_mesh.plugins.islands.jobs.jobs import MOUNTED_RUNS, IslandJob, JobOptions
+from composer_mesh.plugins.islands.jobs.jobs import (
+    MOUNTED_RUNS,
+    IslandJob,
+    JobOptions,
+    refusals,
+)
 from composer_mesh.plugins.islands.jobs.ports import State
 from composer_mesh.services.launch.ports import LaunchFailed
 
@@ -102,14 +107,9 @@ class HfJobs:
         return call
 
 
-@contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Turn errors of the client into `LaunchFailed`."""
+def _refusals(what: str) -> AbstractContextManager[None]:
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    try:
-        yield
-    except (HfHubHTTPError, LocalTokenNotFoundError, httpx.HTTPError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise LaunchFailed(f"hf-jobs did not {what}: {first}") from error
+    errors = (HfHubHTTPError, LocalTokenNotFoundError, httpx.HTTPError)
+    return refusals(HfJobs.name, what, *errors)

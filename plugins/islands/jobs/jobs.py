@@ -16,10 +16,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from composer_mesh.configs.load import dump_toml, load_config
 from composer_mesh.configs.regular_files import read_regular
@@ -96,6 +97,16 @@ class IslandRecords:
             self._store.delete(f"{self._folder}/{name}")
 
 
+@contextmanager
+def refusals(cloud: str, what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of a cloud's client into `LaunchFailed`."""
+    try:
+        yield
+    except errors as error:
+        first = next(iter(str(error).strip().splitlines()), "") or repr(error)
+        raise LaunchFailed(f"{cloud} did not {what}: {first}") from error
+
+
 JOBS_FILE = "jobs.json"
 MOST_BYTES = 1 << 20
 CONFIG = "COMPOSER_MESH_ISLAND_CONFIG"
@@ -134,31 +145,24 @@ class JobCloud(Protocol):
 
     def check(self, options: JobOptions) -> None:
         """Refuse options that it does not serve; asks nobody."""
-        ...
 
     def connect(self) -> None:
         """Check the account."""
-        ...
 
     def describe(self, job: IslandJob) -> Mapping[str, object]:
         """Return the call that `submit` would make; without values of secrets."""
-        ...
 
     def submit(self, job: IslandJob) -> str:
         """Start a job. Waits until it is accepted; returns its identity."""
-        ...
 
     def state(self, job: str) -> tuple[State, str]:
         """Return the state of a job, and what the cloud says of it."""
-        ...
 
     def last_lines(self, job: str, count: int) -> list[str]:
         """Return the end of what a job has printed."""
-        ...
 
     def cancel(self, job: str) -> None:
         """End a job that has not ended."""
-        ...
 
 
 def job_of(
@@ -180,17 +184,13 @@ def job_of(
 class JobExecutor(Executor):
     """Starts each island as a job, and reads its records from the store."""
 
-    poll_s: ClassVar[float] = 10.0
-
     def __init__(
         self,
         cloud: JobCloud,
         root: Path,
         options: JobOptions,
         secrets: Mapping[str, str],
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__(sleep)
         self._cloud, self._root = cloud, root
         self._options, self._secrets = options, secrets
         self._store: ObjectStore | None = None

@@ -6,13 +6,18 @@ MODAL_TOKEN_ID with MODAL_TOKEN_SECRET, or a login, say who pays. A Volume keeps
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from math import ceil
 from typing import Any
 
-from composer_mesh.plugins.islands.jobs.jobs import MOUNTED_RUNS, IslandJob, JobOptions
+from composer_mesh.plugins.islands.jobs.jobs import (
+    MOUNTED_RUNS,
+    IslandJob,
+    JobOptions,
+    refusals,
+)
 from composer_mesh.plugins.islands.jobs.ports import State
 from composer_mesh.services.launch.ports import LaunchFailed
 
@@ -155,15 +160,9 @@ def _size(name: str, value: str) -> float | int | None:
     return number if 0 < number < float("inf") else None
 
 
-@contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Turn errors of the client into `LaunchFailed`."""
+def _refusals(what: str) -> AbstractContextManager[None]:
     from grpclib import GRPCError
     from grpclib.exceptions import StreamTerminatedError
     from modal.exception import Error
 
-    try:
-        yield
-    except (Error, GRPCError, StreamTerminatedError, OSError) as error:
-        first = str(error).strip().split(os.linesep, 1)[0] or repr(error)
-        raise LaunchFailed(f"modal did not {what}: {first}") from error
+    return refusals("modal", what, Error, GRPCError, StreamTerminatedError, OSError)

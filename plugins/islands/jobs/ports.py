@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.islands.store.opening import ObjectStore
@@ -49,12 +48,6 @@ class IslandState:
 class Executor(ABC):
     """Starts islands somewhere and tells what becomes of them."""
 
-    poll_s: ClassVar[float]
-    """Seconds between two polls of `collect`."""
-
-    def __init__(self, sleep: Callable[[float], None]) -> None:
-        self._sleep = sleep
-
     @abstractmethod
     def dry_run(self, replicas: Sequence[IslandReplica]) -> None:
         """Print every file, command and call; ask and change nothing."""
@@ -77,21 +70,6 @@ class Executor(ABC):
     @abstractmethod
     def cancel(self, grace_s: float) -> None:
         """End the islands, after `grace_s` for a checkpoint. Waits for their end."""
-
-    def collect(self, timeout_s: float | None = None) -> list[IslandState]:
-        """Return the last state of each island. Waits until all have ended.
-
-        Raises TimeoutError after `timeout_s`.
-        """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            states = self.poll()
-            if all(one.ended for one in states):
-                return states
-            if until is not None and time.monotonic() >= until:
-                left = [one.rank for one in states if not one.ended]
-                raise TimeoutError(f"islands {left} have not ended after {timeout_s:g} s")
-            self._sleep(self.poll_s)
 
 
 def failure_of(output: Path) -> str:

@@ -11,22 +11,20 @@ wrong clocks can delay a round but not change it.
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
+from composer_mesh.configs.validation import validated
+from composer_mesh.configs.worded import Worded
 from composer_mesh.plugins.islands.rounds.outer_optimizer import (
     Quantization,
     Vector,
-    count_unusable,
     decode,
-    encode,
     payload_bytes,
 )
 from composer_mesh.plugins.islands.rounds.rounds import (
-    BadRank,
     Contribution,
     Manifest,
     RefusedContribution,
@@ -42,12 +40,7 @@ from composer_mesh.plugins.islands.store.blobs import (
     payload_of,
     put_blob,
 )
-from composer_mesh.plugins.islands.store.opening import (
-    CorruptObject,
-    ObjectStore,
-    RetryingStore,
-    open_store,
-)
+from composer_mesh.plugins.islands.store.opening import CorruptObject, ObjectStore
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 2.0
 POLL_SHARE = 0.05
@@ -55,24 +48,16 @@ POLL_SHARE = 0.05
 found that much later at most, and a wait of a minute has some hundred looks."""
 
 
-class RoundLost(Exception):
+class RoundLost(Worded, Exception):
     """A round did not close within its deadline: its number, and what is missing."""
 
-    def __init__(self, round_number: int, why: str) -> None:
-        super().__init__(round_number, why)
-
-    def __str__(self) -> str:
-        return f"round {self.args[0]} has not closed: {self.args[1]}"
+    message = "round {0} has not closed: {1}"
 
 
-class WrongMean(Exception):
+class WrongMean(Worded, Exception):
     """An island computed another mean than the manifest says, so it uses none."""
 
-    def __init__(self, round_number: int, why: str) -> None:
-        super().__init__(round_number, why)
-
-    def __str__(self) -> str:
-        return f"the mean of round {self.args[0]} cannot be used: {self.args[1]}"
+    message = "the mean of round {0} cannot be used: {1}"
 
 
 @dataclass(frozen=True)
@@ -83,74 +68,30 @@ class Clock:
     sleep: Callable[[float], None] = time.sleep
 
 
-class AllReduce(Protocol):
-    """An average over islands, whatever they meet by."""
-
-    def all_reduce(self, vector: Vector) -> Vector:
-        """Return the mean of the islands' vectors of this call; raises `RoundLost`."""
-        ...
-
-
 class ObjectStoreAllReduce:
-    """Averages float32 vectors of `world_size` islands, round by round; an `AllReduce`.
-
-    `uri` is the address of a store, or an open one. `group` keeps several averages apart. Raises
-    `BadRank`, and `StoreUnfit` for an address that cannot be used.
-    """
+    """Averages float32 vectors of the islands, round by round; `group` keeps averages apart."""
 
     def __init__(
         self,
-        uri: str | ObjectStore,
+        store: ObjectStore,
         rank: int,
-        world_size: int,
-        *,
-        group: str = "all",
-        rules: RoundRules | None = None,
-        quantization: Quantization = "none",
-        request_s: float = 60.0,
-        clock: Clock | None = None,
+        group: str,
+        rules: RoundRules,
+        quantization: Quantization,
+        clock: Clock,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise BadRank(rank, world_size)
-        self.rank, self.world_size, self.group = rank, world_size, group
-        self.rules = rules or RoundRules(world_size)
+        self.store, self.rank, self.group, self.rules = store, rank, group, rules
         self.quantization: Quantization = quantization
-        self._clock = clock or Clock()
-        opened = RetryingStore(open_store(uri), request_s) if isinstance(uri, str) else uri
-        self.store: ObjectStore = opened
+        self._clock = clock
         self._manifests: dict[int, Manifest] = {}
         self._read: dict[Contribution, bytes] = {}
         self._refused: dict[Contribution, str] = {}
-        self._round = 0
 
-    def all_reduce(self, vector: Vector) -> Vector:
-        """Return the mean of all islands' vectors of this call. Waits for the others.
+    def contribute(self, base: int, payload: bytes, size: int) -> bool:
+        """Write this island's encoded contribution that starts from a round.
 
-        A single island gets its own back, without the store. Raises `RoundLost`.
-        """
-        if self.world_size == 1:
-            return vector.copy()
-        self.contribute(self._round, vector)
-        mean = self.mean(self.close(self._round + 1, vector.size), vector.size)
-        self._round += 1
-        return mean
-
-    def contribute(self, base: int, vector: Vector) -> None:
-        """Write this island's contribution that starts from a round, unless there is one already.
-
-        Raises ValueError for values that are not finite, or too large for a mean.
-        """
-        if bad := count_unusable(vector):
-            raise ValueError(f"the contribution of island {self.rank} has {bad} values like NaN")
-        encoded = encode(vector, self.quantization)
-        if bad := count_unusable(encoded.values):
-            raise ValueError(f"the contribution of island {self.rank} has {bad} values too large")
-        self.contribute_encoded(base, encoded.payload, vector.size)
-
-    def contribute_encoded(self, base: int, payload: bytes, size: int) -> bool:
-        """Write a contribution that is encoded already; return whether it is the one that counts.
-
-        An earlier process of this island may have written another one.
+        Returns whether it is the one that counts: an earlier process of this island may have
+        written another one.
         """
         mine = Contribution(base, self.rank)
         about = {"island": self.rank, "base": base, "size": size, "how": self.quantization}
@@ -193,7 +134,7 @@ class ObjectStoreAllReduce:
             table = decided(self.store, key, self._clock.sleep, is_value)
             if table is None:
                 return None
-            self._manifests[round_number] = Manifest.of_table(table)
+            self._manifests[round_number] = validated(Manifest, table)
         return self._manifests[round_number]
 
     def newest(self, known: int = 0) -> int:
@@ -231,15 +172,15 @@ class ObjectStoreAllReduce:
         """Write a manifest; return the one that has won."""
         digest = digest_of(self._mean_of(tuple(found), size))
         refused = tuple(
-            RefusedContribution(one, why)
+            RefusedContribution(*one, why)
             for one, why in sorted(self._refused.items())
             if one.base in self.rules.bases(round_number)
         )
         mine = Manifest(round_number, tuple(found), refused, self.rank, digest)
         key = self._round_key(round_number)
         is_value = partial(self.rules.is_manifest, round_number)
-        table = decide(self.store, key, mine.to_table(), self._clock.sleep, is_value)
-        self._manifests[round_number] = Manifest.of_table(table)
+        table = decide(self.store, key, asdict(mine), self._clock.sleep, is_value)
+        self._manifests[round_number] = validated(Manifest, table)
         return self._manifests[round_number]
 
     def _intact(self, round_number: int, size: int) -> list[Contribution]:
@@ -257,7 +198,7 @@ class ObjectStoreAllReduce:
             for key in self.store.keys(folder):
                 name = key.removeprefix(folder).partition(".")[0]
                 number = number_of(name, 5)
-                if number is not None and number < self.world_size:
+                if number is not None and number < self.rules.world_size:
                     found.add(Contribution(base, number))
         return found
 

@@ -100,6 +100,7 @@ class FragmentSync:
 
     def __post_init__(self) -> None:
         self._unanswered = Unanswered(self.reduce.rank, self.reduce.rules.max_staleness)
+        self._states = f"{self.reduce.group}/states/"
 
     @property
     def under_way(self) -> bool:
@@ -178,7 +179,7 @@ class FragmentSync:
         """Return the work of a round: the contribution, sent now or before, and the wait."""
 
         def work() -> Manifest:
-            if payload is not None and not self.reduce.contribute_encoded(base, payload, size):
+            if payload is not None and not self.reduce.contribute(base, payload, size):
                 why = f"from round {base} is that of an earlier process of this island"
                 self.tell("contribution_kept", f"{self.reduce.group}: the one {why}")
             return self.reduce.close(base + 1, size)
@@ -301,16 +302,12 @@ class FragmentSync:
 
     def _stored_after(self, after: int, target: int, size: int) -> OuterState | None:
         """Return the newest intact state after a round up to `target`, or else the next one."""
-        rounds = [one for one in self._stored_rounds() if one > after]
+        rounds = [one for one in self._numbers(self._states) if one > after]
         early = [one for one in reversed(rounds) if one <= target]
         for number in [*early, *(one for one in rounds if one > target)]:
             if (state := self._stored(number, size)) is not None:
                 return state
         return None
-
-    def _stored_rounds(self) -> list[int]:
-        folder = f"{self.reduce.group}/states/"
-        return self._numbers(folder)
 
     def _numbers(self, folder: str) -> list[int]:
         """Return the rounds that folders of the store are named by; other names are left out."""
@@ -325,13 +322,13 @@ class FragmentSync:
         Manifests stay, so that a late island can never close a round once more; so do the weights
         that all have started from, so that none starts the first round from others.
         """
-        rounds = self._stored_rounds()
+        rounds = self._numbers(self._states)
         kept = max((one for one in rounds if one <= last), default=None)
         if kept is None:
             return
         group, store = self.reduce.group, self.reduce.store
         for number in [one for one in rounds if 0 < one < kept]:
-            delete_folder(store, f"{group}/states/{number:08d}/")
+            delete_folder(store, f"{self._states}{number:08d}/")
         folder, first = f"{group}/contributions/", kept - self.reduce.rules.max_staleness
         for base in [one for one in self._numbers(folder) if one < first]:
             delete_folder(store, f"{folder}{base:08d}/")
@@ -350,7 +347,7 @@ class FragmentSync:
         return f"{self.reduce.group}/merges/{self.member}/{step}"
 
     def _state_key(self, round_number: int) -> str:
-        return f"{self.reduce.group}/states/{round_number:08d}/outer"
+        return f"{self._states}{round_number:08d}/outer"
 
     def _count(self, base: int) -> None:
         """Count a merge, and tell of an own contribution that was not used in its round."""

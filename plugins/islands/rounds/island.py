@@ -108,7 +108,6 @@ class IslandWeights(Protocol):
 
     def read(self, names: Sequence[str]) -> Vector:
         """Return a copy of these weights, one after the other."""
-        ...
 
     def write(self, names: Sequence[str], values: Vector) -> None: ...
 
@@ -166,8 +165,8 @@ class IslandPort(ABC):
         """Bytes that were sent and received so far."""
 
     @abstractmethod
-    def join(self) -> bool:
-        """Start a run; return whether its weights are not its own any more."""
+    def join(self) -> None:
+        """Start a run, from the weights of the others if they have some."""
 
     @abstractmethod
     def restore(self, step: int, kept: Mapping[str, Vector]) -> None:
@@ -244,8 +243,8 @@ class Island(IslandPort):
     def traffic(self) -> Traffic:
         return self._store.traffic
 
-    def join(self) -> bool:
-        """Start from the newest common weights; return whether they are not the run's own."""
+    def join(self) -> None:
+        """Start from the newest common weights."""
         changed = False
         for fragment, sync in zip(self._fragments, self._syncs, strict=True):
             own = self._weights.read(list(fragment.sizes))
@@ -256,7 +255,6 @@ class Island(IslandPort):
         if changed:
             rounds = self._syncs[0].round
             self._tell("island_joined", f"starts from the common weights of round {rounds}")
-        return changed
 
     def restore(self, step: int, kept: Mapping[str, Vector]) -> None:
         """Continue after the checkpoint of a step, with what `kept` returned for it."""
@@ -320,14 +318,9 @@ class Island(IslandPort):
             config.max_staleness,
             config.absent_after,
         )
+        group = f"fragment-{fragment.index:04d}"
         reduce = ObjectStoreAllReduce(
-            self._store,
-            config.rank,
-            config.world_size,
-            group=f"fragment-{fragment.index:04d}",
-            rules=rules,
-            quantization=config.quantization,
-            clock=self._clock,
+            self._store, config.rank, group, rules, config.quantization, self._clock
         )
         return FragmentSync(
             reduce,

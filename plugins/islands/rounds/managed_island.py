@@ -123,16 +123,13 @@ class PendingRound:
 class ManagedIsland(IslandPort):
     """The rounds of one run, one at a time; not to be used before `join` or `restore`.
 
-    Raises `BadRank`, and `LighthouseUnfit` for an address that cannot be used.
+    Raises `LighthouseUnfit` for an address that cannot be used.
     """
 
-    def __init__(
-        self, config: IslandsConfig, steps: int, weights: IslandWeights, clock: Clock | None = None
-    ) -> None:
-        assert config.lighthouse is not None, "a run without islands.lighthouse has no Manager"
+    def __init__(self, config: IslandsConfig, steps: int, weights: IslandWeights) -> None:
         super().__init__()
         self._config, self._weights, self._steps = config, weights, steps
-        self._clock = clock or Clock()
+        self._clock = Clock()
         self._fragments = cut(weights.sizes, config.fragments)
         self._names = [name for one in self._fragments for name in one.sizes]
         self._ends = np.cumsum([one.size for one in self._fragments])[:-1]
@@ -145,19 +142,8 @@ class ManagedIsland(IslandPort):
         self._islands: tuple[int, ...] | None = None
         (self._schedule,) = schedules(config, steps)
         names = json.dumps(layout_of(config, weights.sizes), sort_keys=True)
-        self._reduce = TorchftAllReduce(
-            config.lighthouse,
-            config.rank,
-            config.world_size,
-            host=config.host,
-            quorum=config.quorum,
-            deadline_s=config.deadline_s,
-            request_s=config.request_s,
-            quantization=config.quantization,
-            layout=hashlib.sha256(names.encode()).digest(),
-            state=self._states,
-            clock=self._clock,
-        )
+        layout = hashlib.sha256(names.encode()).digest()
+        self._reduce = TorchftAllReduce(config, layout, self._states, self._clock)
 
     @property
     def counts(self) -> list[Counts]:
@@ -171,10 +157,9 @@ class ManagedIsland(IslandPort):
     def traffic(self) -> Traffic:
         return self._reduce.traffic
 
-    def join(self) -> bool:
+    def join(self) -> None:
         """Start from the run's own weights; its first round brings those of the others."""
         self._states.start(self._parts(self._read()))
-        return False
 
     def restore(self, step: int, kept: Mapping[str, Vector]) -> None:  # noqa: ARG002  of the port
         """Continue after the checkpoint of a step, with what `kept` returned for it.

@@ -9,35 +9,25 @@ lets one manifest win, and every island averages what it lists.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from composer_mesh.configs.validation import validated
 
 
-class BadRank(ValueError):
-    """A rank out of bounds."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size)
-
-    def __str__(self) -> str:
-        rank, world_size = self.args
-        return (
-            f"rank is {rank} but world_size is {world_size}: give a rank from 0 to {world_size - 1}"
-        )
-
-
-@dataclass(frozen=True, order=True)
-class Contribution:
+class Contribution(NamedTuple):
     """The name of a contribution: the round that it starts from, and its island."""
 
     base: int
     island: int
 
 
-@dataclass(frozen=True)
-class RefusedContribution:
+class RefusedContribution(NamedTuple):
     """A contribution that is in no average, and why."""
 
-    contribution: Contribution
+    base: int
+    island: int
     why: str
 
 
@@ -58,35 +48,6 @@ class Manifest:
     def islands(self) -> frozenset[int]:
         """Islands of which something is averaged."""
         return frozenset(one.island for one in self.contributions)
-
-    def to_table(self) -> dict[str, Any]:
-        """Return the manifest as JSON values."""
-        return {
-            "round": self.round,
-            "contributions": [[one.base, one.island] for one in self.contributions],
-            "refused": [
-                [one.contribution.base, one.contribution.island, one.why] for one in self.refused
-            ],
-            "closed_by": self.closed_by,
-            "digest": self.digest,
-        }
-
-    @classmethod
-    def of_table(cls, table: Mapping[str, Any]) -> "Manifest":
-        """Return the manifest of such a table; raises ValueError for any other."""
-        try:
-            return cls(
-                int(table["round"]),
-                tuple(Contribution(int(b), int(i)) for b, i in table["contributions"]),
-                tuple(
-                    RefusedContribution(Contribution(int(b), int(i)), str(why))
-                    for b, i, why in table["refused"]
-                ),
-                int(table["closed_by"]),
-                str(table["digest"]),
-            )
-        except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"it is no manifest of a round: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -110,8 +71,8 @@ class RoundRules:
     def is_manifest(self, round_number: int, table: Mapping[str, Any]) -> bool:
         """Whether a table is a manifest that islands under these rules may have written."""
         try:
-            found = Manifest.of_table(table)
-        except ValueError:
+            found = validated(Manifest, table)
+        except ValidationError:
             return False
         bases, named = self.bases(round_number), {one.island for one in found.contributions}
         known = all(0 <= island < self.world_size for island in named)
@@ -171,11 +132,10 @@ class Unanswered:
                 if base < manifest.round - 1
             ]
             self._bases -= used
-            for one in manifest.refused:
-                mine = one.contribution
-                if mine.island == self._island and mine.base in self._bases:
-                    self._bases.remove(mine.base)
-                    found.append(("refused", f"in round {manifest.round}: it {one.why}"))
+            for base, island, why in manifest.refused:
+                if island == self._island and base in self._bases:
+                    self._bases.remove(base)
+                    found.append(("refused", f"in round {manifest.round}: it {why}"))
             for base in sorted(self._bases):
                 if manifest.round - base > self._max_staleness:
                     self._bases.remove(base)

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.plugins.islands.rounds.all_reduce import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
@@ -27,16 +28,13 @@ from composer_mesh.plugins.islands.rounds.all_reduce import (
     RoundLost,
 )
 from composer_mesh.plugins.islands.rounds.outer_optimizer import (
-    Quantization,
     Vector,
     count_unusable,
     decode,
     encode,
 )
-from composer_mesh.plugins.islands.rounds.rounds import BadRank
 from composer_mesh.plugins.islands.rounds.torchft_manager import IslandManager
 from composer_mesh.plugins.islands.rounds.torchft_rules import (
-    NOTHING,
     Header,
     LighthouseUnfit,
     NoAverage,
@@ -59,23 +57,13 @@ class CommonState(Protocol):
     def load(self, values: Vector) -> None: ...
 
 
-class NoState:
-    """Islands that share nothing but their averages."""
-
-    def dump(self) -> Vector:
-        return np.zeros(0, np.float32)
-
-    def load(self, values: Vector) -> None:  # noqa: ARG002  of the port
-        return
-
-
 @dataclass(frozen=True)
 class Offer:
     """What an island offers to a round; `payload` is None where its values are not finite."""
 
     payload: bytes | None
     size: int
-    base: bytes = NOTHING
+    base: bytes
 
 
 @dataclass(frozen=True)
@@ -94,55 +82,27 @@ class RoundOutcome:
 
 
 class TorchftAllReduce:
-    """Averages float32 vectors of `world_size` islands, round by round.
+    """Averages float32 vectors of islands, round by round, each for those of one `layout`.
 
-    Raises `BadRank`, and `LighthouseUnfit` for an address that cannot be used.
+    Raises `LighthouseUnfit` for an address that cannot be used.
     """
 
     def __init__(
-        self,
-        lighthouse: str,
-        rank: int,
-        world_size: int,
-        *,
-        host: str = "127.0.0.1",
-        quorum: int = 1,
-        deadline_s: float = 600.0,
-        request_s: float = 60.0,
-        quantization: Quantization = "none",
-        layout: bytes = NOTHING,
-        state: CommonState | None = None,
-        clock: Clock | None = None,
+        self, config: IslandsConfig, layout: bytes, state: CommonState, clock: Clock
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise BadRank(rank, world_size)
-        self.rank, self.world_size, self.quantization = rank, world_size, quantization
+        self.rank, self.deadline_s = config.rank, config.deadline_s
         self.round = 0
         """Committed rounds that this island knows."""
         self.traffic = Traffic()
         """What the algorithms of gloo send and receive for the values, and failed attempts."""
-        self._quorum, self._deadline_s, self._request_s = quorum, deadline_s, request_s
-        self._layout, self._clock = layout, clock or Clock()
-        self._address, self._host = lighthouse, host
-        self._state = state or NoState()
-        self._alone = world_size == 1
+        self._config, self._layout, self._state, self._clock = config, layout, state, clock
+        self._alone = config.world_size == 1
         self._joined = None if self._alone else self._join()
 
     def start_after(self, number: int) -> None:
         """Continue after a round, as an island that was restored."""
         self.round = number
         self._tell_round(number)
-
-    def all_reduce(self, vector: Vector) -> Vector:
-        """Return the mean of the vectors of the islands in this round. Waits for the others.
-
-        A single island gets its own back. Values that are not finite, or too large, are in no
-        average. Raises `RoundLost`.
-        """
-        if self._alone:
-            return vector.copy()
-        payload = None if count_unusable(vector) else encode(vector, self.quantization).payload
-        return self.average(lambda _: Offer(payload, vector.size)).mean
 
     def average(self, offer: Callable[[int], Offer]) -> RoundOutcome:
         """Take part in the next round; `offer` gets its number, counted from 0.
@@ -154,11 +114,11 @@ class TorchftAllReduce:
             return self._by_itself(offer)
         began, pause = self._clock.now(), FIRST_POLL_S
         while True:
-            left = max(0.0, self._deadline_s - (self._clock.now() - began))
+            left = max(0.0, self.deadline_s - (self._clock.now() - began))
             try:
                 return self._attempt(offer, left)
             except NoAverage as error:
-                late = self._clock.now() - began >= self._deadline_s
+                late = self._clock.now() - began >= self.deadline_s
                 if late or isinstance(error, RecoveredWithoutAverage):
                     raise RoundLost(self.round + 1, str(error)) from error
                 self.traffic.retries += 1
@@ -171,15 +131,7 @@ class TorchftAllReduce:
 
     def _join(self) -> IslandManager:
         found = IslandManager(
-            self._address,
-            self._host,
-            f"island-{self.rank}",
-            self._quorum,
-            self._request_s,
-            self._layout,
-            self._state.dump,
-            self._state.load,
-            self.traffic.count,
+            self._config, self._layout, self._state.dump, self._state.load, self.traffic.count
         )
         found.manager.load_state_dict({"step": self.round, "batches_committed": 0})
         return found
@@ -231,7 +183,7 @@ class TorchftAllReduce:
         if error is not None:
             return NoAverage(f"round {self.round + 1} broke: {error}")
         there = manager.num_participants()
-        return NoAverage(f"{there} islands take part but the quorum is {self._quorum}")
+        return NoAverage(f"{there} islands take part but the quorum is {self._config.quorum}")
 
     def _tell_round(self, number: int) -> None:
         if self._joined is not None:
@@ -250,8 +202,8 @@ class TorchftAllReduce:
         gives = part and offer.payload is not None
         own = Header(self.rank, part, gives, offer.base, self._layout)
         headers = [Header.unpacked(one) for one in self._gathered(own.packed())]
-        places = contributors(own, headers, self._quorum, self.world_size)
-        if self.quantization == "none":
+        places = contributors(own, headers, self._config.quorum, self._config.world_size)
+        if self._config.quantization == "none":
             mean = self._summed(offer, gives, len(headers)) / np.float32(len(places))
         else:
             mean = self._decoded(offer, gives, places)
@@ -278,12 +230,13 @@ class TorchftAllReduce:
 
     def _decoded(self, offer: Offer, gives: bool, places: list[int]) -> Vector:
         """Return the mean of quantized values, summed in the same order everywhere."""
-        nothing = encode(np.zeros(offer.size, np.float32), self.quantization).payload
+        how = self._config.quantization
+        nothing = encode(np.zeros(offer.size, np.float32), how).payload
         payloads = self._gathered(offer.payload if gives and offer.payload else nothing)
         total = np.zeros(offer.size, np.float32)
         for place in places:
             try:
-                total += decode(payloads[place], offer.size, self.quantization)
+                total += decode(payloads[place], offer.size, how)
             except ValueError as error:
                 raise NoAverage(f"a contribution {error}") from error
         return total / np.float32(len(places))
@@ -313,6 +266,6 @@ class TorchftAllReduce:
         given = offer(self.round)
         if given.payload is None:
             raise RoundLost(self.round + 1, "its own values are not finite")
-        mean = decode(given.payload, given.size, self.quantization)
+        mean = decode(given.payload, given.size, self._config.quantization)
         self.round += 1
         return RoundOutcome(self.round, mean, (self.rank,), (self.rank,), True)

@@ -23,6 +23,7 @@ from torchft.checkpointing import CheckpointTransport
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 from torchft.process_group import ProcessGroupGloo
 
+from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector
 from composer_mesh.plugins.islands.rounds.torchft_rules import LighthouseUnfit, OtherLayout
 
@@ -104,17 +105,15 @@ class IslandManager:
 
     def __init__(
         self,
-        lighthouse: str,
-        host: str,
-        name: str,
-        quorum: int,
-        request_s: float,
+        config: IslandsConfig,
         layout: bytes,
         dump: Callable[[], Vector],
         load: Callable[[Vector], None],
         count: Callable[[int, int], None],
     ) -> None:
-        patience = timedelta(seconds=request_s)
+        assert config.lighthouse is not None, "a run without islands.lighthouse has no Manager"
+        host, name = config.host, f"island-{config.rank}"
+        patience = timedelta(seconds=config.request_s)
         self._listener = _listen(host)
         port = self._listener.getsockname()[1]
         self._store = TCPStore(
@@ -129,7 +128,7 @@ class IslandManager:
         try:
             self._server = ManagerServer(
                 replica_id=replica,
-                lighthouse_addr=lighthouse,
+                lighthouse_addr=config.lighthouse,
                 hostname=host,
                 bind=f"{host}:0",
                 store_addr=f"{host}:{port}",
@@ -139,7 +138,7 @@ class IslandManager:
                 quorum_retries=0,
             )
         except (RuntimeError, TimeoutError) as error:
-            raise LighthouseUnfit(lighthouse, str(error)) from error
+            raise LighthouseUnfit(config.lighthouse, str(error)) from error
         self._store.set(MANAGER_ADDR_KEY, self._server.address())
         self._store.set(REPLICA_ID_KEY, replica)
         self.group = HostGloo(host, patience)
@@ -147,7 +146,7 @@ class IslandManager:
             pg=self.group,
             load_state_dict=lambda state: load(state.numpy()),
             state_dict=lambda: torch.from_numpy(dump()),
-            min_replica_size=quorum,
+            min_replica_size=config.quorum,
             use_async_quorum=True,  # an island that heals adds nothing in that round
             init_sync=False,  # a round compares the common weights, see `torchft_all_reduce`
             timeout=patience,

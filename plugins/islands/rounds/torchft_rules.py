@@ -6,42 +6,35 @@ the same common weights and got the same mean.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from composer_mesh.configs.islands import IslandsConfig
+from composer_mesh.configs.worded import Worded
 from composer_mesh.plugins.islands.store.opening import StoreUnfit
 
 LOOK_S = 10.0
 
 
-class TorchftMissing(StoreUnfit):
+class TorchftMissing(Worded, StoreUnfit):
     """islands.lighthouse is set, but torchft is not installed."""
 
-    def __str__(self) -> str:
-        return (
-            "islands.lighthouse needs the package torchft, which is not installed: pip install "
-            "'composer-mesh[torchft]', or give islands.store"
-        )
+    message = (
+        "islands.lighthouse needs the package torchft, which is not installed: pip install "
+        "'composer-mesh[torchft]', or give islands.store"
+    )
 
 
-class LighthouseUnfit(StoreUnfit):
+class LighthouseUnfit(Worded, StoreUnfit):
     """A lighthouse or an address cannot be used: which, and why."""
 
-    def __init__(self, address: str, why: str) -> None:
-        super().__init__(address, why)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.args[0]}: {self.args[1]}: start torchft_lighthouse where all islands reach "
-            "it, and give its address"
-        )
+    message = "{0}: {1}: start torchft_lighthouse where all islands reach it, and give its address"
 
 
-def check_torchft(config: IslandsConfig, find: Callable[[str], object] = find_spec) -> None:
+def check_torchft(config: IslandsConfig) -> None:
     """Raise `TorchftMissing` for islands that need it; imports nothing."""
-    if config.lighthouse is not None and find("torchft") is None:
+    if config.lighthouse is not None and find_spec("torchft") is None:
         raise TorchftMissing()
 
 
@@ -58,17 +51,15 @@ def check_lighthouse(address: str) -> None:
 
 
 HEADER = struct.Struct("<iBB32s32s")
-NOTHING = b"\0" * 32
 
 
-class OtherLayout(StoreUnfit):
+class OtherLayout(Worded, StoreUnfit):
     """The other islands train another model, or by other rules."""
 
-    def __str__(self) -> str:
-        return (
-            "the islands at this lighthouse have other weights, fragments, quantization, outer "
-            "optimizer or world_size: give all islands one config, or this one another lighthouse"
-        )
+    message = (
+        "the islands at this lighthouse have other weights, fragments, quantization, outer "
+        "optimizer or world_size: give all islands one config, or this one another lighthouse"
+    )
 
 
 class NoAverage(Exception):

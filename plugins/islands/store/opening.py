@@ -51,30 +51,24 @@ class ObjectStore(Protocol):
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Write an object unless the key exists; return whether this call has written it."""
-        ...
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, or replace it."""
-        ...
 
     def get(self, key: str) -> bytes | None:
         """Return an object; None if there is none.
 
         Raises `CorruptObject` for more than `LARGEST_OBJECT` bytes, of which none is read.
         """
-        ...
 
     def size(self, key: str) -> int | None:
         """Return an object's size in bytes; None if there is none."""
-        ...
 
     def keys(self, prefix: str) -> Iterator[str]:
         """Yield the keys below a folder, such as "rounds/"; may be late by some writes."""
-        ...
 
     def delete(self, key: str) -> None:
         """Remove an object, if there is one."""
-        ...
 
 
 REQUEST_S = 60.0

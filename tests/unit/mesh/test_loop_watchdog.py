@@ -34,21 +34,19 @@ def silent(*slices: tuple[float, float, float]) -> float:
     return counted.seconds
 
 
-def test_a_thread_that_waits_for_a_disk_is_silent_all_the_time() -> None:
-    assert silent(*[(PERIOD_S, 0.0, 0.0)] * 20) == pytest.approx(1.0)
-
-
-def test_time_in_which_the_machine_gave_no_core_is_not_counted() -> None:
-    assert silent(*[(PERIOD_S, 0.01, 0.04)] * 20) == pytest.approx(0.2)
-
-
-def test_time_in_which_the_whole_process_stood_still_is_not_counted() -> None:
-    assert silent((30.0, 0.0, 0.0)) == pytest.approx(PERIOD_S)
-
-
-def test_what_the_thread_computed_counts_although_nobody_could_look_meanwhile() -> None:
-    """As where a call into C holds the interpreter: the measuring thread stands still with it."""
-    assert silent((2.0, 1.9, 0.1)) == pytest.approx(1.9)
+@pytest.mark.parametrize(
+    ("slices", "seconds"),
+    [
+        pytest.param([(PERIOD_S, 0.0, 0.0)] * 20, 1.0, id="the thread waits for a disk"),
+        pytest.param([(PERIOD_S, 0.01, 0.04)] * 20, 0.2, id="the machine gave no core"),
+        pytest.param([(30.0, 0.0, 0.0)], PERIOD_S, id="the whole process stood still"),
+        pytest.param([(2.0, 1.9, 0.1)], 1.9, id="a call into C holds the interpreter"),
+    ],
+)
+def test_what_the_thread_does_counts_and_not_what_the_machine_does(
+    slices: list[tuple[float, float, float]], seconds: float
+) -> None:
+    assert silent(*slices) == pytest.approx(seconds)
 
 
 def test_the_wait_of_any_thread_for_a_core_is_the_machines_part() -> None:

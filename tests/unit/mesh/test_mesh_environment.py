@@ -1,7 +1,11 @@
-"""What is set before Monarch starts, and what stays out of the terminal."""
+"""What is set before Monarch starts, and what stays out of the terminal.
+
+Garbage collections of a process with a mesh are short, and rare.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from composer_mesh.mesh.actor import RARELY, leave_out_loaded
 from composer_mesh.mesh.environment import (
     GROUP_UMASK,
     IMPORT_PATHS,
@@ -20,6 +25,7 @@ from composer_mesh.mesh.environment import (
     set_umask,
     without_noise,
 )
+from composer_mesh.mesh.spawn import MeshHost
 
 
 def test_a_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +91,24 @@ def test_a_users_folders_are_searched_last_and_once(
         add_import_paths([tmp_path / "b", tmp_path / "a"], environ)
     assert sys.path[-2:] == [str(tmp_path / "b"), str(tmp_path / "a")]
     assert environ[IMPORT_PATHS] == f"{tmp_path / 'b'}{os.pathsep}{tmp_path / 'a'}"
+
+
+@pytest.fixture(autouse=True)
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_a_process_with_a_mesh_leaves_out_what_it_had_loaded_and_nothing_later() -> None:
+    MeshHost()
+    assert gc.get_freeze_count() > 10_000
+    later = [object() for _ in range(10)]
+    leave_out_loaded()
+    MeshHost()
+    assert any(one is later for one in gc.get_objects())  # which has none that is left out
+
+
+def test_the_owner_of_a_mesh_seldom_collects_all_of_its_objects() -> None:
+    MeshHost()
+    assert gc.get_threshold() == RARELY

@@ -72,7 +72,7 @@ def end(process: subprocess.Popen[str], with_signal: int | None = None) -> None:
     process.communicate()
 
 
-def test_only_its_user_can_look_into_it_whatever_the_umask(base: Path) -> None:
+def test_only_its_user_can_look_into_it_whatever_the_umask_until_its_owner_ends(base: Path) -> None:
     before = os.umask(0)
     try:
         process, folder = start_owner()
@@ -81,12 +81,6 @@ def test_only_its_user_can_look_into_it_whatever_the_umask(base: Path) -> None:
     assert folder.parent == base
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "owner").stat().st_mode & 0o777 == 0o600
-    end(process)
-
-
-def test_it_is_gone_when_its_owner_has_ended(base: Path) -> None:
-    process, folder = start_owner()
-    assert folder.is_dir()
     end(process)
     assert not folder.exists()
 

@@ -1,4 +1,4 @@
-"""The supervisor's rules, with faults made by hand."""
+"""The supervisor's rules, with faults made by hand; work that reads an actor's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.mesh.hosts.host import LocalHost
-from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, Supervisor, call
 from composer_mesh.mesh.waiting import together
 
@@ -40,30 +40,22 @@ def recording() -> tuple[Supervisor, Events]:
 
 async def test_a_fault_is_recorded_once_under_the_actors_name() -> None:
     supervisor, events = recording()
-    supervisor.watch("generator-1-xyz", "generator-1")
+    death = supervisor.watch("generator-1-xyz", "generator-1")
     await deliver(supervisor, "logger-abc", "generator-1-xyz", "generator-1-xyz")
     assert events == [("actor_died", "generator-1", "gone")]
-    died = await supervisor.failure
-    assert isinstance(died, ActorDied)
-    assert (died.actor, died.reason) == ("generator-1", "gone")
+    for died in (await supervisor.failure, await death):
+        assert isinstance(died, ActorDied)
+        assert (died.actor, died.reason) == ("generator-1", "gone")
 
 
-async def test_a_planned_stop_is_recorded_and_no_failure() -> None:
+async def test_a_planned_stop_is_recorded_and_a_death_but_no_failure() -> None:
     supervisor, events = recording()
-    supervisor.watch("trainer-xyz", "trainer")
+    death = supervisor.watch("trainer-xyz", "trainer")
     supervisor.expect_stop("trainer")
     await deliver(supervisor, "trainer-xyz")
     assert events == [("actor_stopped", "trainer", "gone")]
     assert not supervisor.failure.done()
-
-
-async def test_an_actor_started_again_is_watched_again() -> None:
-    supervisor, events = recording()
-    supervisor.watch("trainer-one", "trainer")
-    supervisor.expect_stop("trainer")
-    supervisor.watch("trainer-two", "trainer")
-    await deliver(supervisor, "trainer-two")
-    assert [event[0] for event in events] == ["actor_died"]
+    assert death.result().reason == "it was stopped"
 
 
 async def test_guarded_work_ends_with_the_death_of_an_actor() -> None:
@@ -147,23 +139,6 @@ async def test_a_fault_that_its_owner_handles_is_recorded_and_no_failure_of_the_
     assert (await death).args == ("teacher", "gone")
 
 
-async def test_the_owner_of_an_actor_that_escalates_hears_of_its_death_too() -> None:
-    supervisor, _ = recording()
-    death = supervisor.watch("trainer-xyz", "trainer")
-    await deliver(supervisor, "trainer-xyz")
-    ended = await supervisor.failure
-    assert isinstance(ended, ActorDied)
-    assert (await death).actor == ended.actor == "trainer"
-
-
-async def test_a_planned_stop_is_a_death_for_whoever_still_waits_for_an_answer() -> None:
-    supervisor, _ = recording()
-    death = supervisor.watch("teacher-xyz", "teacher", FaultPolicy.OWNER)
-    supervisor.expect_stop("teacher")
-    await deliver(supervisor, "teacher-xyz")
-    assert death.result().reason == "it was stopped"
-
-
 async def test_a_replacement_of_the_same_name_is_not_dead_with_the_first() -> None:
     supervisor, _ = recording()
     first = supervisor.watch("teacher-one", "teacher", FaultPolicy.OWNER)
@@ -212,3 +187,32 @@ async def test_an_actor_is_alive_until_somebody_notices_its_end() -> None:
     assert SpawnedActor("teacher", "echo", None, 1, None, LocalHost()).alive
     await deliver(supervisor, "teacher-xyz")
     assert not actor.alive
+
+
+LONG_S = 60.0
+
+
+def actor() -> SpawnedActor:
+    death: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
+    nothing: Any = None
+    return SpawnedActor("trainer", "trainer", nothing, 1, nothing, LocalHost(), death)
+
+
+async def fail(error: Exception) -> None:
+    raise error
+
+
+async def test_work_that_goes_on_ends_with_the_actor() -> None:
+    one = actor()
+    working = asyncio.ensure_future(while_alive(one, asyncio.sleep(LONG_S)))
+    await asyncio.sleep(0)
+    assert one.death is not None
+    one.death.set_result(ActorDied(one.name, "Killed(sig=9)"))
+    with pytest.raises(ActorDied, match="trainer died"):
+        await working
+
+
+async def test_an_error_of_the_work_is_raised_at_once() -> None:
+    one = actor()
+    with pytest.raises(RuntimeError, match="torn"):
+        await asyncio.wait_for(while_alive(one, fail(RuntimeError("torn"))), 10)

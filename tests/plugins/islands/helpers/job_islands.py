@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.plugins.islands.jobs.jobs import JobCloud, JobExecutor, JobOptions
-from composer_mesh.plugins.islands.jobs.ports import IslandReplica
+from composer_mesh.plugins.islands.jobs.ports import Executor, IslandReplica, IslandState
 from composer_mesh.plugins.islands.store.opening import open_store
 from composer_mesh.services.directory.status import STATUS_FILE, RunStatus, write_status
 
@@ -46,6 +47,15 @@ def job_islands(
         )
         for rank in range(2)
     ]
-    executor = JobExecutor(cloud, root, options, secrets, lambda _: None)
+    executor = JobExecutor(cloud, root, options, secrets)
     executor.connect(open_store(f"file://{folder}/store"))
     return executor, replicas
+
+
+def ends_of(executor: Executor, deadline_s: float = 60.0) -> list[IslandState]:
+    """Return the last state of each island, once all have ended."""
+    end = time.monotonic() + deadline_s
+    while any(not one.ended for one in executor.poll()):
+        assert time.monotonic() < end, executor.poll()
+        time.sleep(0.02)
+    return executor.poll()

@@ -14,6 +14,7 @@ import pytest
 from hf_jobs_server import TOKEN, hf_jobs_server
 from huggingface_hub import HfApi
 from islands_s3 import BUCKET, s3_program, s3_server
+from job_islands import ends_of
 from live_run import PRESET, RUN_DEADLINE_S, SHORT, composer_mesh, wait_until
 from modal_server import TOKEN_ID, TOKEN_SECRET, modal_server, use
 
@@ -87,7 +88,7 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
         executor.launch_replicas(replicas)
         wait_until(lambda: len(read_metrics(in_job)) >= 1, "step 1", RUN_DEADLINE_S)
         os.kill(pid(1), signal.SIGTERM)
-        ends = executor.collect(RUN_DEADLINE_S)
+        ends = ends_of(executor, RUN_DEADLINE_S)
         assert [one.state for one in ends] == ["finished", "failed"]
         assert '"run_stopped"' in (place.run(1) / "events.jsonl").read_text()
         before = len(read_metrics(place.run(1) / "metrics.jsonl"))
@@ -97,7 +98,7 @@ def test_islands_in_jobs_train_and_one_that_is_told_to_end_comes_back(
         again = JobExecutor(jobs, place.root, JobOptions("mesh:1"), {})
         again.connect(open_store(place.address))
         again.launch_replicas([rest])
-        states = [ends[0], *again.collect(RUN_DEADLINE_S)]
+        states = [ends[0], *ends_of(again, RUN_DEADLINE_S)]
     assert [one.state for one in states] == ["finished", "finished"]
     summary = summarize(place, states, 1.0)
     assert before >= 1
@@ -118,7 +119,7 @@ def test_an_island_that_its_job_refuses_is_told_with_the_reason(
         executor = JobExecutor(jobs, place.root, JobOptions("mesh:1"), {})
         executor.connect(open_store(place.address))
         executor.launch_replicas([replica])
-        (end,) = executor.collect(RUN_DEADLINE_S)
+        (end,) = ends_of(executor, RUN_DEADLINE_S)
     assert end.state == "failed"
     assert "no_such_package" in end.cause
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_islands import PRESET, ends_of
 from pydantic import ValidationError
 
 from composer_mesh.configs.changes import changes
@@ -33,8 +34,6 @@ from composer_mesh.services.launch.ports import (
     Plan,
     State,
 )
-
-PRESET = Path(__file__).parents[4] / "configs" / "quickstart.toml"
 
 
 class FakeLauncher(OnlyTheController):
@@ -91,10 +90,7 @@ def replicas(tmp_path: Path, **changes: Any) -> list[IslandReplica]:
 
 
 def started(tmp_path: Path, launcher: FakeLauncher) -> tuple[LaunchExecutor, list[IslandReplica]]:
-    executor, found = (
-        LaunchExecutor(lambda _: launcher, lambda _: None),
-        replicas(tmp_path),
-    )
+    executor, found = LaunchExecutor(lambda _: launcher), replicas(tmp_path)
     executor.launch_replicas(found)
     return executor, found
 
@@ -217,7 +213,7 @@ def test_a_failed_island_is_told_with_its_cause(tmp_path: Path) -> None:
 
     launcher.states = {"island-0": "ended", "island-1": "ended"}
     ended(tmp_path / "all" / "island-0", "finished")
-    one, two = executor.collect()
+    one, two = ends_of(executor)
 
     assert (one.state, one.cause) == ("finished", "")
     assert (two.state, two.cause) == ("failed", "first / ValueError: too large")
@@ -232,14 +228,7 @@ def test_the_event_of_a_failure_is_its_cause(tmp_path: Path) -> None:
         event = {"time": 1.0, "event": "run_failed", "actor": "", "detail": "the disk is full"}
         (replica.output / "events.jsonl").write_text(json.dumps(event) + "\n")
 
-    assert {state.cause for state in executor.collect()} == {"the disk is full"}
-
-
-def test_a_wait_for_islands_ends_at_its_timeout(tmp_path: Path) -> None:
-    executor, _ = started(tmp_path, FakeLauncher())
-
-    with pytest.raises(TimeoutError, match=r"islands \[0, 1\] have not ended after 0 s"):
-        executor.collect(0)
+    assert {state.cause for state in ends_of(executor)} == {"the disk is full"}
 
 
 def test_an_island_that_is_not_accepted_ends_those_that_are(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hf_jobs_server import NAMESPACE, TOKEN, FakeHfJobs, hf_jobs_server
 from huggingface_hub import HfApi
-from job_islands import FINISHED, PRESET, job_islands
+from job_islands import FINISHED, PRESET, ends_of, job_islands
 
 from composer_mesh.plugins.islands.jobs.command import executor_of
 from composer_mesh.plugins.islands.jobs.hf_jobs import HfJobs
@@ -57,7 +57,7 @@ def test_each_island_is_a_job_with_its_config_and_its_secrets(
 ) -> None:
     executor, replicas = islands(FINISHED)
     executor.launch_replicas(replicas)
-    assert {one.state for one in executor.collect(60)} == {"finished"}
+    assert {one.state for one in ends_of(executor)} == {"finished"}
     asked = cloud.jobs["job1"].asked
     assert asked["dockerImage"] == OPTIONS.image
     assert asked["flavor"] == "a100-large"
@@ -72,7 +72,7 @@ def test_each_island_is_a_job_with_its_config_and_its_secrets(
 def test_a_job_that_fails_is_told_with_the_end_of_its_output(islands: Run) -> None:
     executor, replicas = islands("echo first; echo no GPU is there; exit 3")
     executor.launch_replicas(replicas)
-    states = executor.collect(60)
+    states = ends_of(executor)
     assert {one.state for one in states} == {"failed"}
     assert "no GPU is there" in states[0].cause
 
@@ -81,7 +81,7 @@ def test_a_job_that_fails_is_told_with_the_end_of_its_output(islands: Run) -> No
 def test_a_job_that_ends_without_a_finished_run_has_failed(islands: Run, script: str) -> None:
     executor, replicas = islands(script)
     executor.launch_replicas(replicas)
-    (first, _) = executor.collect(60)
+    (first, _) = ends_of(executor)
     assert (first.state, first.cause) == (
         "failed",
         "its job has ended, but no run has finished in it",
@@ -128,7 +128,7 @@ def test_records_that_cannot_be_read_are_told_of_a_finished_island(
     executor, replicas = islands(FINISHED)
     executor.launch_replicas(replicas)
     monkeypatch.setattr(IslandRecords, "fetch", unavailable)
-    ends = executor.collect(60)
+    ends = ends_of(executor)
     assert {one.state for one in ends} == {"finished"}
     assert "no answer" in ends[0].cause
 

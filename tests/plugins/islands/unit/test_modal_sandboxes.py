@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_islands import FINISHED, PRESET, job_islands
+from job_islands import FINISHED, PRESET, ends_of, job_islands
 from modal_proto import api_pb2
 from modal_server import FakeModal, modal_server, use
 
@@ -59,7 +59,7 @@ def test_each_island_is_a_sandbox_with_its_config_and_its_secrets(
 ) -> None:
     executor, replicas = islands(FINISHED, hardware, volume="runs", timeout_s=3600.0)
     executor.launch_replicas(replicas)
-    assert {one.state for one in executor.collect(60)} == {"finished"}
+    assert {one.state for one in ends_of(executor)} == {"finished"}
     asked = cloud.started[1]
     assert asked.tags == {"name": "all-1"}
     assert asked.environment["KEY_OF_THE_STORE"] == "a-secret-of-the-tests"
@@ -82,7 +82,7 @@ def test_a_command_that_fails_is_told_with_its_status_and_the_end_of_its_output(
 ) -> None:
     executor, replicas = islands("echo first; echo no GPU is there; exit 3", hardware)
     executor.launch_replicas(replicas)
-    states = executor.collect(60)
+    states = ends_of(executor)
     assert {one.state for one in states} == {"failed"}
     assert states[0].cause == "its command has ended with 3: first / no GPU is there"
 
@@ -94,7 +94,7 @@ def test_a_start_that_the_service_could_not_make_is_no_finished_island(
     executor.launch_replicas(replicas)
     for one in cloud.started:
         one.end(api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE)
-    assert [(one.state, one.cause) for one in executor.collect(60)] == [
+    assert [(one.state, one.cause) for one in ends_of(executor)] == [
         ("failed", "its job has ended, but no run has finished in it")
     ] * 2
 
@@ -103,7 +103,7 @@ def test_a_sandbox_at_the_end_of_its_time_is_told(cloud: FakeModal, islands: Run
     executor, replicas = islands("sleep 600")
     executor.launch_replicas(replicas[:1])
     cloud.started[0].end(api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT)
-    (state,) = executor.collect(60)
+    (state,) = ends_of(executor)
     assert (state.state, state.cause) == ("failed", "it took longer than its --timeout-h")
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -13,9 +14,14 @@ import numpy as np
 import pytest
 from lighthouses import lighthouse_server
 
+from composer_mesh.configs.islands import IslandsConfig
 from composer_mesh.plugins.islands.rounds.all_reduce import Clock, RoundLost
-from composer_mesh.plugins.islands.rounds.outer_optimizer import Vector, decode, encode
-from composer_mesh.plugins.islands.rounds.rounds import BadRank
+from composer_mesh.plugins.islands.rounds.outer_optimizer import (
+    Vector,
+    count_unusable,
+    decode,
+    encode,
+)
 from composer_mesh.plugins.islands.rounds.torchft_all_reduce import (
     Offer,
     RoundOutcome,
@@ -24,6 +30,7 @@ from composer_mesh.plugins.islands.rounds.torchft_all_reduce import (
 from composer_mesh.plugins.islands.rounds.torchft_rules import LighthouseUnfit, OtherLayout
 
 SIZE = 1000
+NOTHING = bytes(32)
 
 
 @pytest.fixture
@@ -68,38 +75,47 @@ def closing_all(islands: list[TorchftAllReduce]) -> Iterator[list[TorchftAllRedu
             one.close()
 
 
-def joined(lighthouse: str, count: int = 2, **more: Any) -> list[TorchftAllReduce]:
-    settings = {"quorum": count, "deadline_s": 60.0, "request_s": 20.0, **more}
-    return [TorchftAllReduce(lighthouse, rank, count, **settings) for rank in range(count)]
+def island(
+    lighthouse: str,
+    rank: int,
+    state: State | None = None,
+    layout: bytes = NOTHING,
+    clock: Clock | None = None,
+    **more: Any,
+) -> TorchftAllReduce:
+    """One of two islands."""
+    where = {"lighthouse": lighthouse, "rank": rank, "world_size": 2}
+    known = {"deadline_s": 60.0, "request_s": 20.0}
+    config = IslandsConfig.model_validate({"host": "127.0.0.1", **where, **known, **more})
+    return TorchftAllReduce(config, layout, state or State(vector(0)), clock or Clock())
 
 
-def test_the_average_is_the_mean_round_after_round(lighthouse: str) -> None:
-    islands = joined(lighthouse)
-    for number in range(3):
-        given = [vector(10 * number + rank) for rank in range(2)]
+def joined(lighthouse: str, **more: Any) -> list[TorchftAllReduce]:
+    return [island(lighthouse, rank, **{"quorum": 2, **more}) for rank in range(2)]
 
-        found = together(
-            *(
-                lambda one=one, own=own: one.all_reduce(own)
-                for one, own in zip(islands, given, strict=True)
-            )
-        )
 
-        exact = np.mean(np.stack(given).astype(np.float64), axis=0)
-        assert np.abs(found[0] - exact).max() <= 1e-6
-        assert (found[0] == found[1]).all()
-        assert [one.round for one in islands] == [number + 1] * 2
-    for one in islands:
-        one.close()
+def averaged(one: TorchftAllReduce, values: Vector) -> Vector:
+    """The mean of the islands' values in the next round; those that are not finite are in none."""
+    how = one._config.quantization
+    payload = None if count_unusable(values) else encode(values, how).payload
+    return one.average(lambda _: Offer(payload, values.size, NOTHING)).mean
 
 
 def both(islands: list[TorchftAllReduce], given: list[Vector]) -> list[Vector]:
-    return together(
-        *(
-            lambda one=one, own=own: one.all_reduce(own)
-            for one, own in zip(islands, given, strict=True)
-        )
-    )
+    return together(*(partial(averaged, *pair) for pair in zip(islands, given, strict=True)))
+
+
+def test_the_average_is_the_mean_round_after_round(lighthouse: str) -> None:
+    with closing_all(joined(lighthouse)) as islands:
+        for number in range(3):
+            given = [vector(10 * number + rank) for rank in range(2)]
+
+            found = both(islands, given)
+
+            exact = np.mean(np.stack(given).astype(np.float64), axis=0)
+            assert np.abs(found[0] - exact).max() <= 1e-6
+            assert (found[0] == found[1]).all()
+            assert [one.round for one in islands] == [number + 1] * 2
 
 
 @pytest.mark.parametrize("how", ["int8", "int4"])
@@ -130,12 +146,9 @@ def test_values_that_are_not_finite_are_never_averaged(lighthouse: str, how: Any
 
 def test_values_by_which_a_mean_would_overflow_are_in_none(lighthouse: str) -> None:
     most = np.full(SIZE, np.finfo(np.float32).max, np.float32)
-    islands = [
-        TorchftAllReduce(lighthouse, rank, 2, request_s=20.0, clock=one_attempt())
-        for rank in range(2)
-    ]
+    islands = [island(lighthouse, rank, clock=one_attempt()) for rank in range(2)]
     with closing_all(islands):
-        found = together(*(lambda one=one: lost(one, most) for one in islands))
+        found = together(*(partial(lost, one, most) for one in islands))
 
         assert all("0 islands have contributed" in one for one in found), found
         assert [one.round for one in islands] == [0, 0]
@@ -149,7 +162,7 @@ def one_attempt() -> Clock:
 
 def lost(one: TorchftAllReduce, values: Vector) -> str:
     with pytest.raises(RoundLost) as told:
-        one.all_reduce(values)
+        averaged(one, values)
     return str(told.value)
 
 
@@ -157,11 +170,11 @@ def test_an_island_without_the_others_loses_the_round_and_finds_them_later(
     lighthouse: str,
 ) -> None:
     with closing_all(joined(lighthouse, request_s=4.0)) as islands:
-        islands[0]._deadline_s = 0.5
+        islands[0].deadline_s = 0.5
 
         assert "formed no quorum" in lost(islands[0], vector(1))
 
-        islands[0]._deadline_s = 60.0
+        islands[0].deadline_s = 60.0
         found = both(islands, [vector(1), vector(2)])
         assert (found[0] == found[1]).all()
 
@@ -184,18 +197,17 @@ def test_a_lighthouse_that_is_started_again_is_found_again() -> None:
 
 def test_fewer_islands_than_the_quorum_average_nothing() -> None:
     with lighthouse_server(min_replicas=1) as address:
-        alone = TorchftAllReduce(address, 0, 2, quorum=2, request_s=20.0, clock=one_attempt())
+        alone = island(address, 0, quorum=2, clock=one_attempt())
         with closing_all([alone]):
             assert "1 islands have contributed but the quorum is 2" in lost(alone, vector(1))
 
 
 def test_an_island_that_comes_later_gets_the_common_state_and_contributes_nothing() -> None:
     with lighthouse_server() as address:
-        settings: dict[str, Any] = {"deadline_s": 60.0, "request_s": 20.0}
         states = [State(vector(7)), State(vector(8))]
-        first = TorchftAllReduce(address, 0, 2, state=states[0], **settings)
-        assert np.abs(first.all_reduce(vector(1)) - vector(1)).max() <= 1e-6
-        second = TorchftAllReduce(address, 1, 2, state=states[1], **settings)
+        first = island(address, 0, states[0])
+        assert np.abs(averaged(first, vector(1)) - vector(1)).max() <= 1e-6
+        second = island(address, 1, states[1])
         with closing_all([first, second]) as islands:
             found = together(
                 lambda: until_both(first, states[0]), lambda: one_round(second, states[1])
@@ -224,15 +236,12 @@ def until_both(one: TorchftAllReduce, state: State) -> RoundOutcome:
 def outcomes(islands: list[TorchftAllReduce], states: list[State]) -> list[RoundOutcome]:
     """Take part in one round with each island."""
     pairs = zip(islands, states, strict=True)
-    return together(*(lambda one=one, state=state: one_round(one, state) for one, state in pairs))
+    return together(*(partial(one_round, *pair) for pair in pairs))
 
 
 def test_islands_with_other_common_weights_are_not_averaged_and_heal(lighthouse: str) -> None:
     states = [State(vector(7)), State(vector(8))]
-    settings: dict[str, Any] = {"deadline_s": 60.0, "request_s": 20.0}
-    islands = [
-        TorchftAllReduce(lighthouse, rank, 2, state=states[rank], **settings) for rank in range(2)
-    ]
+    islands = [island(lighthouse, rank, states[rank]) for rank in range(2)]
     with closing_all(islands):
         found = outcomes(islands, states)
 
@@ -241,31 +250,22 @@ def test_islands_with_other_common_weights_are_not_averaged_and_heal(lighthouse:
 
 
 def test_islands_with_other_rules_are_refused(lighthouse: str) -> None:
-    islands = [
-        TorchftAllReduce(lighthouse, rank, 2, layout=bytes([rank]) * 32, request_s=20.0)
-        for rank in range(2)
-    ]
+    islands = [island(lighthouse, rank, layout=bytes([rank]) * 32) for rank in range(2)]
 
     def refused(one: TorchftAllReduce) -> None:
         with pytest.raises(OtherLayout, match="give all islands one config"):
-            one.all_reduce(vector(1))
+            averaged(one, vector(1))
 
     with closing_all(islands):
-        together(*(lambda one=one: refused(one) for one in islands))
+        together(*(partial(refused, one) for one in islands))
 
 
 def test_one_island_needs_no_lighthouse() -> None:
-    alone = TorchftAllReduce("http://127.0.0.1:9", 0, 1)
-    assert (alone.all_reduce(vector(1)) == vector(1)).all()
+    alone = island("http://127.0.0.1:9", 0, world_size=1)
+    assert (averaged(alone, vector(1)) == vector(1)).all()
     alone.close()
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_out_of_bounds_is_refused(rank: int) -> None:
-    with pytest.raises(BadRank, match=f"rank is {rank} but world_size is 2"):
-        TorchftAllReduce("http://127.0.0.1:9", rank, 2)
 
 
 def test_an_address_without_a_lighthouse_is_refused() -> None:
     with pytest.raises(LighthouseUnfit, match="start torchft_lighthouse"):
-        TorchftAllReduce("http://127.0.0.1:9", 0, 2, request_s=1.0)
+        island("http://127.0.0.1:9", 0, request_s=1.0)

@@ -81,12 +81,6 @@ async def test_how_a_process_ended_is_unknown_while_its_parent_has_not_recorded_
     assert await how_it_ended(PID, [earlier]) == CODE_0
 
 
-def test_a_process_that_starts_replaces_the_record_of_an_earlier_one(earlier: ExitStatuses) -> None:
-    assert earlier.of(PID) == CODE_0
-    earlier.begin(PID)
-    assert earlier.of(PID) is None
-
-
 def test_a_child_that_is_found_replaces_the_record_of_an_earlier_one(
     earlier: ExitStatuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +90,7 @@ def test_a_child_that_is_found_replaces_the_record_of_an_earlier_one(
     def looked(_: float) -> None:
         raise Found
 
+    assert earlier.of(PID) == CODE_0
     monkeypatch.setattr(exit_status, "children_of", lambda *_: [PID])
     monkeypatch.setattr(exit_status, "wait_for_child", lambda _: None)
     monkeypatch.setattr(exit_status.time, "sleep", looked)

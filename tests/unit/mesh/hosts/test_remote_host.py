@@ -1,14 +1,23 @@
-"""Questions to a host that never answers: they end with it, and its processes count until then."""
+"""Questions to a host that never answers: they end with it, and its processes count until then.
+
+A host downloads the models that a run names by their ids, and says why one could not be.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.hub import HubId
+from composer_mesh.mesh.actor import own_endpoint
+from composer_mesh.mesh.hosts.agent import HostAgent
 from composer_mesh.mesh.hosts.remote import RemoteHost
 from composer_mesh.mesh.supervision import HostLost
+from composer_mesh.planning import hub
 
 
 class Silent:
@@ -61,3 +70,31 @@ async def test_a_kill_that_nobody_confirms_lasts_until_the_host_is_lost(host: Re
     assert not killing.done()
     host.lose("it was switched off")
     await killing
+
+
+NAMED = HubId("acme/tiny", "main")
+
+
+@pytest.fixture
+def agent() -> HostAgent:
+    return object.__new__(HostAgent)  # the endpoint needs none of what its process gives it
+
+
+async def test_a_model_is_downloaded_into_the_cache_that_the_run_names(
+    agent: HostAgent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+    monkeypatch.setattr(hub, "whole_model", lambda *given: asked.append(given))
+    assert await own_endpoint(agent, "fetch_model")(NAMED, "policy.path", tmp_path) == ""
+    assert asked == [(NAMED, "policy.path", tmp_path)]
+
+
+async def test_a_download_that_fails_is_an_answer(
+    agent: HostAgent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("policy.path names acme/tiny, which is private: set HF_TOKEN")
+
+    monkeypatch.setattr(hub, "whole_model", refuse)
+    why = await own_endpoint(agent, "fetch_model")(NAMED, "policy.path", tmp_path)
+    assert why == "policy.path names acme/tiny, which is private: set HF_TOKEN"

@@ -29,9 +29,14 @@ from composer_mesh.mesh.weights.manifest import (
 )
 from composer_mesh.mesh.weights.publisher import WeightPublisher
 from composer_mesh.mesh.weights.receiver import WeightReceiver
-from composer_mesh.mesh.weights.transports import shm
-from composer_mesh.mesh.weights.transports.port import check_stamps, stamp, unstamp
-from composer_mesh.mesh.weights.transports.shm import ShmReceiver, ShmSender
+from composer_mesh.mesh.weights.transports import (
+    ShmReceiver,
+    ShmSender,
+    _copy,
+    check_stamps,
+    stamp,
+    unstamp,
+)
 
 
 @pytest.fixture(params=["shm", "disk"])
@@ -94,15 +99,6 @@ async def test_a_byte_that_changed_on_the_way_is_shown_by_tensor_rank_and_versio
     with pytest.raises(WrongChecksum, match="b of rank 0's part of version 2 has another"):
         await receiver.receive(replace(handle, parts=(wrong,)))
     assert (await Source(transport).publish(1)).parts[0].checksums is None
-
-
-async def test_bytes_that_change_in_the_publishers_memory_fail_their_checksum() -> None:
-    source = Source(Transport("shm"), checksums=True)
-    handle = await source.publish(2)
-    assert source.publisher._sender is not None
-    source.publisher._sender.memory(0)[100] ^= 4
-    with pytest.raises(WrongChecksum, match="a of rank 0"):
-        await WeightReceiver().receive(handle)
 
 
 @pytest.mark.parametrize("place", [slice(0, 16), slice(-16, None)])
@@ -239,7 +235,7 @@ def test_a_publisher_that_begins_while_shared_memory_is_copied_is_noticed() -> N
     source = torch.zeros(256, dtype=torch.uint8)
     stamp(source, 4, 9)
     memory = Overtaken(source)
-    shm._copy(source, memory)  # type: ignore[arg-type]
+    _copy(source, memory)  # type: ignore[arg-type]
     with pytest.raises(TornWeights, match="read version stamps -1 and 4"):
         check_stamps(memory.memory, 4, 9)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer_mesh.mesh.weights.manifest import TransportUnavailable
-from composer_mesh.mesh.weights.transports.disk import FOLDER_PREFIX
+from composer_mesh.mesh.weights.transports import FOLDER_PREFIX
 from composer_mesh.services.run.weights_folder import NOTES_FILE, RunFolders, settled
 
 

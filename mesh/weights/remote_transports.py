@@ -1,4 +1,7 @@
-"""Weights in the publisher's own torchstore, whose controller and volume run in its process.
+"""The transports of weights that use Monarch.
+
+    rdma         registered memory that receivers read one-sidedly, from all ranks concurrently
+    torchstore   the publisher's own torchstore, whose controller and volume run in its process
 
 torchstore 0.1.2 is an optional extra, and is imported when first used. Its controller mixes
 synchronous and asynchronous endpoints, which Monarch 0.7 refuses; ours has asynchronous ones only
@@ -19,8 +22,50 @@ from monarch.actor import this_proc
 from torch import Tensor
 
 from composer_mesh.mesh.progress import made_progress
+from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.mesh.weights.manifest import TransportUnavailable
-from composer_mesh.mesh.weights.transports.port import MARK_BYTES, SLOTS, PartShape
+from composer_mesh.mesh.weights.transports import (
+    MARK_BYTES,
+    SLOTS,
+    PartShape,
+    TransportReceiver,
+)
+
+
+@dataclass(frozen=True)
+class RdmaOffer:
+    """The registered part, and its first bytes again, to be read after the rest."""
+
+    whole: BufferHandle
+    front: BufferHandle
+
+
+class RdmaSender:
+    """Two registered buffers."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffers = [SendBuffer(nbytes) for _ in range(SLOTS)]
+
+    def memory(self, slot: int) -> Tensor:
+        return self._buffers[slot].bytes
+
+    async def offer(self, slot: int) -> RdmaOffer:
+        buffer = self._buffers[slot]
+        return RdmaOffer(await buffer.whole(), await buffer.front())
+
+    async def close(self) -> None:
+        for buffer in self._buffers:
+            await buffer.close()
+
+
+class RdmaReceiver(TransportReceiver):
+    """Reads registered memory; caches nothing."""
+
+    async def fetch(self, offer: RdmaOffer, _shape: PartShape, memory: Tensor) -> None:
+        await read(offer.whole, memory)
+        front = await read(offer.front)
+        memory[:MARK_BYTES].copy_(front[:MARK_BYTES])
+
 
 CHUNK_BYTES = 16 << 20
 """Bytes per key: torchstore sends a key as one message, of which several copies are made."""
@@ -38,7 +83,7 @@ class TorchstoreOffer:
     slot: int
 
 
-def why_not() -> str | None:
+def why_no_torchstore() -> str | None:
     """Return why this process cannot use torchstore; None if it can."""
     for module in ("torchstore", "pygtrie"):
         if importlib.util.find_spec(module) is None:
@@ -46,9 +91,9 @@ def why_not() -> str | None:
     return None
 
 
-def require() -> None:
+def require_torchstore() -> None:
     """Raise `TransportUnavailable` where torchstore is missing."""
-    if (why := why_not()) is not None:
+    if (why := why_no_torchstore()) is not None:
         raise TransportUnavailable("torchstore", why, REPAIR)
 
 
@@ -56,7 +101,7 @@ class TorchstoreSender:
     """Two buffers, and a store that receives a copy of the published one."""
 
     def __init__(self, nbytes: int) -> None:
-        require()
+        require_torchstore()
         self._memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         self._client: Any = None
         self._controller: Any = None
@@ -88,7 +133,7 @@ class TorchstoreSender:
         from torchstore.storage_volume import StorageVolume
         from torchstore.strategy import SingletonStrategy
 
-        from composer_mesh.mesh.weights.transports.torchstore_controller import AsyncController
+        from composer_mesh.mesh.weights.torchstore_controller import AsyncController
 
         strategy, here = SingletonStrategy(), this_proc()
         volume = await StorageVolume.spawn(1, here, id_func=strategy.get_volume_id)
@@ -103,7 +148,7 @@ class TorchstoreReceiver:
     """A client for each store that weights come from."""
 
     def __init__(self) -> None:
-        require()
+        require_torchstore()
         self._clients: dict[bytes, Any] = {}
 
     async def fetch(self, offer: TorchstoreOffer, _shape: PartShape, memory: Tensor) -> None:

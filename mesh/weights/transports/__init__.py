@@ -1,1 +1,0 @@
-"""Weight transports, each with a sender and a receiver."""
