@@ -98,3 +98,5 @@ from .tasks.workflow import (
     Workflow as Workflow,
 )
 from .services import service as service
+
+__all__: list[str]

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from composer_mesh.configs.errors import _sections_of
+from composer_mesh.configs.load import sections_of
 from composer_mesh.configs.schema import Config
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -123,7 +123,7 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list
     for name, field in section.model_fields.items():
         if name != "import_path":
             yield prefix + name, [bound for one in field.metadata for bound in vars_of(one)]
-        for one in _sections_of(field.annotation):
+        for one in sections_of(field.annotation):
             yield from keys(one, f"{prefix}{name}.")
 
 
