@@ -34,7 +34,7 @@ COMMANDS = (
     *("composer_mesh.services.cli", "composer_mesh.services.directory.curve"),
     *("composer_mesh.services.commands.evaluation", "composer_mesh.services.commands.inspection"),
     *(
-        "composer_mesh.services.schedule.async_weight_sync",
+        "composer_mesh.services.controller",
         "composer_mesh.services.replay.pair_stream",
     ),
     *("composer_mesh.actors.models.template_process", "composer_mesh.services.launch.workers"),

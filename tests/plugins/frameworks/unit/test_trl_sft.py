@@ -11,7 +11,7 @@ import pytest
 
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.sft.config import sft_config
-from composer_mesh.services.sft.dataset import Dataset, load_dataset
+from composer_mesh.services.sft.run import Dataset, load_dataset
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 
