@@ -5,6 +5,8 @@
 Of a file that grows by lines the first `bytes` bytes are meant: the last lines before a kill may be
 in no checksum. A resumed run continues from the checksum that it finds, so it never takes damage
 for lines of its own.
+
+Files with rows in `run.sqlite` are copies that can be rebuilt; events are stored in files only.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -122,3 +126,50 @@ def _crc_of(file: BinaryIO, left: int) -> int:
     while left > 0 and (piece := file.read(min(left, _PIECE))):
         crc, left = zlib.crc32(piece, crc), left - len(piece)
     return crc
+
+
+class AppendedLines:
+    """Append-only files of a folder, through no links below it. Not thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._folder = root, OpenFolder(root)
+        self._files: dict[str, FileIO] = {}
+        self._dirty: set[str] = set()
+        self.checksums = FileChecksums(root)
+        """Those of the files that are no copies of rows."""
+
+    def add(self, name: str, line: bytes, *, copy: bool = False) -> None:
+        """Append a line. Readers see it at once; `sync` puts it on disk.
+
+        Lines that are no copies of rows get a checksum.
+        """
+        if name not in self._files:
+            # Unbuffered, so that nothing is left to fail once more when the file is closed.
+            self._files[name] = self._folder.append(name)
+        left = memoryview(line + b"\n")
+        while left:
+            left = left[self._files[name].write(left) :]
+        if not copy:
+            self.checksums.appended(name, line + b"\n")
+        self._dirty.add(name)
+
+    def sync(self) -> None:
+        """Flush all files to disk."""
+        while self._dirty:
+            os.fsync(self._files[self._dirty.pop()].fileno())
+
+    def be(self, name: str, lines: Iterable[bytes]) -> None:
+        """Rewrite a file atomically if its content differs from these lines."""
+        content, path = b"".join(line + b"\n" for line in lines), self._root / name
+        if (path.read_bytes() if path.exists() else b"") == content:
+            return
+        if name in self._files:
+            self._files.pop(name).close()
+            self._dirty.discard(name)
+        self._folder.write_whole(name, content)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._folder.close()

@@ -3,19 +3,33 @@
     evaluate -> [ conversations of the step -> train ] -> ... -> sync -> evaluate
 
 Everything else is that of a run: actors, restarts, checkpoints, resume, evaluations, reports.
+
+The conversations, and which of them each step trains:
+
+    sft.path -- rows --+--> encoded once --> an order for each epoch, by run.seed --> steps
+    sft.demonstrations-+
+
+A conversation is a sample with advantage 1, so that REINFORCE is next-token cross-entropy.
 """
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import random
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from composer_mesh.actors.mcp_servers.servers import serving
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.sft import SftConfig
 from composer_mesh.mesh.waiting import in_thread
-from composer_mesh.rollouts.batches import StepBatch
+from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
@@ -23,11 +37,131 @@ from composer_mesh.services.run.assembly import TrainingRun
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts
 from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder
-from composer_mesh.services.sft.dataset import Dataset, load_dataset
 from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.step_manifest import manifest_from_json, manifest_to_json
 from composer_mesh.services.store.rows import StepRow
+from composer_mesh.tasks.chat_rows import encoded_rows
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.playing import Demonstration, demonstrate, encode
 from composer_mesh.tasks.task import Task
+
+MOST_NAMED = 10
+REPORT_EVERY = 500
+"""Conversations between two reports of progress."""
+
+Report = Callable[[int], None]
+"""Called with the number of conversations that are encoded so far."""
+
+
+@dataclass(frozen=True)
+class CompactConversation:
+    """An encoded conversation in few bytes: 4 and 1 for each id."""
+
+    name: str
+    ids: array[int]
+    learn: bytes
+
+
+@dataclass
+class Dataset:
+    """The conversations of a run, without those held out or longer than its context."""
+
+    config: SftConfig
+    seed: int
+    rows: list[CompactConversation] = field(default_factory=list)
+    too_long: list[str] = field(default_factory=list)
+    """Names of the conversations that are left out for it."""
+    held_out: int = 0
+    """Rows that their column `split` holds out."""
+    digest: int = 0
+    """CRC-32 of all encoded conversations in order."""
+
+    def add(self, name: str, one: Demonstration | None, longest: int) -> None:
+        """Add a conversation, or note that it is held out, or longer than `longest` ids."""
+        if one is None:
+            self.held_out += 1
+            return
+        if len(one.ids) > longest:
+            self.too_long.append(name)
+            return
+        self.rows.append(CompactConversation(name, array("i", one.ids), bytes(one.learn)))
+        self.digest = zlib.crc32(self.rows[-1].ids.tobytes() + self.rows[-1].learn, self.digest)
+
+    def batch(self, step: int) -> StepBatch:
+        """Return the batch of a step; it depends on the seed and the conversations alone."""
+        size = self.config.batch_size
+        return StepBatch(step, [self._sample(step * size + n) for n in range(size)], [], [])
+
+    def epoch(self, step: int) -> float:
+        """Return how often the conversations have been trained once a step is done."""
+        return (step + 1) * self.config.batch_size / len(self.rows)
+
+    def __str__(self) -> str:
+        ids = sum(len(one.ids) for one in self.rows)
+        learnt = sum(sum(one.learn) for one in self.rows)
+        summary = f"{len(self.rows):,} conversations of {ids:,} tokens, {learnt:,} of them imitated"
+        if self.held_out:
+            summary = f"{summary}; held out by the column 'split': {self.held_out:,}"
+        if not self.too_long:
+            return summary
+        more = ", …" if len(self.too_long) > MOST_NAMED else ""
+        return (
+            f"{summary}; {len(self.too_long):,} longer than policy.max_context are left out: "
+            f"{', '.join(self.too_long[:MOST_NAMED])}{more}"
+        )
+
+    def _sample(self, place: int) -> PolicySample:
+        epoch, at = divmod(place, len(self.rows))
+        one = self.rows[_order(self.seed, epoch, len(self.rows))[at]]
+        size, mask = len(one.ids), [bool(learnt) for learnt in one.learn]
+        name = f"{one.name} of epoch {epoch + 1}"
+        return PolicySample(name, one.ids.tolist(), mask, [0.0] * size, 1.0, [-1] * size, place)
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    """Return the order of the conversations in an epoch; a step may train the end of another."""
+    order = list(range(count))
+    random.Random(f"{seed}:sft:{epoch}").shuffle(order)
+    return order
+
+
+def load_dataset(config: Config, task: Task, chat: ChatFormat, report: Report) -> Dataset:
+    """Read and encode the conversations of a config; raises UnusableTask.
+
+    The task's tools are used by whoever calls it; demonstrations are played here.
+    """
+    assert config.sft is not None
+    found = Dataset(config.sft, config.run.seed)
+    longest = config.policy.max_context
+    for number, (name, one) in enumerate(_conversations(config.sft, config, task, chat), 1):
+        found.add(name, one, longest)
+        if number % REPORT_EVERY == 0:
+            report(number)
+    if not found.rows:
+        raise UnusableTask(
+            f"no conversation is left to imitate: {len(found.too_long):,} are longer than "
+            f"policy.max_context, which is {longest}, and {found.held_out:,} held out by their "
+            "column 'split': raise policy.max_context, or give other rows"
+        )
+    if config.sft.batch_size > len(found.rows):
+        raise UnusableTask(
+            f"sft.batch_size is {config.sft.batch_size} but there are {len(found.rows)} "
+            "conversations: lower it to that, or give more"
+        )
+    return found
+
+
+def _conversations(
+    sft: SftConfig, config: Config, task: Task, chat: ChatFormat
+) -> Iterator[tuple[str, Demonstration | None]]:
+    if sft.path is not None:
+        for number, one in enumerate(encoded_rows(sft.path, chat), 1):
+            yield f"row {number}", one
+    rng = random.Random(f"{config.run.seed}:demonstrations")
+    for index in range(sft.demonstrations):
+        yield f"episode {index}", encode(chat, demonstrate(task, index, sft, rng))
+
 
 DIGEST = "sft/dataset"
 

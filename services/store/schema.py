@@ -19,9 +19,9 @@ from typing import Any
 
 from composer_mesh.actors.checkpoints.manifest import FOLDER
 from composer_mesh.actors.sqlite_file import FileKind, SqliteFile
+from composer_mesh.services.directory.file_checksums import AppendedLines
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.store.rows import DamagedRecord
-from composer_mesh.services.store.writer_thread import AppendedLines
 
 COLUMNS = {
     "groups": "group_id, state, entered, finished_at, trained, traces, bytes, crc, worded",

@@ -33,10 +33,7 @@ from composer_mesh.mesh.fork_server.server import load, seed_anew
 COMMANDS = (
     *("composer_mesh.services.cli", "composer_mesh.services.directory.curve"),
     *("composer_mesh.services.commands.evaluation", "composer_mesh.services.commands.inspection"),
-    *(
-        "composer_mesh.services.schedule.async_weight_sync",
-        "composer_mesh.services.replay.pair_stream",
-    ),
+    *("composer_mesh.services.schedule.metrics", "composer_mesh.services.replay.pair_stream"),
     *("composer_mesh.actors.models.template_process", "composer_mesh.services.launch.workers"),
     *("composer_mesh.services.replay.teacher_settings", "composer_mesh.mesh.admin"),
     "composer_mesh.services.inspection.view",

@@ -1,4 +1,4 @@
-"""Ranks of a trainer that answer at once, and a host that starts them, for `RankProcesses`."""
+"""Ranks of a trainer that answer at once, and a host that starts them, for `TrainerRanks`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.batches import StepBatch
-from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
+from composer_mesh.services.controller import AsyncWeightSync
 from composer_mesh.services.steps.ports import MayTrain
 
 

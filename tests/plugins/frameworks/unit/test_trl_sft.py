@@ -12,7 +12,7 @@ from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.sft.config import sft_config
-from composer_mesh.services.sft.dataset import Dataset, load_dataset
+from composer_mesh.services.sft.run import Dataset, load_dataset
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -10,7 +10,7 @@ import pytest
 from controller_world import others
 from simulated_time import SimulatedLoop
 
-from composer_mesh.services.schedule.async_weight_sync import AsyncWeightSync
+from composer_mesh.services.controller import AsyncWeightSync
 from composer_mesh.services.steps.ports import MayTrain
 
 T = TypeVar("T")

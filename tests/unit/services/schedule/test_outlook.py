@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.services.schedule.outlook import FLAT_STEPS, Outlook
+from composer_mesh.services.schedule.metrics import FLAT_STEPS, Outlook
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.sft.config import sft_config
-from composer_mesh.services.sft.dataset import Dataset, load_dataset
-from composer_mesh.services.sft.run import refuse_other
+from composer_mesh.services.sft.run import Dataset, load_dataset, refuse_other
 from composer_mesh.services.steps.step_manifest import StepManifest, manifest_to_json
 from composer_mesh.services.store.rows import StepRow, StepState
 from composer_mesh.tasks.errors import UnusableTask

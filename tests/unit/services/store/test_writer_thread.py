@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from composer_mesh.services.store.writer_thread import WriterThread
+from composer_mesh.services.store.writing import WriterThread
 
 
 class Broken(Exception):
