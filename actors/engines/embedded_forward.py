@@ -28,7 +28,7 @@ from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.actors.models.attention_calls import MORE
 from composer_mesh.actors.models.expert_routing import KEYWORD, ExpertRouting, routers_of
 from composer_mesh.actors.models.language_model import counts_along_rows, layer_kinds
-from composer_mesh.actors.models.packed_attention import RowPositions
+from composer_mesh.actors.models.level_cache import RowPositions
 from composer_mesh.actors.models.probes import WINDOW, error_of, probe_ids, short_scales
 from composer_mesh.planning.model_facts import FULL, SLIDING
 from composer_mesh.planning.model_refusals import ModelNotServed

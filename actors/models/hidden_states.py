@@ -186,7 +186,7 @@ class Packed:
 
 
 if TYPE_CHECKING:  # brings transformers, which takes as long to import as torch
-    from composer_mesh.actors.models.packed_attention import Pairs
+    from composer_mesh.actors.models.level_cache import Pairs
 
 EVERYWHERE: Windows = {"full_attention": None}
 
@@ -225,7 +225,7 @@ def shared_states(
         keys = queries if before is None else before.at(follows).then(queries)
         inputs: dict[str, Any] = {}
         if len(tree.levels) > 1:
-            from composer_mesh.actors.models.packed_attention import LevelCache
+            from composer_mesh.actors.models.level_cache import LevelCache
 
             inputs["past_key_values"] = LevelCache(_followed(cached, level, tree, number))
         if number or level.divides:

@@ -241,7 +241,7 @@ class LanguageModel:
         positions = packed.positions[:, own]
         inputs |= {"input_ids": packed.ids[:, own], "position_ids": positions}
         if in_place:
-            from composer_mesh.actors.models.packed_attention import RowPositions
+            from composer_mesh.actors.models.level_cache import RowPositions
 
             inputs["past_key_values"] = RowPositions(positions[0])
         return packed.unpacked(self._states(**inputs), context)

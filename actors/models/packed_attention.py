@@ -1,14 +1,10 @@
 """Attention of a packed row, each sequence by itself, as a transformers attention function.
 
 A mask of the row would be dense, and its scores would grow with the square of the row's length.
-Caches that a forward is given: the levels of a prefix tree before it, and a row's positions.
-
-Axes: H query heads, L tokens of the row, D head width, R rows, P positions before.
-
 Imported where it is used, since transformers comes with it.
-"""
 
-from __future__ import annotations
+Axes: H query heads, L tokens of the row, D head width.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -148,60 +143,3 @@ def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> 
 
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
-
-
-Pairs = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values [R, heads, P, D] by the number of a layer."""
-
-
-class LevelCache(Cache):
-    """Keys and values of the levels before, which a forward reads and continues.
-
-    Unlike transformers' own caches it may be written twice: a checkpointed layer runs again in the
-    backward.
-    """
-
-    def __init__(self, before: Pairs) -> None:
-        super().__init__(layers=[])
-        self._before = before
-        self.after: Pairs = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values with those before them."""
-        if (before := self._before.get(layer_idx)) is not None:
-            key_states = torch.cat([before[0], key_states], dim=-2)
-            value_states = torch.cat([before[1], value_states], dim=-2)
-        self.after[layer_idx] = key_states, value_states
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions before, P."""
-        before = self._before.get(layer_idx)
-        return 0 if before is None else before[0].shape[-2]
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys that `query_length` positions see, and the first one."""
-        return self.get_seq_length(layer_idx) + query_length, 0
-
-
-class RowPositions(Cache):
-    """The `positions` [L] of a packed row for layers that would count along the row: keeps nothing.
-
-    Llama 4 scales queries by their index in the row plus the length of the cache.
-    """
-
-    def __init__(self, positions: Tensor) -> None:
-        super().__init__(layers=[])
-        self._offsets = positions - torch.arange(len(positions), device=positions.device)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values."""
-        return key_states, value_states
-
-    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
-        """Return what is to be added to each index of the row [L], to give its position."""
-        return self._offsets
