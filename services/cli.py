@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
+from composer_mesh.actors.engines.vllm_settings import VllmUnavailable
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs import plugins
 from composer_mesh.configs.errors import ConfigError

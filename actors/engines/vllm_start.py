@@ -23,8 +23,8 @@ from composer_mesh.actors.engines.vllm_engine import (
     Sampling,
     VllmEngine,
 )
-from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import (
+    VllmUnavailable,
     adapter_arguments,
     engine_arguments,
     expert_arguments,

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.port import VersionedWeights
 from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD
-from composer_mesh.actors.models.adapter_files import FOLDER, AdapterFolder
-from composer_mesh.actors.models.lora import PARTS
+from composer_mesh.actors.models.lora import FOLDER, PARTS, AdapterFolder
 from composer_mesh.actors.models.policy import Named
 from composer_mesh.configs.trainer import LoraConfig
 from composer_mesh.configs.worded import Worded

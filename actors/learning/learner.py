@@ -26,9 +26,8 @@ from composer_mesh.actors.checkpoints.state import (
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.learning.update_pass import TeacherOutputSource
-from composer_mesh.actors.models.adapter_files import AdapterFolder
 from composer_mesh.actors.models.backend import make_backend
-from composer_mesh.actors.models.lora import restore_adapters
+from composer_mesh.actors.models.lora import AdapterFolder, restore_adapters
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.policy import ModelFolder
 from composer_mesh.actors.models.ranks import Division, Ranks

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.learning.channel_gradients import ChannelGradients
 from composer_mesh.actors.learning.policy_channel import PolicyChannel
 from composer_mesh.actors.learning.replay_channel import ReplayChannel
 from composer_mesh.actors.learning.running_call import ForeignChannel, RunningCall
 from composer_mesh.actors.learning.sdpo_channel import SdpoChannel
 from composer_mesh.actors.learning.update_pass import (
+    ChannelGradients,
     MixtureLosses,
     TeacherOutputSource,
     TrainedChannel,

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.expert_parallel import context_of, experts_of
-from composer_mesh.actors.models.lora import adapter_weights
+from composer_mesh.actors.models.lora import adapter_weights, export_state
 from composer_mesh.actors.models.policy import empty_model
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import (

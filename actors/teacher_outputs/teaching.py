@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_mesh.actors.models.adapter_files import export_state
 from composer_mesh.actors.models.language_model import LanguageModel, logit_softcap
-from composer_mesh.actors.models.lora import adapters_off
+from composer_mesh.actors.models.lora import adapters_off, export_state
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.policy import empty_model, load_model
 from composer_mesh.actors.models.sharding import distinct, local, own_weights, release

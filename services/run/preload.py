@@ -15,7 +15,7 @@ PRELOAD = (
     *("composer_mesh.rollouts.step_plan", "composer_mesh.mesh.weights.transports"),
     "composer_mesh.actors.learning.policy_channel",
     *("composer_mesh.actors.learning.replay_channel", "composer_mesh.actors.checkpoints.state"),
-    *("composer_mesh.actors.models.trained_model", "composer_mesh.actors.models.adapter_files"),
+    *("composer_mesh.actors.models.trained_model", "composer_mesh.actors.models.lora"),
     *("composer_mesh.actors.models.warm_start", "composer_mesh.actors.engines.embedded"),
     *("composer_mesh.actors.engines.loop", "composer_mesh.actors.panel.panel"),
 )

@@ -1,6 +1,8 @@
-"""The trainer's processes, one per rank: started, connected, loaded, watched, replaced together.
+"""Processes that are the ranks of one actor: started, connected, watched and replaced together.
 
 A rank's death breaks the process groups of the others, so that none of them is replaced alone.
+
+The trainer's processes, one per rank: starts, connects, loads and replaces them together.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from composer_mesh.actors.checkpoints.manifest import WrittenFile
+from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Division, Rendezvous
 from composer_mesh.actors.trainer import TrainerActor
 from composer_mesh.configs.schema import Config
@@ -29,19 +32,14 @@ NEWS_S = 3.0
 """
 ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
 """Ranks on one host sum gradients over its loopback device; others find their interface."""
-WARM_START_DEADLINE_S = 1800.0
-WRITE_DEADLINE_S = 1800.0
-"""Checkpoints are written concurrently with steps, so only a hung disk exceeds this."""
 
 
-class TrainerRanks:
-    """The ranks of a run's trainer, which begin again from a checkpoint together.
-
-    Their processes are named `trainer`, or `trainer-0`, …; a restart appends `.2`, `.3`, ….
-    """
+class RankProcesses:
+    """Trainer processes named `trainer`, or `trainer-0`, …; a restart appends `.2`, `.3`, …."""
 
     def __init__(
         self,
+        actor_class: type[RankActor],
         config: Config,
         host: MeshHost,
         placement: PlacementOf,
@@ -49,7 +47,7 @@ class TrainerRanks:
         news_s: float = NEWS_S,
     ) -> None:
         size = config.trainer.ranks
-        self._folder: Path | None = None
+        self._actor_class = actor_class
         self._config, self._host, self._placement = config, host, placement
         self._look_s, self._news_s = look_s, news_s
         self._meet = size > 1 or config.trainer.sharded
@@ -107,46 +105,6 @@ class TrainerRanks:
             return await together(
                 *(one.call(endpoint, *args, deadline_s=wait_s) for one in self.all)
             )
-
-    async def prepare(self) -> Path:
-        """Return the folder of the initial policy. Waits for a warm start if none is cached."""
-        folder: Path = await self.first.call(
-            "prepare", self._config, deadline_s=WARM_START_DEADLINE_S
-        )
-        return folder
-
-    async def load(self, folder: Path, checkpoint: Path | None = None) -> int:
-        """Connect the ranks and load the initial policy, or a checkpoint of it.
-
-        Returns the version that is loaded.
-        """
-        self._folder = folder
-        await self.connect()
-        wait_s = self._longest_wait_s
-        versions: list[int] = await self.on_all(
-            "load", self._config, folder, checkpoint, deadline_s=wait_s
-        )
-        return versions[0]
-
-    async def save(self, draft: Path, export: bool) -> None:
-        """Start writing a checkpoint to an absolute path. Waits until all states are copied."""
-        await self.on_all("save", draft, export)
-
-    async def saved(self) -> list[WrittenFile]:
-        """Return the files of the started checkpoint. Waits until all ranks have written theirs."""
-        written = await self.on_all("saved", deadline_s=WRITE_DEADLINE_S)
-        return [one for files in written for one in files]
-
-    async def restart_from(self, checkpoint: Path | None) -> int:
-        """Replace all ranks with new processes, load a checkpoint and return its version.
-
-        A single rank cannot be replaced, as the process group of the others is broken. If not all
-        can start none is left running, and none of them counts as a death.
-        """
-        assert self._folder is not None, "ranks that never loaded have nothing to begin again from"
-        await self.stop()
-        await self.start()
-        return await self.load(self._folder, checkpoint)
 
     async def connect(self) -> None:
         """Let the ranks find each other, before they load; one rank has nobody to find."""
@@ -212,7 +170,7 @@ class TrainerRanks:
         try:
             return await self._host.spawn(
                 name,
-                TrainerActor,
+                self._actor_class,
                 on=placement.host,
                 env=placement.env,
                 policy=FaultPolicy.OWNER,
@@ -237,3 +195,63 @@ class TrainerRanks:
                 for rank, one in enumerate(self.all)
             )
         )
+
+
+WARM_START_DEADLINE_S = 1800.0
+WRITE_DEADLINE_S = 1800.0
+"""Checkpoints are written concurrently with steps, so only a hung disk exceeds this."""
+
+
+class TrainerRanks(RankProcesses):
+    """The ranks of a run's trainer, which begin again from a checkpoint together."""
+
+    def __init__(
+        self,
+        config: Config,
+        host: MeshHost,
+        placement: PlacementOf,
+        look_s: float = LOOK_S,
+        news_s: float = NEWS_S,
+    ) -> None:
+        super().__init__(TrainerActor, config, host, placement, look_s, news_s)
+        self._folder: Path | None = None
+
+    async def prepare(self) -> Path:
+        """Return the folder of the initial policy. Waits for a warm start if none is cached."""
+        folder: Path = await self.first.call(
+            "prepare", self._config, deadline_s=WARM_START_DEADLINE_S
+        )
+        return folder
+
+    async def load(self, folder: Path, checkpoint: Path | None = None) -> int:
+        """Connect the ranks and load the initial policy, or a checkpoint of it.
+
+        Returns the version that is loaded.
+        """
+        self._folder = folder
+        await self.connect()
+        wait_s = self._longest_wait_s
+        versions: list[int] = await self.on_all(
+            "load", self._config, folder, checkpoint, deadline_s=wait_s
+        )
+        return versions[0]
+
+    async def save(self, draft: Path, export: bool) -> None:
+        """Start writing a checkpoint to an absolute path. Waits until all states are copied."""
+        await self.on_all("save", draft, export)
+
+    async def saved(self) -> list[WrittenFile]:
+        """Return the files of the started checkpoint. Waits until all ranks have written theirs."""
+        written = await self.on_all("saved", deadline_s=WRITE_DEADLINE_S)
+        return [one for files in written for one in files]
+
+    async def restart_from(self, checkpoint: Path | None) -> int:
+        """Replace all ranks with new processes, load a checkpoint and return its version.
+
+        A single rank cannot be replaced, as the process group of the others is broken. If not all
+        can start none is left running, and none of them counts as a death.
+        """
+        assert self._folder is not None, "ranks that never loaded have nothing to begin again from"
+        await self.stop()
+        await self.start()
+        return await self.load(self._folder, checkpoint)

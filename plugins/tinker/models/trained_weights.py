@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_mesh.actors.models.adapter_files import adapter_files
-from composer_mesh.actors.models.lora import linear_layers
+from composer_mesh.actors.models.lora import adapter_files, linear_layers
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
 from composer_mesh.plugins.tinker.models.batches import MODELS, Shares

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import (
     LORA_SLOTS,
+    VllmUnavailable,
     check_vllm_fits,
     check_vllm_installed,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -397,14 +396,3 @@ def test_a_run_without_a_whole_checkpoint_has_none_and_loses_no_damaged_one(tmp_
         "step-4",
         "step-4.1",
     ]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        UnreadableCheckpoint("step-1", "torn"),
-        CheckpointFailed("step-1", "No space left on device"),
-    ],
-)
-def test_refusals_cross_a_process(error: Exception) -> None:
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -7,7 +7,6 @@ The embedded engine tells the experts of a mixture, reused, recomputed or new.
 
 from __future__ import annotations
 
-import pickle
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,13 +186,6 @@ def test_bfloat16_weights_are_sampled_from_in_float32(rng: random.Random) -> Non
         )
         assert away.abs().max() < 0.2
         assert torch.tensor(result.logprobs).bfloat16().tolist() != result.logprobs
-
-
-def test_a_refusal_travels_whole() -> None:
-    error = ModelNotServed("FalconForCausalLM", "its keys are its own")
-    copy = pickle.loads(pickle.dumps(error))
-    assert copy.args == error.args
-    assert str(copy) == str(error)
 
 
 LORA = {"rank": 4, "sync": "adapters"}

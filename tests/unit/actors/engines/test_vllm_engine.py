@@ -18,8 +18,12 @@ from torch import Tensor
 
 from composer_mesh.actors.engines.port import LogitsNotFinite, PromptTokens, RequestTooLong
 from composer_mesh.actors.engines.vllm_engine import EngineFault, RequestLimits, VllmEngine
-from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
-from composer_mesh.actors.engines.vllm_settings import LORA_SLOTS, check_vllm_fits, lora_slot
+from composer_mesh.actors.engines.vllm_settings import (
+    LORA_SLOTS,
+    VllmUnavailable,
+    check_vllm_fits,
+    lora_slot,
+)
 from composer_mesh.actors.engines.vllm_weights import (
     AdapterRefused,
     AdapterSlots,
@@ -27,7 +31,7 @@ from composer_mesh.actors.engines.vllm_weights import (
     WeightsIncomplete,
     adapter_shapes,
 )
-from composer_mesh.actors.models.adapter_files import PREFIX, adapter_files
+from composer_mesh.actors.models.lora import PREFIX, adapter_files
 from composer_mesh.configs.trainer import LoraConfig
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,8 @@ from stepped import FakeLlm, completion
 
 from composer_mesh.actors.engines.port import ExpertsUnknown
 from composer_mesh.actors.engines.vllm_engine import EngineFault, Experts, RequestLimits, VllmEngine
-from composer_mesh.actors.engines.vllm_expert_slots import ExpertSlots, ExpertsNotNoted
-from composer_mesh.actors.engines.vllm_installed import VllmUnavailable
 from composer_mesh.actors.engines.vllm_settings import (
+    VllmUnavailable,
     check_vllm_fits,
     expert_arguments,
     process_environment,
@@ -26,7 +24,13 @@ from composer_mesh.actors.engines.vllm_start import (
     ExpertLayers,
     refuse_without_experts,
 )
-from composer_mesh.actors.engines.vllm_worker import CHOSEN_EXPERTS, NOTE_EXPERTS, PolicyWorker
+from composer_mesh.actors.engines.vllm_worker import (
+    CHOSEN_EXPERTS,
+    NOTE_EXPERTS,
+    ExpertSlots,
+    ExpertsNotNoted,
+    PolicyWorker,
+)
 from composer_mesh.actors.models.expert_routing import numbers_of
 from composer_mesh.planning.model_refusals import UnsupportedRouting
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
@@ -157,12 +161,6 @@ def test_positions_of_which_a_layer_told_nothing_are_an_error() -> None:
 def test_choices_of_other_tokens_are_an_error() -> None:
     with pytest.raises(ExpertsNotNoted, match=r"layer 2: .* shape \[3, 2\] for 2 tokens, 2 each"):
         slots().note(2, torch.zeros(3, 2), torch.tensor([0, 1]))
-
-
-def test_the_error_travels() -> None:
-    error = ExpertsNotNoted("layer 2", "it is broken")
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert "set trainer.moe.router_replay to false" in str(error)
 
 
 def test_layers_with_experts_are_found_by_the_routers_of_the_model(tokenizer: Any) -> None:

@@ -6,7 +6,7 @@ Weights for vLLM: all of them, under every name, in one reload.
 from __future__ import annotations
 
 import json
-import pickle
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,16 @@ from safetensors.torch import load_file
 from stepped import Plain, weight
 from torch import Tensor
 
-from composer_mesh.actors.engines.vllm_installed import (
-    VllmUnavailable,
-    installed_flavour,
-    refuse_without_numa,
-)
 from composer_mesh.actors.engines.vllm_settings import (
     AttentionShape,
+    VllmUnavailable,
     check_vllm_fits,
     check_vllm_installed,
     engine_arguments,
+    installed_flavour,
     process_environment,
     refuse_unknown,
+    refuse_without_numa,
 )
 from composer_mesh.actors.engines.vllm_weights import (
     EMBEDDING,
@@ -37,7 +35,7 @@ from composer_mesh.actors.engines.vllm_weights import (
     WeightsIncomplete,
     write,
 )
-from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD, PolicyWorker, WeightsNotTaken
+from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD, PolicyWorker
 from composer_mesh.configs.schema import OWNED, Config
 
 ON_GPU = {"generator": {"gpus": 1.0}}
@@ -81,6 +79,7 @@ def test_arguments_follow_from_the_config(config: Any, folder: Path) -> None:
     assert arguments["seed"] == 3
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert arguments["skip_tokenizer_init"]
+    assert pkgutil.resolve_name(arguments["worker_extension_cls"]) is PolicyWorker
 
 
 def test_the_cache_on_a_cpu_holds_every_conversation_that_may_run(
@@ -310,10 +309,3 @@ def test_files_hold_what_fits_and_views_of_larger_memory_alone(tmp_path: Path) -
     for name, tensor in named:
         found = [load_file(file)[name] for file in files if name in load_file(file)]
         assert torch.equal(found[0], tensor)
-
-
-@pytest.mark.parametrize(
-    "error", [WeightsIncomplete(6, 2, f"{Q}, {K}"), WeightsNotTaken(2, "Model", Q)]
-)
-def test_the_errors_of_weights_travel(error: Exception) -> None:
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -137,11 +136,6 @@ def test_a_head_that_is_not_linear_is_refused_by_the_name_of_its_model(
         UnsupportedHead, match=f"{name}: its logits differ .* fused losses do not know"
     ):
         LanguageModel(model).check_head()
-
-
-def test_the_refusal_crosses_a_process() -> None:
-    error = pickle.loads(pickle.dumps(UnsupportedHead("Gemma2ForCausalLM", 0.5)))
-    assert str(error) == str(UnsupportedHead("Gemma2ForCausalLM", 0.5))
 
 
 def test_rows_are_padded_with_zeros_on_the_right() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,7 +298,3 @@ def test_a_run_is_refused_before_it_starts_where_torchao_is_missing(monkeypatch:
     with pytest.raises(LowbitMissing, match=r"pip install 'composer-mesh\[lowbit\]'"):
         startable(config)
     startable(runs.config())
-
-
-def test_the_refusal_crosses_a_process() -> None:
-    assert str(pickle.loads(pickle.dumps(LowbitMissing()))) == str(LowbitMissing())

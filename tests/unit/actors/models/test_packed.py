@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from dataclasses import replace
 from typing import Any
@@ -107,11 +106,6 @@ def test_a_model_that_does_not_keep_sequences_apart_is_refused() -> None:
     with pytest.raises(UnsupportedPacking, match=r"OPTForCausalLM: .* set trainer\.packing to fal"):
         LanguageModel(model).check_packing()
     LanguageModel(built(MODELS["Qwen3"])).check_packing()
-
-
-def test_the_refusal_crosses_a_process() -> None:
-    error = pickle.loads(pickle.dumps(UnsupportedPacking("OPTForCausalLM", 0.5)))
-    assert str(error) == str(UnsupportedPacking("OPTForCausalLM", 0.5))
 
 
 @pytest.mark.parametrize("budget", [512, 100_000])

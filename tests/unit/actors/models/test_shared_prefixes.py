@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from functools import partial
 
 import pytest
@@ -65,10 +64,10 @@ def test_adapters_get_the_gradients_of_dense_rows(
 
 def test_a_model_with_states_is_refused_before_it_trains() -> None:
     hybrid = Qwen3NextConfig(**DECODER, num_experts=2, layer_types=["linear_attention", FULL])
-    with pytest.raises(UnsupportedSharing, match="has layers of linear_attention, but prefixes"):
+    with pytest.raises(
+        UnsupportedSharing, match=r"layers of linear_attention, but prefixes .*: set"
+    ):
         LanguageModel(built(hybrid)).check_sharing()
-    error = pickle.loads(pickle.dumps(UnsupportedSharing("Mistral", "why")))
-    assert str(error) == "Mistral: why: set trainer.prefix_sharing to false"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,7 +6,6 @@ Signals between the loop that delivers them and the thread that trains: order, r
 from __future__ import annotations
 
 import asyncio
-import pickle
 
 import pytest
 import torch
@@ -110,10 +109,6 @@ async def test_a_waiter_that_is_cancelled_holds_nothing() -> None:
     await turns()
     await slots.release(first)
     await asyncio.wait_for(slots.acquire(0), 1)
-
-
-def test_the_end_of_a_step_crosses_a_process() -> None:
-    assert str(pickle.loads(pickle.dumps(StepOver(3)))) == str(StepOver(3))
 
 
 async def test_what_is_forgotten_is_free_for_any_step_again() -> None:
@@ -253,9 +248,3 @@ async def test_a_trainer_reports_that_it_waits_for_its_teachers_until_all_parts_
     assert (await taking)["states"].tolist() == [1, 2]
     assert PROGRESS.count > before
     assert not PROGRESS.report()["waits_for"]
-
-
-def test_a_loss_crosses_a_process() -> None:
-    assert str(pickle.loads(pickle.dumps(TeacherOutputsLost("why")))) == str(
-        TeacherOutputsLost("why")
-    )
