@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_mesh.configs.load import Table, dump_toml, load_config, resolve_config
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.programs import detached, reap, run
 from composer_mesh.rollouts.traces import Trace
@@ -208,16 +208,15 @@ def evaluate(
     place = target.directory if isinstance(target, Run) else target
     with TemporaryDirectory(prefix="composer-mesh-") as folder:
         file = Path(folder) / "figures.json"
-        command = [*_COMMAND, "eval", str(place), "--samples", str(samples), "--json", str(file)]
+        command = ["eval", str(place), "--samples", str(samples), "--json", str(file)]
         command += [part for one in _overrides(changes) for part in ("--set", one)]
-        done = run(command, deadline_s=LONGEST_EVALUATION_S, check=False)
+        done = run(
+            python_module("composer_mesh", *command), deadline_s=LONGEST_EVALUATION_S, check=False
+        )
         if done.status:
             raise RunFailed(done.stderr[-LONGEST_MESSAGE:].strip())
         figures: dict[str, Any] = json.loads(file.read_bytes())
     return figures
-
-
-_COMMAND = (sys.executable, "-m", "composer_mesh")
 
 
 def _config(config: Config | Table | Path | str, changes: Mapping[str, Any] | None) -> Config:
@@ -248,7 +247,7 @@ def _start(command: str, config: Config, output: Path | str | None, resume: bool
     with TemporaryDirectory(prefix="composer-mesh-") as folder:
         file = Path(folder) / "config.toml"
         file.write_text(dump_toml(config), encoding="utf-8")
-        words = [*_COMMAND, command, str(file), "--output", str(place)]
+        words = python_module("composer_mesh", command, str(file), "--output", str(place))
         started = Run(place)
         if not resume:
             started.log.unlink(missing_ok=True)

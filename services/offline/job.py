@@ -39,7 +39,7 @@ from composer_mesh.rollouts.state_choice import Selection
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.offline.session import Stopped, TeacherClient, is_short
 from composer_mesh.services.offline.traces import TraceFileError
-from composer_mesh.services.replay.pair_stream import Replay, replay_of
+from composer_mesh.services.replay.teacher_queries import Replay, replay_of
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 
 BYTES_PER_TOKEN = 4

@@ -22,7 +22,8 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.replay.pair_stream import PairStream, query_record_from_json
+from composer_mesh.services.replay.pair_stream import PairStream
+from composer_mesh.services.replay.teacher_queries import query_record_from_json
 from composer_mesh.services.schedule.groups import ResumeState, StoredGroup
 from composer_mesh.services.schedule.step_builder import Group, StepBuilder
 from composer_mesh.services.steps.hint_writing import WrittenHints, worded_from_json

@@ -13,10 +13,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.pairs import PreferencePair, Provenance, TeacherVote
 from composer_mesh.rollouts.tool_calls import assistant_message, call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
-from composer_mesh.services.replay.pair_stream import (
-    TeacherQueryRecord,
-    query_record_to_json,
-)
+from composer_mesh.services.replay.teacher_queries import TeacherQueryRecord, query_record_to_json
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 from composer_mesh.services.store.rows import GroupState, LateReward, TraceRow
 from composer_mesh.services.store.writing import RunStore

@@ -22,7 +22,8 @@ from composer_mesh.rollouts.pairs import (
 )
 from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import Trace, Turn
-from composer_mesh.services.replay.pair_stream import PairStream, Refining, Replay, TakenPairs
+from composer_mesh.services.replay.pair_stream import PairStream, Refining, TakenPairs
+from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.toolbox import ToolboxTask
 

@@ -13,7 +13,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.replay.pair_stream import TeacherQueryRecord
+from composer_mesh.services.replay.teacher_queries import TeacherQueryRecord
 from composer_mesh.services.schedule.groups import ResumeState
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 from composer_mesh.tasks.toolbox import ToolboxTask

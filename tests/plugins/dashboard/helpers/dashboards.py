@@ -20,10 +20,7 @@ from composer_mesh.plugins.dashboard.access import Sessions
 from composer_mesh.plugins.dashboard.app import Dashboard, DashboardOptions, make_app
 from composer_mesh.rollouts.pairs import Provenance, TeacherVote
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
-from composer_mesh.services.replay.pair_stream import (
-    TeacherQueryRecord,
-    query_record_to_json,
-)
+from composer_mesh.services.replay.teacher_queries import TeacherQueryRecord, query_record_to_json
 from composer_mesh.services.steps.step_manifest import ReplayOutcome
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.web.http_server import Access

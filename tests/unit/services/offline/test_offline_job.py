@@ -35,7 +35,7 @@ from composer_mesh.services.cli import main
 from composer_mesh.services.offline.job import OfflineJob, selections, share_of
 from composer_mesh.services.offline.session import Stopped, TeacherClient, is_short
 from composer_mesh.services.offline.traces import TraceFileError
-from composer_mesh.services.replay.pair_stream import Replay
+from composer_mesh.services.replay.teacher_queries import Replay
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 

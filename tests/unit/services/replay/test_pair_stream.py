@@ -24,7 +24,8 @@ from pair_streams import (
 )
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.services.replay.pair_stream import MOST_BACKLOG, TOO_LONG, query_record_from_json
+from composer_mesh.services.replay.pair_stream import MOST_BACKLOG, TOO_LONG
+from composer_mesh.services.replay.teacher_queries import query_record_from_json
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 

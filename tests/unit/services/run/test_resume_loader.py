@@ -19,10 +19,7 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.replay.late_rewards import Corrections
-from composer_mesh.services.replay.pair_stream import (
-    TeacherQueryRecord,
-    query_record_to_json,
-)
+from composer_mesh.services.replay.teacher_queries import TeacherQueryRecord, query_record_to_json
 from composer_mesh.services.run.resume_loader import (
     ResumeContents,
     load_resume_state,
