@@ -1,31 +1,43 @@
 """Composer Mesh: a training service for agentic language models on Monarch.
 
 `__init__.pyi` lists the public names (docs/python.md). Each is imported when it is first used, so
-that reading a config never loads torch or Monarch. Everything else may change.
+that reading a config never loads torch or Monarch; without any, this needs Python alone, as the
+processes of sandboxes have nothing else. Everything but the public names may change.
 """
 
 import importlib
 import os
+from functools import cache
 from typing import Any
-
-import lazy_loader
 
 # Monarch opens its log when it is imported, at a path that others could predict (mesh.monarch_log).
 os.environ.setdefault("MONARCH_LOG_SUFFIX", os.urandom(16).hex())
 
-_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _EXTRAS = {"trl": "trl"}
 """The extra that installs a package which a public name needs."""
 
 
+@cache
+def _modules() -> dict[str, str]:
+    """Return the module of each public name; a name without one is a module itself."""
+    import ast
+    from pathlib import Path
+
+    stub = ast.parse(Path(f"{__file__}i").read_text(encoding="utf-8"))
+    found = [one for one in stub.body if isinstance(one, ast.ImportFrom)]
+    return {name.name: one.module or "" for one in found for name in one.names}
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name; raise ImportError that names the extra whose package is missing."""
+    if name == "__all__":
+        return sorted(_modules())
+    if name not in _modules():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path = f"{__name__}.{_modules()[name]}".removesuffix(".")
     try:
-        found = (
-            importlib.import_module(f"{__name__}.services.service")
-            if name == "service"
-            else _public(name)
-        )
+        module = None if path == __name__ else importlib.import_module(path)
+        found = getattr(module, name, None) or importlib.import_module(f"{path}.{name}")
     except ModuleNotFoundError as missing:
         if (extra := _EXTRAS.get(missing.name or "")) is None:
             raise
@@ -35,3 +47,7 @@ def __getattr__(name: str) -> Any:
         ) from missing
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_modules()})
