@@ -240,7 +240,7 @@ def attribute(name: str, place: str, output: object, wanted: str, default: Any =
         raise CustomFunctionError(
             name,
             place,
-            f"it returned {_kind(output)}, which has no {wanted!r}: return LossOutputs(loss,"
+            f"it returned {_kind(output)} without {wanted!r}: return LossOutputs(loss,"
             " metrics) from a loss and AdvantageOutputs(advantages) from an advantage",
         )
     return value

@@ -54,7 +54,8 @@ def test_a_function_that_raises_in_a_step_ends_the_run_with_its_line_and_restart
     settings = {**ALONE, **custom(section, name)}
     with launched(folder.parent / "run", policy_cache, settings, folder) as run:
         assert run.wait() == 1
-    frame, source, message, log = run.stderr.splitlines()
+    assert run.stderr.count("\n") <= 12, run.stderr
+    frame, source, message, log = run.stderr.splitlines()[-4:]
     assert frame.startswith(f"composer-mesh: {folder}/users_of_a_run.py:")
     assert line in source
     assert said in message
