@@ -27,7 +27,7 @@ from composer_mesh.services.directory.status import (
     ActorStatus,
     RunStatus,
     RunUnavailable,
-    newest_live_run,
+    newest_run,
     read_status,
     write_status,
 )
@@ -117,13 +117,16 @@ def test_a_file_that_is_no_status_is_no_run(tmp_path: Path, text: str) -> None:
     assert read_status(tmp_path) is None
 
 
-def test_the_newest_run_that_is_alive_is_found(tmp_path: Path) -> None:
+def test_the_newest_live_run_is_found_and_without_one_the_newest(tmp_path: Path) -> None:
     for age, (name, state) in enumerate((("c", "finished"), ("b", "training"), ("a", "eval"))):
         (tmp_path / name).mkdir()
         write_status(tmp_path / name, dataclasses.replace(STATUS, state=state))
         os.utime(tmp_path / name / "status.json", (1000 - age, 1000 - age))
-    assert newest_live_run(tmp_path) == tmp_path / "b"
-    assert newest_live_run(tmp_path / "c") is None
+    assert newest_run(tmp_path) == tmp_path / "b"
+    write_status(tmp_path / "b", dataclasses.replace(STATUS, state="failed"))
+    write_status(tmp_path / "a", dataclasses.replace(STATUS, state="stopped"))
+    assert newest_run(tmp_path) == tmp_path / "a"
+    assert newest_run(tmp_path / "c") is None
 
 
 def test_the_mesh_and_the_status_are_joined_by_name() -> None:
