@@ -7,6 +7,7 @@ loads neither torch nor Monarch.
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,7 @@ from composer_mesh.services.directory.resume import (
     with_chat_date,
 )
 from composer_mesh.services.directory.sft_start import SUFFIX, NoStart
+from composer_mesh.services.inspection.events_command import clock
 from composer_mesh.services.inspection.placement_table import (
     channels_line,
     print_placement,
@@ -254,6 +256,7 @@ def prepare(output: Path, signals: CommandSignals) -> None:
     own_private_folder()
     os.environ[LOGS] = str((output / "logs").absolute())
     signals.hold()
+    print(f"{clock(time.time())} phase loading PyTorch and Monarch", flush=True)
     open_log("controller")
 
 
