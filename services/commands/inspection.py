@@ -4,6 +4,7 @@ Each imports its implementation when it runs.
 """
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,11 @@ class _Reward(argparse.Action):
     """Stores REWARD; without RUN, the words before it are one place further left."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, found: Any, value: Any, _option: Any = None
+        self, _parser: argparse.ArgumentParser, found: Any, value: Any, _option: Any = None
     ) -> None:
         if value is None and found.trace is not None:
-            try:
+            with suppress(ValueError):  # not a number: REWARD is missing, which the command says
                 found.run, found.trace, value = None, str(found.run), float(found.trace)
-            except ValueError:
-                parser.error(f"REWARD is {found.trace[:40]!r} but must be a number")
         found.reward = value
 
 

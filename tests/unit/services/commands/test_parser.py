@@ -78,7 +78,7 @@ def test_no_words_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["train"], "the following arguments are required: CONFIG"),
         (["traces", "shw", "1/2"], "'1/2' is no action: did you mean show?"),
         (["traces", "list", "1/2", "3"], "'3' is one word too many after list TRACE"),
-        (["reward", "x", "high"], "REWARD is 'high' but must be a number"),
+        (["reward", "x", "high"], "reward takes TRACE and REWARD, --file FILE"),
     ],
 )
 def test_misspelled_words_are_two_lines_with_the_nearest(
