@@ -27,20 +27,26 @@ def changes(policy_cache: Path, **more: Any) -> dict[str, Any]:
 
 
 async def test_a_run_is_followed_and_scaled_inside_a_loop(here: Path, policy_cache: Path) -> None:
-    config = load_config(PRESET)
-    run = train(config, changes(policy_cache))
+    run = train(load_config(PRESET), changes(policy_cache, **ENDLESS))
     steps = []
     async for step in run:
         steps.append(step["step"])
         if len(steps) == 1:
             assert run.scale(generator=2) == {"generator": {"before": 1, "after": 2}}
-            assert run.tree()["state"] in ("running", "evaluating", "finished")
-    assert steps == [1, 2, 3]
-    assert run.summary() is not None
+            assert run.tree()["state"] in ("running", "evaluating")
+        if len(steps) == 3:
+            assert run.stop() == 0
+    assert steps == list(range(1, len(steps) + 1))
     assert len(list(run.rollouts())) >= 3 * 2 * 4
     assert run.events()[0]["event"] == "run_started"
     assert list(run.metrics()["step"]) == steps
     assert Run("runs/quickstart").wait().steps() == run.steps()
+
+
+def test_a_run_that_finished_has_a_summary(here: Path, policy_cache: Path) -> None:
+    run = train(PRESET, changes(policy_cache, **{"run.steps": 1}))
+    assert run.summary() is None
+    assert run.wait().summary() is not None
 
 
 def test_a_stopped_run_ended_well_and_a_killed_one_did_not(here: Path, policy_cache: Path) -> None:
