@@ -110,6 +110,9 @@ OWNED = {
     "enable_return_routed_experts": "trainer.moe.router_replay",
     "aux_output_config": "trainer.moe.router_replay",
     "distributed_executor_backend": "generator.vllm.tensor_parallel",
+    "pipeline_parallel_size": "generator.vllm.tensor_parallel",
+    "data_parallel_size": "generator.replicas",
+    "prefill_context_parallel_size": "generator.vllm.tensor_parallel",
 }
 """Engine arguments that are set by other config keys, with these keys."""
 
