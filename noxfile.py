@@ -8,7 +8,7 @@ nox is in the project's environment, which `make dev` creates. Sessions are in t
 """
 
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import nox
@@ -18,6 +18,9 @@ sys.path.insert(0, str(TESTS / "helpers"))
 
 from nox_helpers import session_of_suite  # noqa: E402
 from selection import suites  # noqa: E402
+
+if find_spec("composer_mesh") is None:
+    sys.exit("this nox is not in the project's environment: run `make dev`, then .venv/bin/nox")
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"

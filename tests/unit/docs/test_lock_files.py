@@ -44,8 +44,12 @@ def locked(name: str, machine: dict[str, str]) -> dict[str, Version]:
 
 
 def wanted(*extras: str) -> Iterator[Requirement]:
+    """Direct requirements but torch, those of extras of extras included."""
     for text in [*PROJECT["dependencies"], *(one for extra in extras for one in EXTRAS[extra])]:
-        if (one := Requirement(text)).name != "torch":
+        one = Requirement(text)
+        if one.name == PROJECT["name"]:
+            yield from wanted(*one.extras)
+        elif one.name != "torch":
             yield one
 
 
@@ -83,7 +87,11 @@ def test_every_dependency_has_a_lower_and_an_upper_bound() -> None:
     extras = [text for texts in EXTRAS.values() for text in texts]
     build = PYPROJECT["build-system"]["requires"]
     for text in [*PROJECT["dependencies"], *extras, *build]:
-        operators = {one.operator for one in Requirement(text).specifier}
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            assert requirement.extras <= EXTRAS.keys()
+            continue
+        operators = {one.operator for one in requirement.specifier}
         assert operators in ({"=="}, {">=", "<"}), text
 
 
