@@ -40,7 +40,7 @@ class Requirement:
         except ImportError as error:
             raise UnusableTask(
                 f"task {self.task!r} cannot import {name} ({error}): install what it needs with "
-                f"{self.install}, or everything for tasks of packages with make tasks"
+                f"{self.install}, or all of docs/task-packages.md with nox -s tasks --install-only"
             ) from error
 
     def _check_version(self) -> None:
@@ -49,7 +49,7 @@ class Requirement:
         except PackageNotFoundError:
             raise UnusableTask(
                 f"task {self.task!r} needs the package {self.distribution}, which is not "
-                f"installed: run {self.install}, or make tasks"
+                f"installed: run {self.install}, or nox -s tasks --install-only"
             ) from None
         if found not in self.versions:
             raise UnusableTask(

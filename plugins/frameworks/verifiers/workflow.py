@@ -33,7 +33,7 @@ from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.workflow import Agent, Engine, Trajectory, Workflow
 
-PYTHON = Path(".venv-verifiers/bin/python")
+PYTHON = Path(".nox/verifiers/bin/python")
 
 
 class VerifiersTask(Task):
