@@ -29,7 +29,7 @@ from composer_mesh.services.web.options import (
     checked_token,
 )
 
-NEEDED = {name: name for name in ("starlette", "uvicorn", "wsproto")}
+NEEDED = {"wsproto": "wsproto"}
 
 
 class ServeOptions(ListenOptions):
