@@ -4,10 +4,7 @@ Every failure raises `ConfigError`, whose message has a line for each problem th
 key, value, bound, repair. Cheap to import.
 """
 
-import difflib
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from composer_mesh.configs import plugins, presets
 from composer_mesh.configs.errors import ConfigError, one_line, shown
 from composer_mesh.configs.hub import GGUF, NO_ID
+from composer_mesh.configs.reference import nearest_key
 from composer_mesh.configs.regular_files import (
     NotToml,
     TomlRefused,
@@ -25,6 +23,7 @@ from composer_mesh.configs.regular_files import (
     read_text,
 )
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.schema_keys import dotted, is_key, sections_at, sections_of, tag
 from composer_mesh.configs.validation import MANY_ERRORS, errors_of
 
 # error type -> (bound, repair), filled from the error's own context
@@ -57,7 +56,6 @@ _TEXTS: dict[str, tuple[str, str]] = {
 }
 
 MOST_WORDED = 20
-LONGEST_KEY = 60
 Table = dict[str, Any]
 MOST_PARTS = 16
 LONGEST_INDEX = 6
@@ -250,39 +248,11 @@ def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
 
 
 def unknown_key(root: type[BaseModel], path: Sequence[str | int], value: object) -> str:
-    """Return the error line of an unknown key, with the most similar known key."""
+    """Return the error line of an unknown key, with the keys that may be meant."""
     return (
         f"{dotted(path)} = {shown(value)}: unknown key, must be one the schema has: "
         f"{nearest_key(root, path)}{'' if path[0] in root.model_fields else plugins.missing()}"
     )
-
-
-def dotted(path: Sequence[str | int]) -> str:
-    """Format a key path as in TOML: `replay.teachers[0].name`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in path)
-    return text.removeprefix(".")
-
-
-def _key(part: str) -> str:
-    """Return a part of a key path, shortened if it is too long for a line."""
-    return part if len(part) <= LONGEST_KEY else f"{part[: LONGEST_KEY - 3]}..."
-
-
-def is_key(root: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Return whether the schema has a key at this path; a free-form table has every key."""
-    if path[-1] in keys_at(root, path):
-        return True
-    tables = [path[:end] for end in range(1, len(path)) if isinstance(path[end - 1], str)]
-    return any(_is_free_table(root, table) for table in tables)
-
-
-def keys_at(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Return the valid keys at the last part of `path`; none if its parent is not a table.
-
-    If a table's `type` chooses among several sections, the keys of all of them.
-    """
-    keys = (key for section in _sections_at(root, path) for key in section.model_fields)
-    return list(dict.fromkeys(keys))
 
 
 def _describe(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
@@ -319,7 +289,7 @@ def _key_of_another_type(
 def _owners(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """Return the `type` values of the table whose sections have the last key."""
     key = str(path[-1])
-    sections = _sections_at(root, path)
+    sections = sections_at(root, path)
     return [str(tag(s)) for s in sections if len(sections) > 1 and key in s.model_fields]
 
 
@@ -327,28 +297,6 @@ def _how_to_add(path: Sequence[str | int]) -> str:
     if len(path) == 1:
         return f"a table [{path[0]}]"
     return f"{path[-1]} = … under [{dotted(path[:-1])}]"
-
-
-def nearest_key(root: type[BaseModel], path: Sequence[str | int]) -> str:
-    """Return the repair of an unknown key: the most similar one, or those of its table."""
-    path = _up_to_the_unknown_part(root, path)
-    key, siblings = str(path[-1])[:LONGEST_KEY], keys_at(root, path)
-    if near := difflib.get_close_matches(key, siblings, n=1):
-        return f"did you mean {dotted([*path[:-1], near[0]])}?"
-    if elsewhere := _first_keys(root).get(key):
-        return f"did you mean {elsewhere}?"
-    if siblings:
-        return f"remove it, or use one of {', '.join(siblings)}"
-    return f"remove it, {dotted(path[:-1])} is not a table"
-
-
-def _up_to_the_unknown_part(
-    root: type[BaseModel], path: Sequence[str | int]
-) -> Sequence[str | int]:
-    for end, part in enumerate(path, start=1):
-        if isinstance(part, str) and not is_key(root, path[:end]):
-            return path[:end]
-    return path
 
 
 def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[str | int]:
@@ -365,44 +313,3 @@ def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[
         if isinstance(part, str):
             sections = [s for field in fields if field for s in sections_of(field.annotation)]
     return found
-
-
-@cache
-def _first_keys(root: type[BaseModel]) -> dict[str, str]:
-    """Return the first key of each name, by the name alone."""
-    return {name.rsplit(".", 1)[-1]: name for name in reversed(list(_all_keys(root)))}
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        for child in sections_of(field.annotation):
-            yield from _all_keys(child, f"{prefix}{name}.")
-
-
-def _sections_at(root: type[BaseModel], path: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the sections that may contain the last part of `path` as a key."""
-    sections = [root]
-    for part in path[:-1]:
-        if isinstance(part, str):
-            fields = [section.model_fields.get(part) for section in sections]
-            sections = [s for field in fields if field for s in sections_of(field.annotation)]
-    return sections
-
-
-def _is_free_table(root: type[BaseModel], path: Sequence[str | int]) -> bool:
-    fields = (section.model_fields.get(str(path[-1])) for section in _sections_at(root, path))
-    return any(field and typing.get_origin(field.annotation) is dict for field in fields)
-
-
-def sections_of(annotation: object) -> list[type[BaseModel]]:
-    """Return the sections in an annotation such as `Section`, `tuple[Section, ...]` or a union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for inner in typing.get_args(annotation) for found in sections_of(inner)]
-
-
-def tag(section: type[BaseModel]) -> str | None:
-    """Return the value of `type` that selects this section."""
-    field = section.model_fields.get("type")
-    return next(iter(typing.get_args(field.annotation)), None) if field else None

@@ -208,7 +208,7 @@ def evaluate(
     place = target.directory if isinstance(target, Run) else target
     with TemporaryDirectory(prefix="composer-mesh-") as folder:
         file = Path(folder) / "figures.json"
-        command = ["eval", str(place), "--samples", str(samples), "--json", str(file)]
+        command = ["eval", str(place), "--samples", str(samples), "--report", str(file)]
         command += [part for one in _overrides(changes) for part in ("--set", one)]
         done = run(
             python_module("composer_mesh", *command), deadline_s=LONGEST_EVALUATION_S, check=False

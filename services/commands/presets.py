@@ -18,6 +18,8 @@ from composer_mesh.services.directory.claim import output_path
         metavar="FILE",
         help="new file for --copy (default: NAME.toml)",
     ),
+    group="configs",
+    example="presets --copy quickstart",
 )
 def presets(arguments: argparse.Namespace) -> int:
     """Print the name and first line of each preset, or write one to a new file."""

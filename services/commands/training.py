@@ -32,11 +32,17 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.checks.hub import hub_remarks
 from composer_mesh.services.checks.task import describe_task, facts_of, heldout_of
-from composer_mesh.services.commands.parser import Add, add_config, argument, command, one_of
+from composer_mesh.services.commands.parser import (
+    Add,
+    add_config,
+    argument,
+    command,
+    one_of,
+    output,
+)
 from composer_mesh.services.directory.claim import (
     RUNS,
     claimed,
-    output_path,
     refuse_a_used,
     set_aside,
 )
@@ -56,7 +62,13 @@ from composer_mesh.services.sft.config import sft_config
 from composer_mesh.tasks.loading import fewer_episodes, make_task
 
 
-@command("print the resolved run and its mesh; plays a dry episode, starts nothing", add_config)
+@command(
+    "check a config: what it changes, its mesh and memory, one dry episode; starts nothing",
+    add_config,
+    argument("--all", action="store_true", help="print every key of the resolved config"),
+    group="configs",
+    example="check quickstart --set trainer.lr=1e-4",
+)
 def check(arguments: argparse.Namespace) -> int:
     """Print the resolved run, its mesh and its placement; plays one dry episode.
 
@@ -92,13 +104,7 @@ def _of_run(name: str, *alone: Add) -> tuple[Add, ...]:
     """Return the config of a run, and where it is written and resumed; `alone` exclude resuming."""
     return (
         add_config,
-        argument(
-            "--output",
-            type=output_path,
-            metavar="DIR",
-            help=f"where the run is written; {name} when not given, an earlier run there moves "
-            "aside",
-        ),
+        output(f"where the run is written (default: {name}; an earlier run there moves aside)"),
         one_of(
             argument(
                 "--resume",
@@ -133,6 +139,8 @@ def _of_run(name: str, *alone: Add) -> tuple[Add, ...]:
         ),
     ),
     signals=True,
+    group="train",
+    example="train quickstart --set run.steps=20 --output runs/short",
 )
 def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
@@ -144,7 +152,13 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     return _whole(config, arguments, signals)
 
 
-@command("fine-tune on conversations, before train", *_of_run(f"runs/NAME{SUFFIX}"), signals=True)
+@command(
+    "fine-tune on conversations, before train",
+    *_of_run(f"runs/NAME{SUFFIX}"),
+    signals=True,
+    group="train",
+    example="sft gsm8k --set data.path=FILE.jsonl --set sft.path=CHATS.jsonl --set sft.steps=100",
+)
 def sft(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config of a supervised run, claim its directory, then start it."""
     config = sft_config(load_config(arguments.config, arguments.set))

@@ -247,7 +247,7 @@ MESH_CHANGES = (
 """Suffixes of the event kinds that report changes of the mesh."""
 
 
-def tree_command(run: Path | None, as_json: bool = False, watch: bool = False) -> int:
+def tree_command(run: Path, as_json: bool = False, watch: bool = False) -> int:
     """Print the mesh of a live run, once or until it ends; return the exit status."""
     console = Console()
     viewer = Viewer(live_run(run))

@@ -7,9 +7,10 @@ import argparse
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from composer_mesh.services.directory.claim import output_path
+from composer_mesh.configs.errors import did_you_mean, nearest
+from composer_mesh.services.commands.parser import RUN, as_json, output
 
 Action = Literal["list", "show", "export"]
 Format = Literal["parquet", "jsonl"]
@@ -80,7 +81,7 @@ class TracesOptions:
                 f"{self.action} takes no trace_id but got {self.trace!r}: write show"
             )
         if self.action == "export" and self.out is None:
-            raise TracesRefused("export has no place to write to: add --out FOLDER")
+            raise TracesRefused("export has no place to write to: add --output DIR")
         if self.limit < 0:
             raise TracesRefused(
                 f"--limit is {self.limit} but must be 0 or more: 0 shows every rollout"
@@ -109,22 +110,25 @@ def read_options(arguments: argparse.Namespace) -> TracesOptions:
         arguments.json,
         arguments.full,
         arguments.format,
-        arguments.out,
+        arguments.output,
     )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `composer-mesh traces` to a parser."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
+    RUN(parser)
     parser.add_argument(
         "action",
         nargs="?",
-        choices=ACTIONS,
-        default="list",
+        metavar="ACTION",
         help="list the rollouts (the default), show one, or export them",
     )
     parser.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="for show: a trace_id, or GROUP/SAMPLE"
+        "trace",
+        nargs="?",
+        action=_Trace,
+        metavar="TRACE",
+        help="for show: a trace_id, or GROUP/SAMPLE",
     )
     _add_filters(parser)
     _add_list_options(parser)
@@ -132,7 +136,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=FORMATS, default="parquet", help="of export; parquet by default"
     )
-    parser.add_argument("--out", type=output_path, metavar="FOLDER", help="where export writes")
+    output("where export writes")(parser)
+
+
+class _Trace(argparse.Action):
+    """Stores TRACE and checks ACTION; without RUN, both words are one place further left."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, found: Any, value: Any, _option: Any = None
+    ) -> None:
+        if str(found.run) in ACTIONS:
+            if value is not None:
+                parser.error(f"{value[:40]!r} is one word too many after {found.run} TRACE")
+            found.run, found.action, value = None, str(found.run), found.action
+        found.action, found.trace = found.action or "list", value
+        if found.action not in ACTIONS:
+            near = nearest(found.action, ACTIONS) or nearest(str(found.run), ACTIONS)
+            repair = did_you_mean(near) if near else f"write one of {', '.join(ACTIONS)}"
+            parser.error(f"{found.action[:40]!r} is no action: {repair}")
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
@@ -159,4 +180,4 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, default=SHOWN, metavar="N", help=f"{SHOWN} by default; 0 for all"
     )
-    parser.add_argument("--json", action="store_true", help="print each rollout as one object")
+    as_json("each rollout")(parser)

@@ -44,7 +44,7 @@ BROKEN = {
     ),
     "unknown section": (
         ["generatr.replicas=2"],
-        ["generatr.replicas = 2", "unknown key", "did you mean generator?"],
+        ["generatr.replicas = 2", "unknown key", "did you mean generator.replicas?"],
     ),
     "key of another section": (
         ["trainer.clip_low=0.1"],
