@@ -33,6 +33,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.plugins import PluginFailed
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.pyspy import StackDump
@@ -54,7 +55,7 @@ from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
-from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.parts import RunParts, TimelineView
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.run.resume_loader import ResumeContents, load_resume_state
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView, final_report
@@ -368,12 +369,16 @@ class TrainingRun:
         )
         parts = self._parts(mesh, task, chat)
         trainer = self._trainer = parts.trainer(resumed_from)
-        controller = self.controller = await parts.controller(
-            trainer, TrackedView(self.view, self._trackers), past, heldout
-        )
-        controller.stopping = self.stopping
-        self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
-        await trainer.during(self._train(trainer, controller))
+        async with TimelineView(
+            TrackedView(self.view, self._trackers),
+            mesh.take_activity,
+            self.store.add_timeline,
+            recorded_by(self.event),
+        ) as watch:
+            controller = await parts.controller(trainer, watch, past, heldout)
+            self.controller, controller.stopping = controller, self.stopping
+            self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
+            await trainer.during(self._train(trainer, controller))
 
     def _parts(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> RunParts:
         return RunParts(self.config, self.store, mesh, task, chat, self.event)
