@@ -50,6 +50,7 @@ from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
+from composer_mesh.services.directory.status import Progress, earlier_progress
 from composer_mesh.services.inspection.census import failure_line, placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import TakenPairs
@@ -140,7 +141,6 @@ def train_command(
     `resumed` is not None for a resumed run: its config changes, possibly none. However many signals
     arrive, the run is shut down and its summary written.
     """
-    began = time.monotonic()
     ceiling = config.replay.budget.usd if config.replay.on else None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
@@ -151,9 +151,8 @@ def train_command(
         final_report(
             output,
             config.run.name,
-            wall_s=time.monotonic() - began,
+            progress=run.progress(),
             evaluations=run.evaluations,
-            restarts=run.restarts,
             rest=run.rest,
         )
     except OSError as error:
@@ -184,21 +183,25 @@ class TrainingRun:
     _past: ResumeContents = field(default_factory=ResumeContents)
     _watch: RunWatch = field(init=False)
     _trackers: RunTrackers = field(init=False)
+    _earlier: Progress = field(default_factory=Progress)
+    _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        if self.resumed is not None:
+            self._earlier = earlier_progress(self.store.root)
         self._trackers = RunTrackers(self.config, self.store.root, self.event)
         self._watch = RunWatch(
             self.store.root,
             self.config.run,
             self.view,
             self.event,
-            self._progress,
+            self.progress,
             {"stop": self.stop, "join": self.join, "stacks": self.stacks},
         )
 
     @property
     def restarts(self) -> int:
-        """Number of processes started as replacements."""
+        """Number of processes started as replacements in this session."""
         return sum(part.restarts for part in (self._mesh, self._trainer) if part is not None)
 
     @property
@@ -390,9 +393,18 @@ class TrainingRun:
             controller.resume_state.past.clear()  # the trainer holds those it needs
         await controller.run()
 
-    def _progress(self) -> tuple[int, int]:
-        step = self.controller.step if self.controller else self._past.steps
-        return (step, self.restarts)
+    def progress(self) -> Progress:
+        """Return how far the run is, with what its earlier sessions took."""
+        earlier = self._earlier
+        return Progress(
+            self._steps_done(),
+            earlier.restarts + self.restarts,
+            earlier.sessions + 1,
+            earlier.wall_s + time.monotonic() - self._began,
+        )
+
+    def _steps_done(self) -> int:
+        return self.controller.step if self.controller else self._past.steps
 
     def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         """Record an event and show it."""
