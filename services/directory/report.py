@@ -116,8 +116,11 @@ def summarize(
     evaluations: Sequence[Evaluation] = (),
     restarts: int = 0,
     rest: Mapping[str, Any] | None = None,
+    sessions: int = 1,
 ) -> dict[str, Any]:
     """Return the figures of `summary.json`; counts per step are summed.
+
+    `wall_s` and `restarts` are those of all `sessions`, the starts of the run.
 
     The first evaluation is the initial one and the last of several the final one; a missing one is
     None. `rest` holds the teachers' figures after the last step.
@@ -125,6 +128,7 @@ def summarize(
     return {
         "steps": len(metrics),
         "wall_s": round(wall_s, 3),
+        "sessions": sessions,
         "eval": {
             "initial": _evaluation(evaluations[0]) if evaluations else None,
             "final": _evaluation(evaluations[-1]) if len(evaluations) > 1 else None,
@@ -156,6 +160,7 @@ def write_summary(
     evaluations: Sequence[Evaluation] = (),
     restarts: int = 0,
     rest: Mapping[str, Any] | None = None,
+    sessions: int = 1,
 ) -> dict[str, Any]:
     """Write the `summary.json` of a run directory atomically, and return it."""
     summary = summarize(
@@ -164,6 +169,7 @@ def write_summary(
         evaluations=evaluations,
         restarts=restarts,
         rest=rest,
+        sessions=sessions,
     )
     with OpenFolder(run) as folder:
         content = json.dumps(summary, indent=2).encode() + b"\n"
@@ -186,7 +192,7 @@ def summary_table(name: str, summary: Mapping[str, Any]) -> Table:
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     steps, replay = summary["steps"], summary["replay"]
     return [
-        ("steps", f"{steps:,} in {duration(summary['wall_s'])}"),
+        ("steps", f"{steps:,} in {duration(summary['wall_s'])}{_in_sessions(summary)}"),
         ("held-out success before", _success(summary["eval"]["initial"])),
         ("held-out success after", _success(summary["eval"]["final"])),
         *(
@@ -201,6 +207,10 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trained on", f"{summary['tokens_trained']:,} tokens, {summary['rollouts']:,} rollouts"),
         ("restarts", str(summary["restarts"])),
     ]
+
+
+def _in_sessions(summary: Mapping[str, Any]) -> str:
+    return f", {summary['sessions']} sessions" if summary["sessions"] > 1 else ""
 
 
 def _replay(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -207,8 +207,8 @@ class SamplingRun(PartialRun):
         where = f"{sampled.step} of {self.config.run.steps}"
         self.event("rollouts_sampled", "", f"{where}: {sampled}", **fields)
 
-    def _progress(self) -> tuple[int, int]:
-        return (len(self.rollouts.done) if self.rollouts else 0, self.restarts)
+    def _steps_done(self) -> int:
+        return len(self.rollouts.done) if self.rollouts else 0
 
 
 @dataclass
@@ -273,5 +273,5 @@ class TrainFromTracesRun(PartialRun):
         unwritten = FirstReasons(partial(self.event, "hint_not_written", "trainer"))
         return StepBuilder(Batcher(self.config, task, chat, advantages, unwritten), late)
 
-    def _progress(self) -> tuple[int, int]:
-        return (self.training.step if self.training else 0, self.restarts)
+    def _steps_done(self) -> int:
+        return self.training.step if self.training else 0

@@ -26,6 +26,7 @@ from composer_mesh.services.directory.report import (
     summary_table,
     write_summary,
 )
+from composer_mesh.services.directory.status import Progress
 from composer_mesh.services.steps.ports import Watcher
 from composer_mesh.services.trackers.delivery import Delivery, Names, of_evaluation, trained_tokens
 from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, Tracker, make_tracker
@@ -37,14 +38,18 @@ def final_report(
     output: Path,
     name: str,
     *,
-    wall_s: float,
+    progress: Progress,
     evaluations: Sequence[Evaluation],
-    restarts: int,
     rest: Mapping[str, Any],
 ) -> None:
     """Write and print the summary of a run, and draw its curve; raises OSError."""
     summary = write_summary(
-        output, wall_s=wall_s, evaluations=evaluations, restarts=restarts, rest=rest
+        output,
+        wall_s=progress.wall_s,
+        evaluations=evaluations,
+        restarts=progress.restarts,
+        sessions=progress.sessions,
+        rest=rest,
     )
     # Imported late, since plotting is not needed before the end.
     from composer_mesh.services.directory.curve import draw_reward_curve
