@@ -25,6 +25,11 @@ from .losses.custom_function import (
 from .mesh.actor import MeshActor as MeshActor
 from .plugins.frameworks.trl.trainer import ComposerGRPOTrainer as ComposerGRPOTrainer
 from .rollouts.batches import ChannelSample as ChannelSample
+from .rollouts.pairs import (
+    FrozenState as FrozenState,
+    TeacherAnswer as TeacherAnswer,
+    TeacherFailure as TeacherFailure,
+)
 from .rollouts.tasks import (
     Episode as Episode,
     Outcome as Outcome,
@@ -37,8 +42,15 @@ from .services.commands.parser import Command as Command
 from .services.offline.api import (
     chat_state as chat_state,
     extract_dpo_pairs as extract_dpo_pairs,
+    frozen_state as frozen_state,
     replay_and_normalize_trace as replay_and_normalize_trace,
+    replay_and_normalize_trace_sync as replay_and_normalize_trace_sync,
     replay_trace as replay_trace,
+)
+from .services.offline.options import ReplayRefused as ReplayRefused
+from .services.offline.teacher_pool import (
+    TeacherPool as TeacherPool,
+    teacher_settings as teacher_settings,
 )
 from .services.run_handle import (
     Run as Run,
