@@ -1,17 +1,13 @@
 """The train command: builds a run from its config, runs it and shuts it down.
 
 Owns the start and stop order and what is reported to the user; the controller runs the loop.
-
-What a run says of an error that no part of it has worded.
 """
 
 import asyncio
-import errno
 import os
 import secrets
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from composer_mesh.actors.checkpoints.folder import (
-    CheckpointFailed,
-    UnreadableCheckpoint,
-)
-from composer_mesh.actors.learning.weight_update import GradientNotFinite
 from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
-from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.plugins import PluginFailed
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import recorded_by
@@ -38,22 +27,21 @@ from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import START_DEADLINE_S, MeshHost
-from composer_mesh.mesh.supervision import MeshError, Supervisor
+from composer_mesh.mesh.supervision import Supervisor
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.manifest import TransportUnavailable
-from composer_mesh.planning.placement_solver import NoCapacity
-from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
 from composer_mesh.services.directory.status import Progress, earlier_progress
-from composer_mesh.services.inspection.census import failure_line, placed
+from composer_mesh.services.inspection.census import placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import TakenPairs
+from composer_mesh.services.run.failure_report import FailureReport, report_failure
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.run.parts import RunParts, TimelineView
@@ -70,11 +58,8 @@ from composer_mesh.services.schedule.stopping import (
     grace_s,
     until_interrupted,
 )
-from composer_mesh.services.steps.step_manifest import UnreadableManifest
-from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore, disk_error
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
-from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import fewer_episodes, heldout_indices, make_task
 from composer_mesh.tasks.task import Task
 
@@ -104,29 +89,10 @@ def with_member(config: Config, root: Path) -> Config:
     return config.model_copy(update={"islands": islands})
 
 
-OF_DISKS = frozenset(
-    (errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
-)
-"""Errors of a disk that is full, forbidden or broken, whoever writes to it."""
-
-
-def unexpected(error: Exception, root: Path) -> str:
-    """Return one line for a disk that does not take what a run writes, else the traceback."""
-    if isinstance(error, OSError) and error.errno in OF_DISKS:
-        return str(disk_error(root, error))
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
 FAILED = 1
 UNGUARDED = (
     "task {} states no verified answer, so hints are not checked for it: define verified_answer()"
 )
-ONE_LINE = (
-    *(DamagedRecord, RunDirectoryError, StoreError, TransportUnavailable),
-    *(ChatTemplateError, CheckpointFailed, ConfigError, NoCapacity, TaskError),
-    *(GradientNotFinite, PluginFailed, UnreadableCheckpoint, UnreadableManifest),
-)
-"""Errors whose message is complete, so no traceback is printed."""
 
 
 def train_command(
@@ -220,7 +186,7 @@ class TrainingRun:
         """Start the mesh, run the controller, stop the mesh; returns the exit status."""
         watch_this_loop("controller")
         supervisor = Supervisor(self.event)
-        state = "failed"
+        state, reported = "failed", FailureReport()
         try:
             with held_keys(self.config) as self._keys:
                 await self._live_with_hosts(supervisor)
@@ -229,17 +195,12 @@ class TrainingRun:
         except asyncio.CancelledError:
             state = "stopped"
             raise
-        except MeshError as error:
-            self.failure = failure_line(error, MeshHost.name)
-            return FAILED
-        except ONE_LINE as error:
-            self.failure = str(error)
-            return FAILED
         except Exception as error:  # noqa: BLE001  supervision boundary: results are kept
-            self.failure = unexpected(error, self.store.root)
+            reported = report_failure(error, self.store.root)
+            self.failure = reported.text
             return FAILED
         finally:
-            self.event(f"run_{state}", "", self.failure.rpartition("\n")[2] or self._left(state))
+            self.event(f"run_{state}", "", reported.line or self._left(state))
             await self._watch.ended(state)
             await self._trackers.close(state)
 
