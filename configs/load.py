@@ -4,7 +4,7 @@ Every failure raises `ConfigError`, whose message has a line for each problem th
 key, value, bound, repair. Cheap to import.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,48 @@ def resolve_config(
 def dump_toml(config: Config) -> str:
     """Serialize the resolved config to TOML; `load_config` restores it."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def changed_tables(config: Config) -> dict[str, Table]:
+    """Return the keys that must be set or differ from their defaults, by the path of their table.
+
+    `replay.teachers[0]` is the first entry of a list of tables.
+    """
+    changed = _changed(config, config.model_dump(mode="json", exclude_none=True))
+    return {path: table for path, table in _flat_tables(changed, ()) if table}
+
+
+def _flat_tables(table: Table, path: tuple[str | int, ...]) -> Iterator[tuple[str, Table]]:
+    inner: list[tuple[tuple[str | int, ...], Table]] = []
+    own: Table = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            inner.append(((*path, name), value))
+        elif value and isinstance(value, list) and all(isinstance(one, dict) for one in value):
+            inner += [((*path, name, place), one) for place, one in enumerate(value)]
+        else:
+            own[name] = value
+    yield dotted(path), own
+    for below, one in inner:
+        yield from _flat_tables(one, below)
+
+
+def _changed(section: BaseModel, dumped: Mapping[str, Any]) -> Table:
+    """Return the keys of a section, and of the sections in it, that are not their defaults."""
+    found: Table = {}
+    fields = type(section).model_fields
+    for name, written in dumped.items():
+        value, field = getattr(section, name), fields.get(name)
+        may_be_left_out = field is not None and name != "type" and not field.is_required()
+        if may_be_left_out and value == field.get_default(call_default_factory=True):
+            continue
+        if isinstance(value, BaseModel):
+            found[name] = _changed(value, written)
+        elif isinstance(value, tuple) and all(isinstance(one, BaseModel) for one in value):
+            found[name] = [_changed(*both) for both in zip(value, written, strict=True)]
+        else:
+            found[name] = written
+    return found
 
 
 def read_table(path: Path) -> Table:

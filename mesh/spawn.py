@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
@@ -69,6 +69,8 @@ class MeshHost:
         self._hang_s: dict[str, float] = {}
         self._preload = tuple(preload)
         self.heartbeat = heartbeat
+        self.started: Callable[[SpawnedActor], None] | None = None
+        """Called with each actor that answers for the first time."""
         self.capacity_wait_s = 0.0
         """Longest wait for a host with capacity, for processes whose host was lost."""
         self._start_deadline_s = start_deadline_s
@@ -137,6 +139,8 @@ class MeshHost:
         if self.heartbeat is not None:
             answers = self._watch_answers(spawned, self._heartbeat_of(name, self.heartbeat))
             self._watches[name].append(self._watching.start(f"heartbeat of {name}", answers))
+        if self.started is not None:
+            self.started(spawned)
         return spawned
 
     def _heartbeat_of(self, name: str, rules: HeartbeatRules) -> HeartbeatRules:

@@ -247,10 +247,10 @@ class Demonstration:
     learn: list[bool]
 
 
-def conversations(task: Task, settings: Mistakes, rng: random.Random) -> list[list[Piece]]:
+def conversations(task: Task, settings: Mistakes, rng: random.Random) -> Iterator[list[Piece]]:
     """Generate one conversation for each of the first training episodes."""
-    episodes = range(settings.demonstrations)
-    return [list(demonstrate(task, index, settings, rng)) for index in episodes]
+    for index in range(settings.demonstrations):
+        yield list(demonstrate(task, index, settings, rng))
 
 
 def demonstrate(task: Task, index: int, settings: Mistakes, rng: random.Random) -> Iterator[Piece]:

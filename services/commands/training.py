@@ -7,6 +7,7 @@ loads neither torch nor Monarch.
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from composer_mesh.actors.engines.vllm_settings import check_vllm_installed
 from composer_mesh.configs.changes import Change
-from composer_mesh.configs.load import dump_toml, load_config
+from composer_mesh.configs.load import changed_tables, dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
@@ -56,7 +57,13 @@ from composer_mesh.services.directory.resume import (
     with_chat_date,
 )
 from composer_mesh.services.directory.sft_start import SUFFIX, NoStart
-from composer_mesh.services.inspection.placement_table import print_placement, print_plan
+from composer_mesh.services.inspection.events_command import clock
+from composer_mesh.services.inspection.placement_table import (
+    channels_line,
+    print_placement,
+    print_plan,
+    print_tables,
+)
 from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.sft.config import sft_config
 from composer_mesh.tasks.loading import fewer_episodes, make_task
@@ -90,11 +97,17 @@ def check(arguments: argparse.Namespace) -> int:
     lines += facts_of(config, task, len(heldout))
     if fewer := fewer_episodes(heldout, episodes):
         lines.append(fewer)
-    print(dump_toml(config))
-    print_plan(plan_mesh(config), Console())
+    plan, console = plan_mesh(config), Console()
+    if arguments.all:
+        print(dump_toml(config))
+        print_plan(plan, console)
+    else:
+        print(f"{arguments.config}: keys that differ from their defaults; --all prints all keys")
+        print_tables(changed_tables(config), console)
+        print(channels_line(plan))
     for line in lines:
         print(line)
-    print_placement(placements, Console())
+    print_placement(placements, console)
     return 0
 
 
@@ -243,6 +256,7 @@ def prepare(output: Path, signals: CommandSignals) -> None:
     own_private_folder()
     os.environ[LOGS] = str((output / "logs").absolute())
     signals.hold()
+    print(f"{clock(time.time())} phase loading PyTorch and Monarch", flush=True)
     open_log("controller")
 
 

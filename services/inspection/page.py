@@ -23,6 +23,8 @@ from composer_mesh.services.directory.report import Evaluation, channels_of
 from composer_mesh.services.directory.status import ActorStatus
 
 WIDE = 128
+TRAINING = "training"
+"""The phase in which a run prints a line for each step."""
 EVENTS_SHOWN = 5
 ACTORS_SHOWN = 12
 SPARKS = "▁▂▃▄▅▆▇█"

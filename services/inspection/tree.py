@@ -41,6 +41,7 @@ from composer_mesh.services.directory.status import (
     EVENTS_FILE,
     ActorStatus,
     RunStatus,
+    is_live,
     live_run,
     read_status,
     status_of,
@@ -248,9 +249,15 @@ MESH_CHANGES = (
 
 
 def tree_command(run: Path, as_json: bool = False, watch: bool = False) -> int:
-    """Print the mesh of a live run, once or until it ends; return the exit status."""
-    console = Console()
-    viewer = Viewer(live_run(run))
+    """Print the mesh of a run, once or until it ends; return the exit status.
+
+    Of a run that is not live the last status is printed, then NotRunning is raised.
+    """
+    console, viewer = Console(), Viewer(run)
+    if not is_live(run):
+        if read_status(run) is not None:
+            _print(viewer, viewer.look(), console, as_json)
+        live_run(run)
     viewer.look()
     time.sleep(FIRST_LOOK_S)
     try:

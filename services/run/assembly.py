@@ -289,9 +289,9 @@ class TrainingRun:
         self.view.transport(transport)
         detail = f"weights travel by {weights}, teacher signals by {signals}"
         self.event("transport", "", detail, weights=weights.name)
+        host.started = lambda one: self.event("actor_started", one.name, f"process {one.pid}")
         mesh = self._mesh = await self._start_mesh(config, host)
-        for actor in host.actors:
-            self.event("actor_started", actor.name, f"process {actor.pid}")
+        host.started = None  # replacements have events of their own
         try:
             async with self._watch.over(mesh):
                 try:
