@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from repetition import crossed
 from rich.console import Console
 
-from composer_mesh.services.directory.curve import draw_reward_curve, smoothed
+from composer_mesh.services.directory.curve import Death, draw_reward_curve, smoothed
 from composer_mesh.services.directory.report import (
     Evaluation,
     read_metrics,
@@ -153,6 +153,26 @@ def test_the_same_run_draws_the_same_picture(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         draw_reward_curve(METRICS, tmp_path / name, evaluations=EVALUATIONS)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_deaths_are_marked_on_the_curve_whatever_their_names_and_number(
+    tmp_path: Path, count: int
+) -> None:
+    path = tmp_path / "reward.png"
+    draw_reward_curve(METRICS, path, evaluations=EVALUATIONS)
+    without = path.read_bytes()
+    draw_reward_curve(METRICS, path, evaluations=EVALUATIONS, deaths=[Death(1, "$x_$ \n")] * count)
+    assert path.read_bytes() != without
+
+
+def test_the_summary_has_the_sessions_and_the_table_says_so_of_several() -> None:
+    for sessions, said in ((1, "3 in 12.0 s"), (3, "3 in 12.0 s, 3 sessions")):
+        summary = summarize(METRICS, wall_s=12.0, sessions=sessions)
+        assert summary["sessions"] == sessions
+        out = StringIO()
+        Console(file=out, width=80).print(summary_table("run", summary))
+        assert said in [line.split("steps", 1)[-1].strip() for line in out.getvalue().splitlines()]
 
 
 def test_smoothing_takes_the_mean_of_the_neighbours_and_skips_gaps() -> None:
