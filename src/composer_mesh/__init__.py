@@ -13,8 +13,8 @@ from typing import Any
 # Monarch opens its log when it is imported, at a path that others could predict (mesh.monarch_log).
 os.environ.setdefault("MONARCH_LOG_SUFFIX", os.urandom(16).hex())
 
-_EXTRAS = {"trl": "trl"}
-"""The extra that installs a package which a public name needs."""
+_EXTRAS = {"datasets": "datasets", "trl": "trl", "websockets": "openenv"}
+"""The extra that installs a package which a public name needs; others are installed by name."""
 
 
 @cache
@@ -39,11 +39,13 @@ def __getattr__(name: str) -> Any:
         module = None if path == __name__ else importlib.import_module(path)
         found = getattr(module, name, None) or importlib.import_module(f"{path}.{name}")
     except ModuleNotFoundError as missing:
-        if (extra := _EXTRAS.get(missing.name or "")) is None:
+        package = (missing.name or __name__).partition(".")[0]
+        if package == __name__:
             raise
+        install = f"'composer-mesh[{_EXTRAS[package]}]'" if package in _EXTRAS else package
         raise ImportError(
-            f"composer_mesh.{name} needs the package {missing.name}, which is not installed: "
-            f"pip install 'composer-mesh[{extra}]'"
+            f"composer_mesh.{name} needs the package {package}, which is not installed: "
+            f"pip install {install}"
         ) from missing
     globals()[name] = found
     return found

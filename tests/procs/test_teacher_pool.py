@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from gated_provider import COST, GatedProvider
+from guides import Guide
 
 from composer_mesh import TeacherAnswer, TeacherFailure, TeacherPool
 from composer_mesh.mesh.processes import is_alive
@@ -61,3 +62,12 @@ async def test_a_budget_holds_over_all_processes_and_in_a_folder(tmp_path: Path)
         failed = [reply for reply in replies if isinstance(reply, TeacherFailure)]
         assert {reply.kind for reply in failed} == {FailureKind.BUDGET}
         assert 0 < len(provider.requests) < 6
+
+
+async def test_the_pool_of_the_guide_answers() -> None:
+    (block,) = (one for one in Guide.read("replay.md").blocks("python") if "TeacherPool" in one)
+    async with GatedProvider() as provider:
+        provider.gate.set()
+        names: dict[str, Any] = {"teachers": teachers(provider, "cold", "warm")}
+        await asyncio.to_thread(exec, block, names)
+    assert [reply.teacher for reply in names["replies"]] == ["cold", "warm"]
