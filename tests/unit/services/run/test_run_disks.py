@@ -199,9 +199,7 @@ def test_a_directory_that_may_not_be_used_is_refused_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM])
-def test_an_error_of_a_disk_is_one_line_wherever_it_comes_from(
-    number: int, tmp_path: Path
-) -> None:
+def test_an_error_of_a_disk_is_one_line_wherever_it_comes_from(number: int, tmp_path: Path) -> None:
     error = OSError(number, os.strerror(number), "/far/file")
     text = report_failure(error, tmp_path).text
     assert text == (f"/far/file cannot keep the state of the run ({os.strerror(number)}): {REPAIR}")

@@ -13,8 +13,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.mesh.environment import IMPORT_PATHS
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
-from composer_mesh.services.steps.custom_function_program import ImportedFunction
 from composer_mesh.services.steps.advantages import Advantages, make_advantages
+from composer_mesh.services.steps.custom_function_program import ImportedFunction
 
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.25, 1.0], [1.0, 1.0, 1.0], [0.5], []]
 """Unequal groups, one of equal rewards, one of a single rollout, one without any."""
