@@ -32,6 +32,7 @@ CORE: Table = {
     "commands": {
         "check": f"{_COMMANDS}.training:check",
         "explain": f"{_COMMANDS}.explain:explain",
+        "presets": f"{_COMMANDS}.presets:presets",
         "verify": f"{_COMMANDS}.inspection:verify",
         "train": f"{_COMMANDS}.training:train",
         "sft": f"{_COMMANDS}.training:sft",

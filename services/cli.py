@@ -33,7 +33,7 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 REFUSALS = (
     *(ConfigError, ControlRefused, DamagedRecord, DataError, LateRewardError, LaunchRefused),
     *(MissingKey, ReplayRefused, RunDirectoryError, StoreError, StoreMissing, TracesRefused),
-    *(TaskError, UsageError, VllmUnavailable, plugins.RegistrationError),
+    *(TaskError, UsageError, VllmUnavailable, plugins.PluginFailed, plugins.RegistrationError),
 )
 
 

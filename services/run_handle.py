@@ -1,6 +1,6 @@
 """Runs from Python, the equal of the command line: started, followed, changed and stopped.
 
-    run = train("configs/quickstart.toml", {"run.steps": 20})
+    run = train("quickstart", {"run.steps": 20})
     async for step in run:
         print(step["step"], step["reward/mean"])
     print(run.summary())
@@ -174,7 +174,7 @@ def train(
     """Start a run, as `composer-mesh train` does; return once its directory is claimed.
 
     Args:
-        config: the path of a TOML file, its table, or a config.
+        config: a preset's name, the path of a TOML file, its table, or a config.
         changes: values by key, as `{"run.steps": 3}`.
         output: directory of the run; `runs/NAME` when not given, from which an earlier run moves.
         resume: continue the run in that directory.

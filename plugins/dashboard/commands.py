@@ -29,10 +29,9 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
 @command("runs, rollouts and comparisons in a browser, live", _add_dashboard, many_files=True)
 def dashboard(arguments: argparse.Namespace) -> int:
     """Serve a page of the runs below a folder until Ctrl-C."""
-    from composer_mesh.services.web.options import ServeRefused, check_installed
+    from composer_mesh.services.web.options import ServeRefused
 
     try:
-        check_installed({name: name for name in ("starlette", "uvicorn")}, "dashboard")
         from composer_mesh.plugins.dashboard.app import DashboardOptions, dashboard_command
 
         options = DashboardOptions(

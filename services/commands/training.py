@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from composer_mesh.actors.engines.vllm_settings import check_vllm_installed
 from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.load import dump_toml, load_config
@@ -26,6 +25,7 @@ from composer_mesh.services.checks.accepting import (
     accept,
     accepted,
     chat_remarks,
+    check_packages,
     listed,
     startable,
     use_umask,
@@ -71,7 +71,7 @@ def check(arguments: argparse.Namespace) -> int:
         config, start = listed(given.model_copy(update={"policy": policy})), [str(missing)]
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one
-        check_vllm_installed(config)
+        check_packages(config)
     task, episodes = make_task(config), config.eval.episodes
     with serving(config, task):
         lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools)]

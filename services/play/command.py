@@ -16,6 +16,7 @@ from pathlib import Path
 from composer_mesh.actors.mcp_servers.servers import serving, with_tools
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.load import load_config, resolve_config
+from composer_mesh.configs.presets import is_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
@@ -216,8 +217,8 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
 
 
 def config_of(target: str, overrides: Sequence[str]) -> Config:
-    """Return the config at a path that ends in .toml, or one for a task alone."""
-    if target.endswith(".toml"):
+    """Return the config at a path that ends in .toml, that of a preset, or one for a task alone."""
+    if is_config(target):
         return load_config(Path(target), overrides, model_later=True)
     table = {"run": {"name": "play", "steps": 1}, "data": {"task": target}}
     return resolve_config(table, overrides, target)

@@ -139,8 +139,8 @@ def _usable(python: Path) -> Path:
     whole = python.absolute()
     if not os.access(whole, os.X_OK) or whole.is_dir():
         raise UnusableTask(
-            f"there is no interpreter {whole}: make an environment of verifiers with `make "
-            "verifiers`, or `python -m venv DIR && DIR/bin/pip install verifiers==0.4.0 uv`, and "
-            "name its python in rollouts.options"
+            f"there is no interpreter {whole}: make an environment of verifiers with `python "
+            "-m venv DIR && DIR/bin/pip install verifiers==0.4.0 uv`, and name its python in "
+            "rollouts.options"
         )
     return whole

