@@ -7,6 +7,7 @@ nox is in the project's environment, which `make dev` creates. Sessions are in t
 `nox_sessions.py` of tests/ and of the plugins' tests, their packages in requirements/.
 """
 
+import os
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -22,6 +23,7 @@ from selection import suites  # noqa: E402
 if find_spec("composer_mesh") is None:
     sys.exit("this nox is not in the project's environment: run `make dev`, then .venv/bin/nox")
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what one process compiles, the next ones load
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = []

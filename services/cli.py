@@ -37,7 +37,7 @@ REFUSALS = (
     *(ConfigError, ControlRefused, CustomFunctionError, DamagedRecord, DataError),
     *(LateRewardError, LaunchRefused),
     *(MissingKey, ReplayRefused, RunDirectoryError, StoreError, StoreMissing, TracesRefused),
-    *(TaskError, UsageError, VllmUnavailable, plugins.RegistrationError),
+    *(TaskError, UsageError, VllmUnavailable, plugins.PluginFailed, plugins.RegistrationError),
 )
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from composer_mesh.actors.engines.vllm_settings import check_vllm_installed
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.load import changed_tables, dump_toml, load_config
 from composer_mesh.configs.schema import Config
@@ -26,6 +25,7 @@ from composer_mesh.services.checks.accepting import (
     accept,
     accepted,
     chat_remarks,
+    check_packages,
     listed,
     startable,
     use_umask,
@@ -90,7 +90,7 @@ def check(arguments: argparse.Namespace) -> int:
         config, start = listed(given.model_copy(update={"policy": policy})), [str(missing)]
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one
-        check_vllm_installed(config)
+        check_packages(config)
     task, episodes = make_task(config), config.eval.episodes
     lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools), *rehearse(config)]
     heldout = heldout_of(task, episodes)

@@ -64,11 +64,12 @@ def tests_over(session: nox.Session, folder: str, **variables: object) -> None:
 def prime_rl(session: nox.Session) -> None:
     """PRIME-RL's own loss module, from a clone or the checkout COMPOSER_MESH_PRIME_RL."""
     install(session, "prime-rl-no-deps", "--no-deps")
-    source = os.environ.get("COMPOSER_MESH_PRIME_RL") or str(environment(session) / "repository")
-    if not Path(source).is_dir():
-        session.run_install(
-            "git", "clone", "-q", "--filter=blob:none", PRIME_RL, source, external=True
-        )
+    given = os.environ.get("COMPOSER_MESH_PRIME_RL")
+    source = given or str(environment(session) / "repository")
+    if given is None and not Path(source).is_dir():
+        clone = ("git", "clone", "-q", "--filter=blob:none", PRIME_RL, source)
+        session.run_install(*clone, external=True)
+    if given is None:
         session.run_install("git", "-C", source, "checkout", "-q", PRIME_RL_COMMIT, external=True)
     packages = site_packages(environment(session))
     variables = {"COMPOSER_MESH_PRIME_RL": source, "COMPOSER_MESH_PRIME_RL_PACKAGES": packages}

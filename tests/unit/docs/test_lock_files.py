@@ -83,6 +83,16 @@ def test_a_lock_file_names_no_host(name: str) -> None:
     assert not re.search(r"://|index-url|find-links|trusted-host", text)
 
 
+def test_a_file_of_a_session_pins_what_it_installs_and_is_used() -> None:
+    files = {path.stem: path.read_text() for path in (ROOT / "requirements").glob("*.txt")}
+    sessions = "".join(path.read_text() for path in (ROOT / "tests").rglob("nox_sessions.py"))
+    for name in files.keys() - {"run", "dev"}:
+        lines = [line for line in files[name].splitlines() if not line.startswith("#")]
+        operators = [[one.operator for one in Requirement(line).specifier] for line in lines]
+        assert operators == [["=="]] * len(lines), name
+        assert f'"{name}"' in sessions, name
+
+
 def test_every_dependency_has_a_lower_and_an_upper_bound() -> None:
     extras = [text for texts in EXTRAS.values() for text in texts]
     build = PYPROJECT["build-system"]["requires"]
