@@ -76,6 +76,7 @@ def serve(arguments: argparse.Namespace) -> int:
             checked_keys,
             with_noted_commit,
         )
+        from composer_mesh.services.web.http_server import listening_socket
 
         keys = checked_keys(options, arguments.key_env)
         check_serves(config)
@@ -87,6 +88,7 @@ def serve(arguments: argparse.Namespace) -> int:
         if arguments.check:
             print(f"{config.run.name} can be served from {folder}")
             return 0
+        listening_socket(options.host, options.port).close()  # refused before long imports
         if download_models(config):
             check_policy_files(config)
         use_umask(config)

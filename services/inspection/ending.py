@@ -92,9 +92,8 @@ def ending_of(run: Path) -> Ending | None:
     state = str(final["event"]).removeprefix("run_") if final else "killed"
     reason = plain_text(str(shown.get("detail", "")), LONGEST_REASON)
     if final is None:
-        kind = plain_text(str(shown.get("event", "none")))
-        done = f", after step {status.step} of {status.steps}" if status else ""
-        reason = f"{kind} {reason}".rstrip() + done
+        done = f"step {status.step} of {status.steps}, " if status else ""
+        reason = f"{done}last event {plain_text(str(shown.get('event', 'none')))}"
     time, is_evaluation = shown.get("time"), (run / ABOUT_FILE).exists()
     return Ending(
         called(run),

@@ -51,7 +51,7 @@ def test_a_killed_run_says_what_it_did_last(run: Path) -> None:
     assert found.state == "killed"
     happened, *_ = found.lines()
     assert "it was killed, or its machine went down, after its last event on 2001" in happened
-    assert happened.endswith(": actor_died gone, after step 3 of 70")
+    assert happened.endswith(": step 3 of 70, last event actor_died")
 
 
 def test_a_finished_run_is_evaluated_and_not_resumed(run: Path) -> None:
