@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_mesh.plugins.dashboard.catalog import RunSummary
@@ -44,7 +44,7 @@ class LastEvent:
 class TreeNode:
     """One line of the tree, and what hangs on it; figures that are not known are None.
 
-    `level` is controller, host, mesh or actor; `replicas` of a mesh is set where it may be scaled.
+    `level` is controller, host, mesh or actor; a mesh that may be scaled has its `replicas`.
     """
 
     level: str
@@ -65,10 +65,14 @@ class TreeNode:
 
 @dataclass(frozen=True)
 class TreeRow:
-    """A node as a row of the table; `guides` are the lines that are drawn before its name."""
+    """A node as a row of the table; `guides` are the lines that are drawn before its name.
+
+    `pool` is the name of the process mesh that is scaled in this row, empty for none.
+    """
 
     node: TreeNode
-    guides: Sequence[str] = field(default=())
+    guides: Sequence[str] = ()
+    pool: str = ""
 
 
 def mesh(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
@@ -156,15 +160,16 @@ def _host(name: str, actors: Sequence[TreeNode], last: Mapping[str, LastEvent]) 
     meshes: dict[str, list[TreeNode]] = {}
     for actor in actors:
         meshes.setdefault(parse_name(actor.name).mesh, []).append(actor)
-    children = [_mesh(mesh, members) for mesh, members in meshes.items()]
+    children = [_mesh(mesh, meshes[mesh]) for mesh in sorted(meshes)]
     return replace(_sum("host", name, actors), last=last.get(name), version="", children=children)
 
 
 def _mesh(name: str, actors: Sequence[TreeNode]) -> TreeNode:
     """Return the node of a mesh: a pool of numbered replicas may be scaled."""
     numbered = any(one.name.startswith(f"{name}-") for one in actors)
+    placed = sorted(actors, key=lambda one: (parse_name(one.name).rank, one.name))
     return replace(
-        _sum("mesh", name, actors), replicas=len(actors) if numbered else None, children=actors
+        _sum("mesh", name, placed), replicas=len(placed) if numbered else None, children=placed
     )
 
 
@@ -245,8 +250,6 @@ def _with_one_dead(host: TreeNode, name: str, event: Mapping[str, Any]) -> TreeN
         for one in actors
     ]
     found = kept if any(one.name == name for one in actors) else [*kept, gone]
-    meshes = list(dict.fromkeys(parse_name(one.name).mesh for one in found))
-    found.sort(key=lambda one: meshes.index(parse_name(one.name).mesh))
     return _host(host.name, found, {} if host.last is None else {host.name: host.last})
 
 
@@ -267,8 +270,15 @@ def nodes_of(tree: TreeNode) -> Iterator[TreeNode]:
 
 
 def rows_of(node: TreeNode, guides: tuple[str, ...] = ()) -> Iterator[TreeRow]:
-    """Yield the rows of a tree, from above, each with the lines that lead to it."""
-    yield TreeRow(node, guides)
+    """Yield the rows of a tree, from above, each with the lines that lead to it.
+
+    A process mesh with a single actor is one row, that of the actor.
+    """
+    pool = node.name if node.replicas is not None else ""
+    if node.level == "mesh" and len(node.children) == 1:
+        yield TreeRow(node.children[0], guides, pool)
+        return
+    yield TreeRow(node, guides, pool)
     above = tuple({"tee": "line", "elbow": "blank"}.get(one, one) for one in guides)
     for child in node.children:
         yield from rows_of(child, (*above, "elbow" if child is node.children[-1] else "tee"))

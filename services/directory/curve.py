@@ -25,6 +25,8 @@ INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 MARGIN = 0.1  # share of the steps, left and right of the curve
 REWARD, SUCCESS, DEATH = "#2563eb", "#d97706", "#dc2626"
 MOST_DEATHS, MOST_LABELS = 200, 8
+ABOVE_LEGEND = 0.29
+"""Height of the lower end of names, as a share of the axes."""
 CHANNEL_COLORS = {"policy": "#2563eb", "sdpo": "#7c3aed", "replay": "#059669"}
 CHANNEL_TITLES = {
     "policy": "policy loss (GRPO)",
@@ -99,20 +101,22 @@ def _draw_reward(
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
     axes.set_ylabel("reward · success (share)", color=INK)
     axes.set_xlabel("optimizer step", color=INK)
-    axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    axes.legend(
+        loc="lower right", fontsize=9, labelcolor=INK, edgecolor="none", framealpha=1, borderpad=0
+    )
 
 
 def _draw_deaths(axes: Axes, deaths: Sequence[Death]) -> None:
     """Draw a line in the step in which each process died, with its name along it."""
     for number, death in enumerate(deaths[:MOST_DEATHS]):
-        label = None if number else "a process died; the run continued"
+        label = None if number else "a process died"
         axes.axvline(
             death.step + 0.5, color=DEATH, linewidth=1.3, linestyle=(0, (4, 3)), label=label
         )
         if len(deaths) <= MOST_LABELS:
             axes.annotate(
                 death.label,
-                (death.step + 0.5, 0.03),
+                (death.step + 0.5, ABOVE_LEGEND),
                 xycoords=("data", "axes fraction"),
                 xytext=(-3, 0),
                 textcoords="offset points",

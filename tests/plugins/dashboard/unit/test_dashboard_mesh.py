@@ -58,18 +58,21 @@ def test_actors_hang_on_their_process_mesh_on_their_host_below_the_controller() 
     assert shown == [
         "controller",
         "  localhost",
-        "    trainer",
-        "      trainer",
         "    generator",
         "      generator-0",
         "      generator-1.2",
+        "    trainer",
         "  there",
-        "    generator",
-        "      generator-2",
+        "    generator-2",
     ]
-    guides = [row.guides for row in rows_of(tree())]
-    assert guides[:4] == [(), ("tee",), ("line", "tee"), ("line", "line", "elbow")]
-    assert guides[-1] == ("blank", "blank", "elbow")
+    rows = list(rows_of(tree()))
+    assert [row.guides for row in rows[:6]] == [
+        *((), ("tee",), ("line", "tee"), ("line", "line", "tee"), ("line", "line", "elbow")),
+        ("line", "elbow"),
+    ]
+    assert rows[-1].guides == ("blank", "elbow")
+    # A mesh of one actor is one row, in which it can still be scaled.
+    assert [row.pool for row in rows] == ["", "", "generator", "", "", "", "", "generator"]
 
 
 def test_each_node_has_its_version_its_restarts_and_its_newest_event() -> None:
@@ -104,8 +107,8 @@ def test_a_process_that_has_died_is_seen_though_another_one_has_its_place() -> N
         "sdpo_teacher": "dead",
     }
     here, there = found.children
-    assert [one.name for one in here.children] == ["trainer", "generator", "sdpo_teacher"]
-    assert (here.doing, there.doing) == ("1 busy, 2 ready, 2 dead", "1 dead")
+    assert [one.name for one in here.children] == ["generator", "sdpo_teacher", "trainer"]
+    assert (here.doing, there.doing) == ("2 ready, 2 dead, 1 busy", "1 dead")
     assert with_dead(None, events, now=100.0) is None
 
 
@@ -131,8 +134,8 @@ async def test_the_tree_of_a_run_is_shown_after_its_end(
         page = Page((await browser.get("/runs/run/mesh")).text)
     rows = [about for tag, about in page.elements if tag == "tr" and "data-actor" in about]
     assert [(one["data-actor"], one["data-state"]) for one in rows] == [
-        *(("trainer", "stopped"), ("generator-0", "stopped")),
-        *(("generator-1.2", "stopped"), ("generator-2", "stopped")),
+        *(("generator-0", "stopped"), ("generator-1.2", "stopped")),
+        *(("trainer", "stopped"), ("generator-2", "stopped")),
     ]
     assert "this is its mesh as the controller last saw it" in page.text
     assert "actor restarted" in page.text
