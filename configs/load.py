@@ -22,6 +22,7 @@ from composer_mesh.configs.regular_files import (
     parse_toml,
     read_text,
 )
+from composer_mesh.configs.renamed import with_present_keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.schema_keys import dotted, is_key, sections_at, sections_of, tag
 from composer_mesh.configs.validation import MANY_ERRORS, errors_of
@@ -98,6 +99,7 @@ def resolve_config(
 
     Error messages start with `source`.
     """
+    overrides = with_present_keys(table, overrides)
     schema = _schema([*table, *(text.partition(".")[0].strip() for text in overrides)])
     problems = [line for text in overrides if (line := _override(schema, table, text))]
     if problems:

@@ -167,13 +167,13 @@ class TeacherPool:
         if thread is not None:
             thread.close()
 
-    async def _query(self, asked: Any, n: int | None) -> list[TeacherReply]:
+    async def _query(self, given: Any, n: int | None) -> list[TeacherReply]:
         count = len(self._config.replay.teachers)
         if n is not None and not 1 <= n <= count:
             raise ReplayRefused(f"n is {n}, but there are {count} teachers: query 1 to that many")
-        if isinstance(asked, StudentState):
-            asked = asked.state
-        state = asked if isinstance(asked, FrozenState) else frozen_state(asked)
+        if isinstance(given, StudentState):
+            given = given.state
+        state = given if isinstance(given, FrozenState) else frozen_state(given)
         replies: list[TeacherReply] = await (await self._started()).call(
             "query", state, n=n or count
         )

@@ -16,6 +16,9 @@ os.environ.setdefault("MONARCH_LOG_SUFFIX", os.urandom(16).hex())
 _EXTRAS = {"datasets": "datasets", "trl": "trl", "websockets": "openenv"}
 """The extra that installs a package which a public name needs; others are installed by name."""
 
+_RENAMED: dict[str, str] = {}
+"""Former public name to the present one, for one minor release (docs/python.md)."""
+
 
 @cache
 def _modules() -> dict[str, str]:
@@ -32,6 +35,12 @@ def __getattr__(name: str) -> Any:
     """Import a public name; raise ImportError that names the extra whose package is missing."""
     if name == "__all__":
         return sorted(_modules())
+    if name in _RENAMED:
+        import warnings
+
+        text = f"composer_mesh.{name} is now composer_mesh.{_RENAMED[name]}: rename it, the next "
+        warnings.warn(f"{text}minor release has no {name}", DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = f"{__name__}.{_modules()[name]}".removesuffix(".")

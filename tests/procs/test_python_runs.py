@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guides import Guide
 from live_run import ENDLESS, PRESET, RUN_DEADLINE_S, SHORT, wait_until
 
 import composer_mesh
@@ -70,3 +71,15 @@ def test_what_cannot_start_is_refused_at_once(here: Path) -> None:
         train(PRESET, output="nothing", resume=True)
     with pytest.raises(RunFailed, match="nothing"):
         composer_mesh.evaluate("nothing")
+
+
+def test_the_code_of_the_guide_runs(
+    here: Path, policy_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "configs").symlink_to(PRESET.parent)
+    (block, *_) = Guide.read("python.md").blocks("python")
+    assert "20}" in block
+    exec(block.replace('{"run.steps": 20}', "short"), {"short": changes(policy_cache)})
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[:-1]] == ["1", "2", "3"]
+    assert 0 <= float(shown[-1]) <= 1

@@ -24,6 +24,7 @@ PACKAGES = sorted(path.parent for path in (ROOT / "examples").glob("*/pyproject.
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if "runs" not in path.parts)
+MODULES = vars(composer_mesh)["_modules"]()
 PUBLIC = {
     "composer_mesh": composer_mesh.__all__,
     "composer_mesh.plugins.tinker.client": client.__all__,
@@ -51,7 +52,7 @@ def test_every_public_name_says_what_it_is(name: str) -> None:
         assert getattr(composer_mesh, name).__doc__
     except ImportError:
         assert name.startswith("verl_")  # verl is in an environment of its own
-        path = composer_mesh._modules()[name].replace(".", "/")
+        path = MODULES[name].replace(".", "/")
         assert docstring_of(ROOT / f"{path}.py", name)
 
 
@@ -79,13 +80,19 @@ def test_a_name_whose_package_is_missing_says_what_to_install(
     package: str, name: str, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(vars(composer_mesh), name, raising=False)
-    own = f"composer_mesh.{composer_mesh._modules()[name]}"
+    own = f"composer_mesh.{MODULES[name]}"
     monkeypatch.delitem(sys.modules, own, raising=False)
     for loaded in [one for one in sys.modules if one.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"composer_mesh\.{name} needs .* pip install {install}"):
         getattr(composer_mesh, name)
+
+
+def test_a_former_name_warns_and_names_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(composer_mesh)["_RENAMED"], "Trace", "RunReader")
+    with pytest.warns(DeprecationWarning, match=r"composer_mesh\.Trace is now composer_mesh\.Run"):
+        assert composer_mesh.Trace is composer_mesh.RunReader  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", client.__all__)
