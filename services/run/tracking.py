@@ -42,6 +42,7 @@ def final_report(
     name: str,
     *,
     progress: Progress,
+    configured: Sequence[str],
     evaluations: Sequence[Evaluation],
     rest: Mapping[str, Any],
 ) -> None:
@@ -49,6 +50,7 @@ def final_report(
     summary = write_summary(
         output,
         wall_s=progress.wall_s,
+        configured=configured,
         evaluations=evaluations,
         restarts=progress.restarts,
         sessions=progress.sessions,
