@@ -1,6 +1,6 @@
 """A real pretrained model learns to call functions: before, after SFT, after RL, and by TRL's GRPO.
 
-    make real-model
+    nox -s real-model
     python benchmarks/real_model_bfcl.py before
     python benchmarks/real_model_bfcl.py sft
     python benchmarks/real_model_bfcl.py teachers

@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from composer_mesh.configs import plugins
+from composer_mesh.configs import plugins, presets
 from composer_mesh.configs.errors import ConfigError, one_line, shown
 from composer_mesh.configs.hub import GGUF, NO_ID
 from composer_mesh.configs.reference import nearest_key
@@ -22,6 +22,7 @@ from composer_mesh.configs.regular_files import (
     parse_toml,
     read_text,
 )
+from composer_mesh.configs.renamed import with_present_keys
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.schema_keys import dotted, is_key, sections_at, sections_of, tag
 from composer_mesh.configs.validation import MANY_ERRORS, errors_of
@@ -74,7 +75,7 @@ def load_config(
     model_later: bool = False,
     files_gone: bool = False,
 ) -> Config:
-    """Load the config from `path` and the overrides; raise `ConfigError`.
+    """Load the config from `path`, or a preset, and the overrides; raise `ConfigError`.
 
     Relative paths in it are relative to the working directory. With `model_later` the model's
     folder may be missing if the config declares its sizes; with `files_gone` whatever it names, for
@@ -98,6 +99,7 @@ def resolve_config(
 
     Error messages start with `source`.
     """
+    overrides = with_present_keys(table, overrides)
     schema = _schema([*table, *(text.partition(".")[0].strip() for text in overrides)])
     problems = [line for text in overrides if (line := _override(schema, table, text))]
     if problems:
@@ -165,14 +167,11 @@ def _changed(section: BaseModel, dumped: Mapping[str, Any]) -> Table:
 
 
 def read_table(path: Path) -> Table:
-    """Parse a TOML file without validation; raise `ConfigError` if it is not valid TOML."""
+    """Parse a TOML file, or the preset of that name, without validation; raise `ConfigError`."""
     try:
-        return parse_toml(read_text(path))
+        return parse_toml(read_text(presets.resolve(path)))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist: check the name, or copy a preset such as "
-            "configs/quickstart.toml"
-        ) from None
+        raise ConfigError(f"{path} does not exist: {presets.repair(path)}") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(

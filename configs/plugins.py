@@ -34,6 +34,7 @@ CORE: Table = {
     "commands": {
         "check": f"{_COMMANDS}.training:check",
         "explain": f"{_COMMANDS}.explain:explain",
+        "presets": f"{_COMMANDS}.presets:presets",
         "train": f"{_COMMANDS}.training:train",
         "sft": f"{_COMMANDS}.training:sft",
         "eval": f"{_COMMANDS}.evaluation:evaluate",

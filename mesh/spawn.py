@@ -16,6 +16,7 @@ from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.actor import MeshActor, collect_rarely, leave_out_loaded, monarch_name
 from composer_mesh.mesh.connection_guard import guard_connections
+from composer_mesh.mesh.environment import class_environment
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.heartbeat import ActivityLog, HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, LocalHost, is_lost, unless_lost
@@ -220,6 +221,7 @@ class MeshHost:
         kwargs: Mapping[str, Any],
         env: Mapping[str, str],
     ) -> SpawnedActor:
+        env = class_environment(actor_class) | dict(env)
         command = await unless_lost(host.command(name, self._token, env, self._preload), host)
         procs = host.mesh.spawn_procs(name=monarch_name(name), bootstrap_command=command)
         starting = self._start(host, procs, name, actor_class, policy, args, kwargs)
@@ -266,7 +268,7 @@ class MeshHost:
             raise ValueError(f"an actor named {name!r} already runs here: choose another name")
         if not issubclass(actor_class, MeshActor):
             raise TypeError(
-                f"{actor_class.__name__} is no MeshActor: derive it from mesh.actor.MeshActor"
+                f"{actor_class.__name__} is no MeshActor: derive it from composer_mesh.MeshActor"
             )
 
     def lost(self, spawned: SpawnedActor, reason: str) -> None:

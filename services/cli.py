@@ -14,6 +14,7 @@ from composer_mesh.actors.engines.vllm_settings import VllmUnavailable
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs import plugins
 from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.user_code import CustomFunctionError, with_frame
 from composer_mesh.services.checks.accepting import UsageError, allow_open_files
 from composer_mesh.services.checks.keys import MissingKey
 from composer_mesh.services.commands.parser import Command, make_parser
@@ -33,9 +34,10 @@ from composer_mesh.tasks.errors import DataError, TaskError
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 REFUSALS = (
-    *(ConfigError, ControlRefused, DamagedRecord, DataError, LateRewardError, LaunchRefused),
+    *(ConfigError, ControlRefused, CustomFunctionError, DamagedRecord, DataError),
+    *(LateRewardError, LaunchRefused),
     *(MissingKey, ReplayRefused, RunDirectoryError, StoreError, StoreMissing, TracesRefused),
-    *(TaskError, UsageError, VllmUnavailable, plugins.RegistrationError),
+    *(TaskError, UsageError, VllmUnavailable, plugins.PluginFailed, plugins.RegistrationError),
 )
 
 
@@ -108,7 +110,7 @@ def _refusing(command: Callable[[], int]) -> int:
     try:
         return command()
     except REFUSALS as error:
-        print(f"composer-mesh: {error}", file=sys.stderr)
+        print(f"composer-mesh: {with_frame(error)}", file=sys.stderr)
         return REFUSED
     except (LaunchFailed, RunUnavailable) as error:
         ended = ending_of(error.run) if isinstance(error, NotRunning) else None

@@ -31,7 +31,11 @@ from composer_mesh.services.schedule.stopping import CommandSignals
 
 def _add_ablate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", type=Path, nargs="+", metavar="CONFIG", help="a TOML file; several are compared"
+        "config",
+        type=Path,
+        nargs="+",
+        metavar="CONFIG",
+        help="a TOML file or preset; several are compared",
     )
     add_set(parser)
     arms = ",".join(CHANNELS_OF)

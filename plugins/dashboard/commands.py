@@ -41,10 +41,9 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
 )
 def dashboard(arguments: argparse.Namespace) -> int:
     """Serve a page of the runs below a folder until Ctrl-C."""
-    from composer_mesh.services.web.options import ServeRefused, check_installed
+    from composer_mesh.services.web.options import ServeRefused
 
     try:
-        check_installed({name: name for name in ("starlette", "uvicorn")}, "dashboard")
         from composer_mesh.plugins.dashboard.app import DashboardOptions, dashboard_command
 
         options = DashboardOptions(

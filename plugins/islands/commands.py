@@ -14,7 +14,7 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="CONFIG",
-        help="a TOML file for all, or one for each",
+        help="a TOML file or preset for all, or one for each",
     )
     add_set(parser)
     parser.add_argument("-n", type=int, required=True, metavar="N", help="number of islands")

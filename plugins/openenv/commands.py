@@ -20,7 +20,7 @@ def _add_serve_env(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "task",
         metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
     )
     add_listen(parser, 8000)
     parser.add_argument(

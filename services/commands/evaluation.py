@@ -44,12 +44,12 @@ KEYS_OF_URLS = ("model", "api_key_env", "max_usd", "prompt_usd", "completion_usd
     argument(
         "target",
         metavar="CONFIG|RUN|CHECKPOINT|URL",
-        help="a TOML file, the directory of a run, a model folder, or an OpenAI-compatible URL",
+        help="a TOML file, a preset, a run directory, a model folder, or an OpenAI-compatible URL",
     ),
     argument(
         "--task",
         metavar="TASK|CONFIG",
-        help="as in data.task, or a TOML file; for URLs, and model folders outside of a run",
+        help="as in data.task, a TOML file or a preset; for URLs and model folders outside of runs",
     ),
     argument("--samples", type=int, default=1, metavar="K", help="of each episode; 1 by default"),
     argument("--report", type=output_path, metavar="FILE", help="write the figures there as JSON"),

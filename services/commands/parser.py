@@ -233,7 +233,9 @@ add_set = argument(
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="a TOML file, or the name of a preset"
+    )
     add_set(parser)
 
 

@@ -32,7 +32,7 @@ def new_task(arguments: argparse.Namespace) -> int:
     argument(
         "task",
         metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
     ),
     argument(
         "--episode",

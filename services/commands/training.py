@@ -13,8 +13,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from composer_mesh.actors.engines.vllm_settings import check_vllm_installed
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.load import changed_tables, dump_toml, load_config
 from composer_mesh.configs.schema import Config
@@ -27,12 +25,14 @@ from composer_mesh.services.checks.accepting import (
     accept,
     accepted,
     chat_remarks,
+    check_packages,
     listed,
     startable,
     use_umask,
 )
 from composer_mesh.services.checks.hub import hub_remarks
-from composer_mesh.services.checks.task import describe_task, facts_of, heldout_of
+from composer_mesh.services.checks.rehearsal import refuse_unplayable, rehearse
+from composer_mesh.services.checks.task import facts_of, heldout_of
 from composer_mesh.services.commands.parser import (
     Add,
     add_config,
@@ -90,11 +90,9 @@ def check(arguments: argparse.Namespace) -> int:
         config, start = listed(given.model_copy(update={"policy": policy})), [str(missing)]
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one
-        check_vllm_installed(config)
+        check_packages(config)
     task, episodes = make_task(config), config.eval.episodes
-    with serving(config, task):
-        lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools)]
-        lines += describe_task(config, task)
+    lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools), *rehearse(config)]
     heldout = heldout_of(task, episodes)
     lines += facts_of(config, task, len(heldout))
     if fewer := fewer_episodes(heldout, episodes):
@@ -160,6 +158,8 @@ def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     config = load_config(arguments.config, arguments.set)
     config = accepted(_as_before(arguments, config))
     use_umask(config)
+    if not arguments.from_traces:
+        refuse_unplayable(config)
     if arguments.rollout_only or arguments.from_traces:
         return _half(config, arguments.output, arguments.from_traces, signals)
     return _whole(config, arguments, signals)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -75,7 +75,8 @@ class RunStatus:
     """Current status of a run; `state` is a phase of the controller, or one of `ENDED`.
 
     `host` identifies the controller's machine and container (`mesh.machine.this_host`), `hostname`
-    is its name. `admin_tls` holds the paths of the fields of `mesh.admin.TlsFiles`, if the admin
+    is its name. `wall_s` and `restarts` are those of all `sessions`, the starts of the run so far.
+    `admin_tls` holds the paths of the fields of `mesh.admin.TlsFiles`, if the admin
     server requires a certificate. `hosts` maps Monarch addresses to the run's names for hosts.
     """
 
@@ -88,6 +89,8 @@ class RunStatus:
     transport: str
     actors: tuple[ActorStatus, ...] = ()
     restarts: int = 0
+    sessions: int = 1
+    wall_s: float = 0.0
     telemetry_socket: str | None = None
     host: str = ""
     hostname: str = ""
@@ -106,6 +109,26 @@ class RunStatus:
         For a process on another machine only its state is checked.
         """
         return self.state not in ENDED and (not self.here or is_alive(self.pid))
+
+
+class Progress(NamedTuple):
+    """How far a run is: steps done, replaced processes, sessions, and seconds of all of them."""
+
+    step: int = 0
+    restarts: int = 0
+    sessions: int = 0
+    wall_s: float = 0.0
+
+
+def earlier_progress(run: Path) -> Progress:
+    """Return the progress that the last session of a run wrote; zeros without a status.
+
+    A killed session wrote it `STATUS_EVERY_S` before its end, or less.
+    """
+    status = read_status(run)
+    if status is None:
+        return Progress()
+    return Progress(status.step, status.restarts, status.sessions, status.wall_s)
 
 
 _STATUS = fail_fast(RunStatus)

@@ -283,7 +283,10 @@ class Viewer:
         self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
 
     def look(self) -> dict[str, Any]:
-        """Return the run and its mesh as one plain object. Waits for the admin server."""
+        """Return the run and its mesh as one plain object. Waits for the admin server.
+
+        Of a run that has ended it is what the controller wrote last.
+        """
         status = status_of(self.run)
         return merge(self.run.name, status, _mesh(status), self._usage(status))
 
@@ -296,7 +299,7 @@ class Viewer:
         return list(self._lately)
 
     def _usage(self, status: RunStatus) -> ProcessUsage:
-        if not status.here:
+        if not (status.here and status.live):
             return ProcessUsage()
         pids = pids_of(status)
         memory = {pid: used for pid in pids if (used := resident_bytes(pid)) is not None}
@@ -308,7 +311,7 @@ def _mesh(status: RunStatus) -> MeshTree | None:
     try:
         return (
             read_mesh(status.admin_url, TlsFiles.of_status(status.admin_tls))
-            if status.admin_url and status.here
+            if status.admin_url and status.here and status.live
             else None
         )
     except AdminUnreachable:

@@ -17,10 +17,11 @@ from pathlib import Path
 from composer_mesh.actors.mcp_servers.servers import serving, with_tools
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.load import load_config, resolve_config
+from composer_mesh.configs.presets import is_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
+from composer_mesh.rollouts.hints import HintTemplateError, HintTemplates, hint_templates
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text, message_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
@@ -278,8 +279,8 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
 
 
 def config_of(target: str, overrides: Sequence[str]) -> Config:
-    """Return the config at a path that ends in .toml, or one for a task alone."""
-    if target.endswith(".toml"):
+    """Return the config at a path that ends in .toml, that of a preset, or one for a task alone."""
+    if is_config(target):
         return load_config(Path(target), overrides, model_later=True)
     table = {"run": {"name": "play", "steps": 1}, "data": {"task": target}}
     return resolve_config(table, overrides, target)
@@ -293,7 +294,7 @@ def play(
     show: Callable[[Iterable[str]], None],
 ) -> None:
     """Play one episode to its end, or until the policy stops, and show each turn."""
-    templates = TEMPLATES.extended({**task.hint_templates, **config.sdpo.hints.templates})
+    templates = hint_templates(task.hint_templates, config.sdpo.hints.templates)
     chosen = task.pick(options.split, options.episode)
     turns, done = 0, False
     with TimedEpisode(task, chosen, config.environment.call_s) as episode:

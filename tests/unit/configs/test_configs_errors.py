@@ -342,7 +342,8 @@ def test_several_problems_are_one_message_with_a_line_each(
 
 def test_a_missing_config_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["check", "nowhere.toml"], capsys)
-    assert "nowhere.toml does not exist: check the name" in message
+    assert "nowhere.toml does not exist: correct the path, or name a preset" in message
+    assert "`composer-mesh presets` lists all" in message
 
 
 def test_a_syntax_error_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

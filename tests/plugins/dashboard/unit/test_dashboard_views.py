@@ -25,13 +25,19 @@ from composer_mesh.plugins.dashboard.catalog import (
     sampled_metrics,
     state_of,
 )
-from composer_mesh.plugins.dashboard.charts import Chart, figure, sparkline, ticks
+from composer_mesh.plugins.dashboard.charts import (
+    Chart,
+    charts_of_run,
+    figure,
+    sparkline,
+    ticks,
+)
 from composer_mesh.plugins.dashboard.live import PageChanges, PageParts, parts_of_run
 from composer_mesh.plugins.dashboard.open_runs import PacedLook
 from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
 from composer_mesh.plugins.dashboard.rollout_views import advantage_of, tokens_of
-from composer_mesh.plugins.dashboard.run_views import timeline_of
-from composer_mesh.plugins.dashboard.series import Columns, Curve, curve, reduced
+from composer_mesh.plugins.dashboard.series import RECENT, Columns, Curve, curve, reduced
+from composer_mesh.plugins.dashboard.timeline import timeline_of
 from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.store.reading import RunReader
@@ -221,15 +227,36 @@ def test_numbers_are_short(value: float, shown: str) -> None:
 
 def test_lanes_count_what_overlaps_once_and_ignore_other_lines() -> None:
     busy = [["a", "play", 10.0, 12.0], ["a", "train", 11.0, 14.0], ["b", "pull", 9.0, 11.0]]
+    busy += [["environment-0", "score", 12.0, 13.0], ["generator-0", "generate", 12.0, 13.0]]
+    worked = {"a": 4.0, "b": 1.0, "environment-0": 0.5, "generator-0": 1.0, "x": "1", "y": -1}
     lines: list[dict[str, Any]] = [
-        {"step": 1, "began": 10.0, "ended": 20.0, "busy": [*busy, ["c", 1], "x"]},
+        {"step": 1, "began": 10.0, "ended": 20.0, "worked": worked, "busy": [*busy, ["c", 1], "x"]},
+        {"step": 2, "began": 20.0, "ended": 20.0, "worked": {"idle": 0}, "busy": []},
         {"step": "2"},
+        {"step": 3, "began": float("nan"), "ended": 21.0, "worked": {}, "busy": []},
     ]
     found = timeline_of(lines)
     assert found is not None
-    assert {lane.actor: round(lane.busy, 3) for lane in found.lanes} == {"a": 0.4, "b": 0.1}
-    assert list(found.kinds) == ["rollout", "train", "sync"]
+    shares = {lane.actor: round(lane.busy, 3) for lane in found.lanes}
+    assert shares == {"a": 0.4, "b": 0.1, "environment-0": 0.05, "generator-0": 0.1, "idle": 0.0}
+    assert list(found.kinds) == ["rollout", "decode", "task", "train", "sync"]
     assert timeline_of([]) is None
+
+
+def test_the_recent_median_is_that_of_the_last_steps_before_smoothing() -> None:
+    ys = [100.0] * 50 + [1.0, math.nan, *([2.0] * (RECENT - 2)), 9.0]
+    shown = Chart("Reward", [curve("a", range(len(ys)), ys, smoothing=0.9)], unit=" s")
+    assert shown.median() == "median 2 s"
+    assert Chart("Reward", [curve("a", [1], [1.0])]).median() == ""
+
+
+def test_dollars_are_drawn_only_where_some_were_paid(tmp_path: Path) -> None:
+    for name, usd in (("free", 0.0), ("paid", 0.25)):
+        write_steps(tmp_path / name, 1, 3, **{"replay/usd_total": usd})
+        columns = Columns(tmp_path / name)
+        columns.read_on()
+        titles = [chart.title for chart in charts_of_run(columns, [], "step", 0.0)]
+        assert ("Dollars" in titles) == (name == "paid")
 
 
 @pytest.mark.parametrize(
