@@ -3,10 +3,10 @@
 The first line of a preset says what it trains, and the hardware that it needs.
 """
 
-import difflib
 from pathlib import Path
 
 from composer_mesh.configs import plugins
+from composer_mesh.configs.errors import nearest
 
 FOLDER = Path(__file__).parent
 SUFFIX = ".toml"
@@ -46,7 +46,7 @@ def is_config(word: str) -> bool:
 def repair(path: Path | str) -> str:
     """Return what to write in place of a config that does not exist."""
     name = Path(path).name.removesuffix(SUFFIX)
-    if near := difflib.get_close_matches(name, names(), n=1):
+    if near := nearest(name, names()):
         preset = f"for the preset write {near[0]}, as in `composer-mesh train {near[0]}`"
     else:
         preset = "or name a preset, as in `composer-mesh train quickstart`"

@@ -4,18 +4,11 @@ Each imports its implementation when it runs.
 """
 
 import argparse
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from composer_mesh.configs import plugins
-from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import RUN, argument, as_json, command
 from composer_mesh.services.inspection.ending import ending_of
-from composer_mesh.services.offline.options import add_options, read_options
-from composer_mesh.services.replay.post_reward import post_rewards, read_posts
-from composer_mesh.services.schedule.stopping import CommandSignals
-from composer_mesh.services.traces.options import add_options as add_traces_options
 
 
 @command(
@@ -122,97 +115,6 @@ def tui(arguments: argparse.Namespace) -> int:
     from composer_mesh.services.inspection.inspect_commands import tui_command
 
     return tui_command(arguments.run)
-
-
-@command(
-    "make preference pairs of the traces of a run",
-    add_options,
-    signals=True,
-    group="tasks",
-    example="replay runs/quickstart --output pairs.jsonl --dry-run",
-)
-def replay(arguments: argparse.Namespace, signals: CommandSignals) -> int:
-    """Query teachers about the states of stored traces; no mesh is started."""
-    options = read_options(arguments)
-    from composer_mesh.services.offline.command import replay_command
-
-    return replay_command(options, signals)
-
-
-@command(
-    "list, show and export the rollouts of a run",
-    add_traces_options,
-    group="runs",
-    example="traces runs/quickstart show 12/0",
-)
-def traces(arguments: argparse.Namespace) -> int:
-    """List, show or export the rollouts that a run has stored."""
-    from composer_mesh.services.traces.command import traces_command
-
-    return traces_command(arguments)
-
-
-class _Reward(argparse.Action):
-    """Stores REWARD; without RUN, the words before it are one place further left."""
-
-    def __call__(
-        self, _parser: argparse.ArgumentParser, found: Any, value: Any, _option: Any = None
-    ) -> None:
-        if value is None and found.trace is not None:
-            with suppress(ValueError):  # not a number: REWARD is missing, which the command says
-                found.run, found.trace, value = None, str(found.run), float(found.trace)
-        found.reward = value
-
-
-@command(
-    "post a reward for a rollout of a run, also after training on it",
-    RUN,
-    argument("trace", nargs="?", metavar="TRACE", help="a trace_id of its traces"),
-    argument(
-        "reward",
-        nargs="?",
-        type=float,
-        action=_Reward,
-        metavar="REWARD",
-        help="in place of its first one",
-    ),
-    argument(
-        "--file", type=Path, metavar="FILE", help="JSON lines with trace_id and reward, for many"
-    ),
-    argument(
-        "--follow", type=Path, metavar="FILE", help="the same, and what is added until the run ends"
-    ),
-    argument(
-        "--openenv",
-        metavar="URL",
-        help="post what an OpenEnv server tells of this run's episodes, until the run ends",
-    ),
-    argument("--token-env", metavar="NAME", help="environment variable with the server's token"),
-    argument("--source", default="", metavar="TEXT", help="who says so; kept with it"),
-    group="runs",
-    example="reward runs/quickstart train/12/0/1 0.5",
-)
-def reward(arguments: argparse.Namespace) -> int:
-    """Post a reward for a stored rollout of a run, also after it was trained on."""
-    one = [value for value in (arguments.trace, arguments.reward) if value is not None]
-    many = [one for one in (arguments.file, arguments.follow, arguments.openenv) if one is not None]
-    if (len(one), len(many)) not in ((2, 0), (0, 1)):
-        raise UsageError(
-            "reward takes TRACE and REWARD, --file FILE, --follow FILE or --openenv URL: give one "
-            "of them"
-        )
-    if arguments.openenv is not None:
-        follow_server = plugins.load("reward_servers", "openenv")
-        return int(
-            follow_server(arguments.run, arguments.openenv, arguments.token_env, arguments.source)
-        )
-    if arguments.follow is not None:
-        from composer_mesh.services.replay.post_reward import follow_rewards
-
-        return follow_rewards(arguments.run, arguments.follow, arguments.source)
-    posts = read_posts(arguments.file) if arguments.file else {one[0]: one[1]}
-    post_rewards(arguments.run, posts, arguments.source)
-    return 0
 
 
 @command(

@@ -4,20 +4,15 @@ import argparse
 from pathlib import Path
 
 from composer_mesh.configs import presets as shipped
+from composer_mesh.configs.errors import did_you_mean, nearest
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import argument, command
-from composer_mesh.services.directory.claim import output_path
+from composer_mesh.services.commands.parser import argument, command, output
 
 
 @command(
     "list the configs that are shipped, or copy one",
     argument("--copy", metavar="NAME", help="write this preset to a file, to change it"),
-    argument(
-        "--output",
-        type=output_path,
-        metavar="FILE",
-        help="new file for --copy (default: NAME.toml)",
-    ),
+    output("new file for --copy (default: NAME.toml)", metavar="FILE"),
     group="configs",
     example="presets --copy quickstart",
 )
@@ -34,12 +29,12 @@ def presets(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(name: str, output: Path | None) -> int:
+def _copy(name: str, place: Path | None) -> int:
     if name not in shipped.names():
-        raise UsageError(
-            f"--copy {name[:80]!r} is no preset: write one of {', '.join(shipped.names())}"
-        )
-    file = output or Path(shipped.file_of(name).name)
+        near = nearest(name, shipped.names())
+        repair = did_you_mean(near) if near else "composer-mesh presets lists all"
+        raise UsageError(f"--copy {name[:80]!r} is no preset: {repair}")
+    file = place or Path(shipped.file_of(name).name)
     try:
         with file.open("x", encoding="utf-8") as new:
             new.write(shipped.text_of(name))

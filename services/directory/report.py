@@ -33,6 +33,8 @@ STORE_FILE = "run.sqlite"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
+ABOUT_EVALUATION_FILE = "evaluation.json"
+"""Only an evaluation's directory has it."""
 TIMELINE_FILE = "timeline.jsonl"
 HINT_TEMPLATES_FILE = "hint_templates.json"
 

@@ -13,17 +13,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from composer_mesh.services.directory.resume import may_be_resumed
+from composer_mesh.services.directory.report import ABOUT_EVALUATION_FILE
+from composer_mesh.services.directory.resume import called, may_be_resumed, resume_command
 from composer_mesh.services.directory.status import (
     ENDED,
     EVENTS_FILE,
     goes_on,
     read_status,
 )
-from composer_mesh.services.evaluation.report import ABOUT_FILE
 from composer_mesh.services.inspection.events_command import FollowedLines, event_of
 from composer_mesh.services.inspection.page import plain_text
-from composer_mesh.services.launch.handle import called, resume_command
 
 State = Literal["finished", "stopped", "failed", "killed"]
 FINAL = tuple(f"run_{state}" for state in sorted(ENDED))
@@ -94,7 +93,7 @@ def ending_of(run: Path) -> Ending | None:
     if final is None:
         done = f"step {status.step} of {status.steps}, " if status else ""
         reason = f"{done}last event {plain_text(str(shown.get('event', 'none')))}"
-    time, is_evaluation = shown.get("time"), (run / ABOUT_FILE).exists()
+    time, is_evaluation = shown.get("time"), (run / ABOUT_EVALUATION_FILE).exists()
     return Ending(
         called(run),
         state,  # type: ignore[arg-type]  # one of FINAL

@@ -32,6 +32,7 @@ from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import MIB, short_reason
 from composer_mesh.services.directory.claim import is_signed, sign
+from composer_mesh.services.directory.resume import LAUNCH_FILE, THERE
 from composer_mesh.services.directory.status import (
     ENDED,
     STATUS_FILE,
@@ -252,9 +253,6 @@ def _sh(script: str) -> str:
     return shlex.join(["sh", "-c", script])
 
 
-LAUNCH_FILE = "launch.json"
-THERE = "COMPOSER_MESH_REACHED"
-"""Environment variable of a command forwarded to the controller: the user's path of the run."""
 REPAIR = "put it back from a copy, or remove it where the run is on this machine"
 JOBS = {
     "local": re.compile(r"\d{1,10}@(\d{1,20}|\?)"),
@@ -308,20 +306,6 @@ def _check_kind(handle: Handle) -> None:
         raise ValueError(f"job is {handle.job[:80]!r}, which is none of {handle.kind}")
     if handle.destination and (why := unstorable(handle.destination, handle.options)):
         raise ValueError(why)
-
-
-def called(run: Path) -> Path:
-    """Return the user's path of a run, which may be on another machine than this process."""
-    return Path(os.environ.get(THERE) or run)
-
-
-def resume_command(run: Path) -> str:
-    """Return the command line that resumes a stopped run."""
-    place, program, config = called(run), "train", "config.toml"
-    if (run / LAUNCH_FILE).exists() or THERE in os.environ:
-        program, config = "launch", "launch/config.toml"
-    words = ["composer-mesh", program, str(place / config), "--output", str(place), "--resume"]
-    return shlex.join(words)
 
 
 def hints(place: Path, handle: Handle, telemetry: bool) -> list[str]:

@@ -8,9 +8,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_mesh.services.commands.parser import add_set, output
-from composer_mesh.services.directory.claim import RUNS, output_path
-
 CONCURRENCY = 64
 
 
@@ -70,49 +67,4 @@ def read_options(arguments: argparse.Namespace) -> ReplayOptions:
         arguments.limit,
         arguments.concurrency,
         arguments.report,
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `composer-mesh replay` to a parser."""
-    parser.add_argument(
-        "run",
-        nargs="?",
-        type=Path,
-        metavar="RUN|TRACES",
-        help=f"a run directory (default: the newest in {RUNS}/), its traces folder, or a .jsonl "
-        "file of traces",
-    )
-    parser.add_argument(
-        "--teachers",
-        metavar="SPEC",
-        help="a TOML file with [replay] and [[replay.teachers]], or OpenRouter model ids with "
-        "commas between them; the run's own teachers when not given",
-    )
-    parser.add_argument(
-        "--max-usd",
-        type=float,
-        metavar="USD",
-        help="most that this replay may cost, all its repetitions together; replay.budget.usd "
-        "when not given",
-    )
-    output(
-        "where the pairs are written, as JSON lines; what has been paid for is next to it in "
-        "FILE.replay, so that the same command continues",
-        metavar="FILE",
-    )(parser)
-    add_set(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="price the job and stop; asks no teacher"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask about the first N states only")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=CONCURRENCY,
-        metavar="N",
-        help=f"states under way at once; {CONCURRENCY} by default",
-    )
-    parser.add_argument(
-        "--report", type=output_path, metavar="FILE", help="write the report there as well"
     )

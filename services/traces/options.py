@@ -7,10 +7,7 @@ import argparse
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from composer_mesh.configs.errors import did_you_mean, nearest
-from composer_mesh.services.commands.parser import RUN, as_json, output
+from typing import Literal
 
 Action = Literal["list", "show", "export"]
 Format = Literal["parquet", "jsonl"]
@@ -112,72 +109,3 @@ def read_options(arguments: argparse.Namespace) -> TracesOptions:
         arguments.format,
         arguments.output,
     )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `composer-mesh traces` to a parser."""
-    RUN(parser)
-    parser.add_argument(
-        "action",
-        nargs="?",
-        metavar="ACTION",
-        help="list the rollouts (the default), show one, or export them",
-    )
-    parser.add_argument(
-        "trace",
-        nargs="?",
-        action=_Trace,
-        metavar="TRACE",
-        help="for show: a trace_id, or GROUP/SAMPLE",
-    )
-    _add_filters(parser)
-    _add_list_options(parser)
-    parser.add_argument("--full", action="store_true", help="show long texts to their end")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="parquet", help="of export; parquet by default"
-    )
-    output("where export writes")(parser)
-
-
-class _Trace(argparse.Action):
-    """Stores TRACE and checks ACTION; without RUN, both words are one place further left."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, found: Any, value: Any, _option: Any = None
-    ) -> None:
-        if str(found.run) in ACTIONS:
-            if value is not None:
-                parser.error(f"{value[:40]!r} is one word too many after {found.run} TRACE")
-            found.run, found.action, value = None, str(found.run), found.action
-        found.action, found.trace = found.action or "list", value
-        if found.action not in ACTIONS:
-            near = nearest(found.action, ACTIONS) or nearest(str(found.run), ACTIONS)
-            repair = did_you_mean(near) if near else f"write one of {', '.join(ACTIONS)}"
-            parser.error(f"{found.action[:40]!r} is no action: {repair}")
-
-
-def _add_filters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--group", type=int, metavar="N", help="of one prompt group")
-    parser.add_argument("--step", type=int, metavar="N", help="that trained step N; 1 is the first")
-    parser.add_argument("--split", choices=("train", "heldout"), help="of one split")
-    parser.add_argument("--min-reward", type=float, metavar="R", help="of this reward or more")
-    parser.add_argument("--max-reward", type=float, metavar="R", help="of this reward or less")
-    parser.add_argument("--failed", action="store_true", help="without success")
-    parser.add_argument(
-        "--error",
-        action="append",
-        default=[],
-        metavar="KIND",
-        help="with an error of this kind; may be given many times",
-    )
-
-
-def _add_list_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sort", choices=SORT_KEYS, default="group", help="group by default, smallest first"
-    )
-    parser.add_argument("--reverse", action="store_true", help="the largest first")
-    parser.add_argument(
-        "--limit", type=int, default=SHOWN, metavar="N", help=f"{SHOWN} by default; 0 for all"
-    )
-    as_json("each rollout")(parser)

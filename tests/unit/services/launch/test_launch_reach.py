@@ -12,15 +12,13 @@ from fake_programs import FakePrograms, fake_programs
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.services.cli import main
 from composer_mesh.services.commands.parser import make_parser
+from composer_mesh.services.directory.resume import THERE, called, resume_command
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.launch.by_ssh import HostsLauncher
 from composer_mesh.services.launch.handle import (
-    THERE,
-    called,
     command_there,
     elsewhere,
     reached,
-    resume_command,
     write_handle,
 )
 from composer_mesh.services.launch.ports import Handle, State
