@@ -289,6 +289,11 @@ class Config(Section):
         return {"sdpo": self.sdpo, "replay": self.replay, **self.channels}
 
     @property
+    def configured_channels(self) -> list[str]:
+        """Names of the channels that are on, in the order of their losses."""
+        return ["policy", *(name for name, one in self.weighted_channels.items() if one.on)]
+
+    @property
     def own_updates(self) -> list[str]:
         """The channels with an update and an optimizer of their own."""
         return [name for name, one in self.weighted_channels.items() if one.has_own_update]

@@ -24,7 +24,12 @@ from typing import Any, Self, TypeVar
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.sft import SftConfig
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates, render_hint
+from composer_mesh.rollouts.hints import (
+    HintTemplateError,
+    HintTemplates,
+    hint_templates,
+    render_hint,
+)
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
@@ -274,7 +279,7 @@ def _demonstrate(
     gold: Iterator[str] | None,
 ) -> Iterator[Piece]:
     yield from ((KINDS[message["role"]], message["content"]) for message in session.messages)
-    templates = TEMPLATES.extended(task.hint_templates)
+    templates = hint_templates(task.hint_templates)
     hinted, failed, done = rng.random() < settings.hinted_share, False, False
     while not done:
         messages = session.messages

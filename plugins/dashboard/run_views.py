@@ -20,6 +20,7 @@ from composer_mesh.plugins.dashboard.catalog import RunSummary
 from composer_mesh.plugins.dashboard.charts import Chart
 from composer_mesh.plugins.dashboard.open_runs import OpenRun
 from composer_mesh.plugins.dashboard.series import Columns, curve
+from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.resume import CONFIG_FILE
 from composer_mesh.services.inspection.events_command import further
 from composer_mesh.services.store.reading import RunReader
@@ -167,6 +168,7 @@ BAD = ("_died", "_hung", "_given_up", "_failed")
 GOOD = ("_restarted", "_finished", "_started")
 EVENTS_OF_A_PAGE = 200
 LATELY = 8
+WARNINGS_SHOWN = 3
 DEAD_SHOWN_S = 10.0
 """Seconds for which a process that has died is shown, also when another one has its place."""
 UNKNOWN = ("version", "memory", "cpu", "queue", "calls", "pid")
@@ -186,6 +188,7 @@ def figures_of(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
         "seconds": sum(one for one in run.columns.column("time/step_s") if one == one),
         "tokens": sum(one for one in run.columns.column("tokens/trained") if one == one),
         "usd": summary.usd,
+        "warnings": [event_view(one) for one in run.warnings()[:WARNINGS_SHOWN]],
     }
 
 
@@ -289,8 +292,14 @@ def event_view(event: Mapping[str, Any]) -> dict[str, Any]:
         "actor": event.get("actor", ""),
         "detail": event.get("detail", ""),
         "fields": further(event),
-        "tone": "bad" if kind.endswith(BAD) else "good" if kind.endswith(GOOD) else "",
+        "tone": _tone(kind),
     }
+
+
+def _tone(kind: str) -> str:
+    if kind in WARNINGS:
+        return "warning"
+    return "bad" if kind.endswith(BAD) else "good" if kind.endswith(GOOD) else ""
 
 
 def config_text(root: Path) -> str:

@@ -18,7 +18,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.services.directory.report import Evaluation, channels_of
+from composer_mesh.services.directory.channel_activity import channels_of
+from composer_mesh.services.directory.report import Evaluation
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 MARGIN = 0.1  # share of the steps, left and right of the curve

@@ -30,6 +30,7 @@ from composer_mesh.services.inspection.page import (
 
 REFRESH_S = 0.25
 LONGEST_HINT = 5000
+LONGEST_WARNING = 1000
 
 
 class RunConsole(Console):
@@ -118,10 +119,12 @@ class RunView:
         """Show a held-out evaluation."""
         with self._lock:
             self._shown.evaluations.append(evaluation)
-        low, high = evaluation.interval
+        (low, high), temperature = evaluation.interval, evaluation.temperature
         self._tell(
             f"evaluation after_step={evaluation.step} success={evaluation.success:.3f}"
             f" interval_95={low:.3f}..{high:.3f} episodes={evaluation.episodes}"
+            f" temperature={'-' if temperature is None else f'{temperature:g}'}"
+            f" decoding={evaluation.decoding.partition(' ')[0] or '-'}"
         )
 
     def phase(self, text: str) -> None:
@@ -135,6 +138,14 @@ class RunView:
         with self._lock:
             self._shown.events.append((self._shown.elapsed_s, plain_text(text)))
         self._tell(f"event {plain_text(text)}")
+
+    def warning(self, text: str) -> None:
+        """Show an event that reports a configured part without effect; its kind comes first."""
+        shown = plain_text(text, LONGEST_WARNING)
+        with self._lock:
+            self._shown.warnings.pop(kind := shown.partition(" ")[0], None)
+            self._shown.warnings[kind] = (self._shown.elapsed_s, shown)
+        self._tell(f"warning {shown}")
 
     def hints(self, commands: Sequence[str]) -> None:
         """Show the commands for inspecting the run, once: above the page, or as one line."""

@@ -167,6 +167,7 @@ class PartialRun(TrainingRun, ABC):
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
+        await self._keep_hint_templates(task)
         self.view.phase("preparing the policy")
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
@@ -270,7 +271,7 @@ class TrainFromTracesRun(PartialRun):
         # Stored steps contain late-reward corrections, which this config may not enable.
         before = load_config(self.root / "config.toml", model_later=True)
         late = make_late_rewards(before, self.source.rewards, advantages, report)
-        unwritten = FirstReasons(partial(self.event, "hint_not_written", "trainer"))
+        unwritten = FirstReasons(partial(self.event, "hints_missing", "trainer"))
         return StepBuilder(Batcher(self.config, task, chat, advantages, unwritten), late)
 
     def _progress(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from composer_mesh.configs.load import load_config, resolve_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
+from composer_mesh.rollouts.hints import HintTemplateError, HintTemplates, hint_templates
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text, message_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
@@ -231,7 +231,7 @@ def play(
     show: Callable[[Iterable[str]], None],
 ) -> None:
     """Play one episode to its end, or until the policy stops, and show each turn."""
-    templates = TEMPLATES.extended({**task.hint_templates, **config.sdpo.hints.templates})
+    templates = hint_templates(task.hint_templates, config.sdpo.hints.templates)
     chosen = task.pick(options.split, options.episode)
     turns, done = 0, False
     with TimedEpisode(task, chosen, config.environment.call_s) as episode:

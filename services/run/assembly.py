@@ -45,8 +45,10 @@ from composer_mesh.mesh.weights.manifest import TransportUnavailable
 from composer_mesh.planning.placement_solver import NoCapacity
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
 from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.hints import hint_templates
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
+from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
 from composer_mesh.services.inspection.census import failure_line, placed
@@ -150,6 +152,7 @@ def train_command(
         final_report(
             output,
             config.run.name,
+            configured=run.channels,
             wall_s=time.monotonic() - began,
             evaluations=run.evaluations,
             restarts=run.restarts,
@@ -199,6 +202,11 @@ class TrainingRun:
     def restarts(self) -> int:
         """Number of processes started as replacements."""
         return sum(part.restarts for part in (self._mesh, self._trainer) if part is not None)
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the channels that the run trains."""
+        return self.config.configured_channels
 
     @property
     def evaluations(self) -> list[Any]:
@@ -350,6 +358,7 @@ class TrainingRun:
             self.event("evaluation_smaller", "", fewer)
         if self.config.sdpo.on and not task.states_answers:
             self.event("hints_unguarded", "", UNGUARDED.format(task.name))
+        await self._keep_hint_templates(task)
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
@@ -357,6 +366,11 @@ class TrainingRun:
             await asyncio.to_thread(check_chat, chat, hints=self.config.sdpo.on)
             self.event("chat_format", "trainer", chat.described)
             await self._train_from(mesh, folder, task, chat, heldout)
+
+    async def _keep_hint_templates(self, task: Task) -> None:
+        if self.config.sdpo.on:
+            known = hint_templates(task.hint_templates, self.config.sdpo.hints.templates)
+            await self.store.keep_hint_templates(known)
 
     async def _train_from(
         self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat, heldout: Sequence[int]
@@ -392,4 +406,5 @@ class TrainingRun:
     def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         """Record an event and show it."""
         self.store.add_event(kind, actor, detail, placed(actor, fields))
-        self.view.event(" ".join(part for part in (kind, actor, detail) if part))
+        show = self.view.warning if kind in WARNINGS else self.view.event
+        show(" ".join(part for part in (kind, actor, detail) if part))

@@ -217,7 +217,7 @@ class RunParts:
         limit_s = self.config.supervision.custom_function_s
         advantages = make_advantages(self.config.advantage, limit_s)
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
-        unwritten = FirstReasons(partial(self.event, "hint_not_written", "trainer"))
+        unwritten = FirstReasons(partial(self.event, "hints_missing", "trainer"))
         batcher = Batcher(self.config, self.task, self.chat, advantages, unwritten)
         return StepBuilder(batcher, late)
 

@@ -37,6 +37,7 @@ def final_report(
     output: Path,
     name: str,
     *,
+    configured: Sequence[str],
     wall_s: float,
     evaluations: Sequence[Evaluation],
     restarts: int,
@@ -44,7 +45,12 @@ def final_report(
 ) -> None:
     """Write and print the summary of a run, and draw its curve; raises OSError."""
     summary = write_summary(
-        output, wall_s=wall_s, evaluations=evaluations, restarts=restarts, rest=rest
+        output,
+        wall_s=wall_s,
+        configured=configured,
+        evaluations=evaluations,
+        restarts=restarts,
+        rest=rest,
     )
     # Imported late, since plotting is not needed before the end.
     from composer_mesh.services.directory.curve import draw_reward_curve

@@ -122,6 +122,24 @@ def test_a_page_has_the_ends_of_evaluations_the_first_actors_and_the_last_events
     assert [f"number {i}" in text for i in range(9)] == [False] * 4 + [True] * 5
 
 
+def test_the_page_keeps_the_newest_warning_of_each_kind_in_whole() -> None:
+    view = busy_view()
+    view.evaluation(Evaluation(30, 0.6, 200, temperature=0.7))
+    repair = "raise schedule.group_size or generator.temperature, or train on easier episodes"
+    view.warning("hints_missing sdpo: no error sites")
+    view.warning("groups_flat policy: old")
+    view.warning(f"groups_flat policy: [red]40 of 40[/red] groups had equal rewards: {repair}")
+    for i in range(9):
+        view.event(f"event number {i}")
+    text = page(view, 80)
+    assert {len(line) for line in text.splitlines()} == {80}
+    plain = " ".join(text.replace("│", " ").split())
+    assert f"policy: [red]40 of 40[/red] groups had equal rewards: {repair}" in plain
+    assert "hints_missing sdpo: no error sites" in plain
+    assert "policy: old" not in plain
+    assert "60.0% of 200 held-out episodes, sampled at 0.7" in plain
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_nothing_that_a_model_wrote_is_markup_or_a_control_code(width: int) -> None:
     view = RunView("[bold]run[/bold]", 3, console=Console(file=StringIO()))
@@ -157,13 +175,20 @@ def test_without_a_terminal_each_step_is_one_line_and_nothing_is_redrawn() -> No
         view.actors([actor("generator[0]")])
         view.update({**STEP, "step": 8})
         view.evaluation(Evaluation(8, 0.5, 200))
+        view.evaluation(Evaluation(9, 0.5, 200, temperature=0.0))
+        view.evaluation(Evaluation(10, 0.5, 200, temperature=0.7))
+        view.warning("groups_flat policy: [bold]flat[/bold]")
         view.event("[bold]done[/bold]\x1b[2J")
     lines = out.getvalue().splitlines()
+    found = "success=0.500 interval_95=0.431..0.569 episodes=200"
     assert lines == [
         "phase training",
         plain_line(STEP, 60),
         plain_line({**STEP, "step": 8}, 60),
-        "evaluation after_step=8 success=0.500 interval_95=0.431..0.569 episodes=200",
+        f"evaluation after_step=8 {found} temperature=- decoding=-",
+        f"evaluation after_step=9 {found} temperature=0 decoding=greedy",
+        f"evaluation after_step=10 {found} temperature=0.7 decoding=sampled",
+        "warning groups_flat policy: [bold]flat[/bold]",
         r"event [bold]done[/bold]\x1b[2J",
     ]
 
