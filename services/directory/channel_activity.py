@@ -41,7 +41,7 @@ def activity_of(
 
     `inactive_because` states why a configured channel was not active in some of the steps.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys((*channels_of(metrics), *configured)):
         idle = [step for step in metrics if not is_active(step, name)]
         found[name] = {"configured": name in configured, "active_steps": len(metrics) - len(idle)}
@@ -54,8 +54,8 @@ def activity_of(
 def activity_text(channel: Mapping[str, Any], steps: int) -> str:
     """Return the words of one channel's part of `summary.json`."""
     active, why = channel["active_steps"], "; ".join(channel.get("inactive_because", ()))
-    if not channel["configured"]:
-        return "off"
+    if not channel["configured"] or not steps:
+        return "configured" if channel["configured"] else "off"
     text = f"active in {active:,} of {steps:,} steps"
     if not active:
         return f"configured, {text}: {why}" if why else f"configured, {text}"

@@ -33,7 +33,7 @@ from composer_mesh.plugins.dashboard.charts import (
     ticks,
 )
 from composer_mesh.plugins.dashboard.live import PageChanges, PageParts, parts_of_run
-from composer_mesh.plugins.dashboard.open_runs import PacedLook
+from composer_mesh.plugins.dashboard.open_runs import OpenRun, PacedLook
 from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
 from composer_mesh.plugins.dashboard.rollout_views import advantage_of, tokens_of
 from composer_mesh.plugins.dashboard.series import RECENT, Columns, Curve, curve, reduced
@@ -431,3 +431,21 @@ def test_labels_of_a_chart_are_text_and_never_markup() -> None:
     chart = Chart(label, [Curve(label, [0.0, 1.0], [1.0, 2.0])], x_title=label)
     assert "<script" not in chart.svg()
     assert "&lt;script" in chart.svg()
+
+
+async def test_the_head_of_a_run_shows_the_newest_warning_of_each_kind(tmp_path: Path) -> None:
+    write_steps(tmp_path / "run", 1, 2)
+    lines = [
+        {"time": n, "event": kind, "actor": "", "detail": f"<b>reason {n}</b>"}
+        for n, kind in enumerate(["groups_flat", "actor_died", "teacher_failing", "groups_flat"])
+    ]
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    (tmp_path / "run" / "events.jsonl").write_text(text)
+    opened = OpenRun(tmp_path / "run")
+    assert [one["time"] for one in opened.warnings()] == [3, 2]
+    _, app = dashboard(tmp_path)
+    async with client(app) as browser:
+        page = Page((await browser.get("/runs/run/")).text)
+    assert sum(about.get("class") == "warning" for _, about in page.elements) == 2
+    assert [f"<b>reason {n}</b>" in page.text for n in range(4)] == [False, False, True, True]
+    page.check_harmless()
