@@ -154,8 +154,12 @@ def _changed(section: BaseModel, dumped: Mapping[str, Any]) -> Table:
     fields = type(section).model_fields
     for name, written in dumped.items():
         value, field = getattr(section, name), fields.get(name)
-        may_be_left_out = field is not None and name != "type" and not field.is_required()
-        if may_be_left_out and value == field.get_default(call_default_factory=True):
+        if (
+            field is not None
+            and name != "type"
+            and not field.is_required()
+            and value == field.get_default(call_default_factory=True)
+        ):
             continue
         if isinstance(value, BaseModel):
             found[name] = _changed(value, written)

@@ -213,6 +213,8 @@ class SpawnedActor:
         reading lies outside of the time of this call.
         """
         reply, sent = self.ref.take_activity.call_one(), time.time()
+        busy: list[Busy]
+        there: float
         try:
             busy, there = await call(reply, ACTIVITY_S, self.name, "take_activity", self.death)
         except Exception:  # noqa: BLE001  whatever its class raises there, it reports nothing
