@@ -23,8 +23,10 @@ from composer_mesh.configs.plugins import registered
 ClusterKind = Annotated[str, registered("launchers")]
 Strings = Annotated[tuple[str, ...], Field(strict=False, max_length=MOST_ENTRIES)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-ADDRESS = r"^(tls|tcp)://[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$"
-Address = Annotated[str, Field(pattern=ADDRESS, max_length=300)]
+CHANNEL = r"(tls|tcp)://[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$"
+IDENTITY = r"([A-Za-z0-9][A-Za-z0-9_-]*<[1-9A-HJ-NP-Za-km-z]{1,11}>@)?"
+Address = Annotated[str, Field(pattern=f"^{CHANNEL}", max_length=300)]
+ProcessAddress = Annotated[str, Field(pattern=f"^{IDENTITY}{CHANNEL}", max_length=400)]
 
 
 class SlurmConfig(Section):
@@ -110,8 +112,9 @@ class ClusterConfig(Section):
     kind: ClusterKind = "local"
     """"local": this machine; "hosts": workers at given addresses; else a scheduler finds hosts."""
 
-    workers: Annotated[tuple[Address, ...], Field(strict=False, max_length=MOST_HOSTS)] = ()
-    """Address of each worker, such as "tls://10.0.0.5:22300", in the order of placement.hosts."""
+    workers: Annotated[tuple[ProcessAddress, ...], Field(strict=False, max_length=MOST_HOSTS)] = ()
+    """Address of each worker, such as "tls://10.0.0.5:22300", in the order of placement.hosts; one
+    that the hosts reach under another address has an identity, such as "gpu-0<2>@tls://a:22300"."""
 
     address: Address | None = None
     """Controller address for workers; by default its source address towards the first worker."""
@@ -156,12 +159,13 @@ class ClusterConfig(Section):
                 f"workers names {len(self.workers)} addresses but kind is {self.kind!r}, which "
                 "finds its hosts itself: remove cluster.workers, or set cluster.kind to 'hosts'"
             )
-        for address in repeated(self.workers):
+        channels = [one.rpartition("@")[2] for one in self.workers]
+        for address in repeated(channels):
             yield (
-                f"workers has {address!r} {self.workers.count(address)} times, and a port has "
+                f"workers has {address!r} {channels.count(address)} times, and a port has "
                 "one worker: name each once"
             )
-        schemes = {one.partition(":")[0] for one in (*self.workers, self.address) if one}
+        schemes = {one.partition(":")[0] for one in (*channels, self.address) if one}
         if len(schemes) > 1:
             yield (
                 f"addresses are of {' and '.join(sorted(schemes))}, which do not understand each "

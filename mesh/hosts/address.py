@@ -1,5 +1,8 @@
 """Listen addresses of hosts: which are refused, and which one a machine uses.
 
+A worker is attached by its process address, `IDENTITY@SCHEME://HOST:PORT`. The identity follows
+from host and port unless it is given, so that both ends know it from `tls://10.0.0.5:22300`.
+
 Access to a worker's port allows code execution, so only loopback and private addresses are accepted
 unless the user allows more.
 
@@ -11,7 +14,9 @@ The host's worker passes the address to each process that it starts
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import (
@@ -78,6 +83,9 @@ Ip: TypeAlias = IPv4Address | IPv6Address
 Network: TypeAlias = IPv4Network | IPv6Network
 
 SCHEMES = ("tls", "tcp")
+BASE58 = "123456789abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ"
+IDENTITY = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]*<[{BASE58}]{{1,11}}>")
+"""Identity of a process in Monarch: a label, and 64 bits in base 58."""
 PRIVATE = tuple(
     ip_network(text)
     # RFC 1918; RFC 6598, which cloud and overlay networks use for pods; RFC 4193
@@ -91,13 +99,18 @@ class BadAddress(ValueError):
 
 
 def split(address: str) -> tuple[str, str, int]:
-    """Split an address into scheme, host and port; an IPv6 host is without its brackets."""
-    scheme, there, rest = address.partition("://")
+    """Split an address into scheme, host and port; an IPv6 host is without its brackets.
+
+    The identity of a process address is left out.
+    """
+    identity, at, channel = address.rpartition("@")
+    scheme, there, rest = channel.partition("://")
     host, colon, port = rest.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     plain = host[1:-1] if bracketed else host
     if not (
-        there
+        bool(IDENTITY.fullmatch(identity)) == bool(at)
+        and there
         and colon
         and scheme in SCHEMES
         and plain
@@ -117,6 +130,31 @@ def split(address: str) -> tuple[str, str, int]:
 def join(scheme: str, host: str, port: int) -> str:
     """Join scheme, host and port into an address; the inverse of `split`."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def channel_of(address: str) -> str:
+    """Return an address without the identity of its process."""
+    return address.rpartition("@")[2]
+
+
+def process_address(address: str) -> str:
+    """Return the address of the process that serves there, such as `service<2M>@tls://gpu-0:22300`.
+
+    One that has an identity is returned unchanged. Raises `BadAddress`.
+    """
+    _, host, port = split(address)
+    if "@" in address:
+        return address
+    number = int.from_bytes(hashlib.sha256(f"{host}:{port}".encode()).digest()[:8])
+    return f"service<{_base58(number)}>@{address}"
+
+
+def _base58(number: int) -> str:
+    digits = ""
+    while number or not digits:
+        number, digit = divmod(number, len(BASE58))
+        digits = BASE58[digit] + digits
+    return digits
 
 
 def check_listen(address: str, subnets: Sequence[str] = (), any_address: bool = False) -> None:

@@ -63,7 +63,7 @@ class RemoteHost:
     def __init__(
         self, name: str, address: str, lease_s: float, note_late: Callable[[ProcessLate], None]
     ) -> None:
-        """`note_late` is called whenever the start of the agent is repeated."""
+        """`address` is a process address; `note_late` is called when the agent is started again."""
         self.name, self.address = name, address
         self._note_late = note_late
         self.lost: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()
@@ -76,6 +76,11 @@ class RemoteHost:
         self._beating = BackgroundTasks(
             lambda task, error: self.lose(f"{task} failed: {cause_of(error)}")
         )
+
+    @property
+    def channel(self) -> str:
+        """Where it listens, without the identity of its process."""
+        return addresses.channel_of(self.address)
 
     @property
     def mesh(self) -> HostMesh:
@@ -103,9 +108,9 @@ class RemoteHost:
                 raise
             why = str(error) or f"no answer within {deadline_s:g} s"
             raise HostRefused(
-                f"{self.name} at {self.address} could not be attached ({why}): is composer-mesh "
-                "worker running there, with the authority of this run, the same Monarch and a port "
-                "that this machine reaches?"
+                f"{self.name} at {self.channel} could not be attached ({why}): is composer-mesh "
+                "worker running there, with this --listen address, the authority of this run, the "
+                "same Monarch and a port that this machine reaches?"
             ) from error
         self._beating.start(f"beats to {self.name}", self._beat())
 
@@ -224,7 +229,7 @@ class RemoteHost:
                 gone = await self._listens(every_s * (1 - ANSWER_PART)) is False
                 silent, refused = silent + 1, refused + 1 if gone else 0
             if refused >= REFUSALS:
-                self.lose(f"nobody listens at {self.address} any more")
+                self.lose(f"nobody listens at {self.channel} any more")
                 return
             await asyncio.sleep(max(0.0, every_s - (loop.time() - began)))
         self.lose(f"it gave no sign of life for {self._lease_s * MARGIN:g} s")

@@ -1,6 +1,6 @@
 """Worker discovery: a shared folder with one small file per worker.
 
-    runs/NAME/hosts/gpu-0.json  {"name": "gpu-0", "address": "tls://10.0.0.5:22300", ...}
+    runs/NAME/hosts/gpu-0.json  {"name": "gpu-0", "address": "service<2M>@tls://gpu-0:22300", ...}
 
 A worker that replaces another of the same name overwrites its file. A record gives a worker's
 address, not whether it is still listening.
@@ -94,7 +94,7 @@ ROSTER = "hosts"
 
 @dataclass(frozen=True)
 class Record:
-    """A worker's address and interpreter; `boot` and `pid` identify its process."""
+    """A worker's process address and interpreter; `boot` and `pid` identify its process."""
 
     name: str
     address: str

@@ -1,6 +1,6 @@
 """The program of a worker that serves Monarch: it starts the processes of a run on its host.
 
-A worker starts and monitors it (`worker`). Its argument is the address to listen on. It ends with
+A worker starts and monitors it (`worker`). Its argument is its process address. It ends with
 its worker, and all processes that it started end with it. It records their exit statuses, which
 only a parent receives, in the worker's folder, where the host's agent reads them.
 """

@@ -112,7 +112,7 @@ class _Worker:
             return self._say(name, why, LEFT_ALONE)
         record = Record(name, address, sys.executable, os.getpid(), this_host())
         with self._announced(record):
-            _write(sys.stdout, f"{name} listens on {address}")
+            _write(sys.stdout, f"{name} listens on {addresses.channel_of(address)}")
             return self._say(name, *self._until_it_ends(serving))
 
     def _until_it_listens(self, serving: int, address: str) -> str | None:
@@ -160,7 +160,7 @@ class _Worker:
                     withdraw(roster, record)
 
     def _address(self, name: str) -> str:
-        """Return the listen address; a port on which this name was announced before is not reused.
+        """Return the process address; a port on which this name was announced is not reused.
 
         Monarch cannot attach twice to one address, so a restarted worker must have another.
         """
@@ -171,12 +171,13 @@ class _Worker:
         addresses.check_listen(
             addresses.join(scheme, host, port), options.subnets, options.any_address
         )
-        if port == 0:
-            return addresses.join(scheme, host, addresses.free_port(host))
         known = None if options.roster is None else read_record(options.roster, name)
-        if known is not None and known.address.startswith(addresses.join(scheme, host, 0)[:-1]):
+        if port == 0:
+            port = addresses.free_port(host)
+        elif known is not None and addresses.split(known.address)[:2] == (scheme, host):
             port = max(port, addresses.split(known.address)[2] + 1)
-        return addresses.join(scheme, host, port)
+        identity, at, _ = options.listen.rpartition("@")
+        return addresses.process_address(identity + at + addresses.join(scheme, host, port))
 
     def _environment(self, address: str) -> Mapping[str, str]:
         """Return the environment of all processes started here, with a new key for TLS."""

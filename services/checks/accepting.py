@@ -196,15 +196,20 @@ def startable(config: Config, *, here: bool = True) -> None:
     """
     refuse_other_hosts(config)
     if not config.cluster.remote:  # remote hosts are checked when the run attaches to them
-        check_vllm_installed(config)
-        if config.trainer.lora is not None and find_spec("peft") is None:
-            raise LoraMissing()
-        if config.trainer.optimizer == "adamw_8bit" and find_spec("torchao") is None:
-            raise LowbitMissing()
-        if config.islands.on:
-            plugins.load("checks", "islands")(config.islands)
+        check_packages(config)
     if here and download_models(config):
         accept(config)
+
+
+def check_packages(config: Config) -> None:
+    """Raise where this machine lacks a package that a config needs; the message names its extra."""
+    check_vllm_installed(config)
+    if config.trainer.lora is not None and find_spec("peft") is None:
+        raise LoraMissing()
+    if config.trainer.optimizer == "adamw_8bit" and find_spec("torchao") is None:
+        raise LowbitMissing()
+    if config.islands.on:
+        plugins.load("checks", "islands")(config.islands)
 
 
 def items(text: str) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_background
 from composer_mesh.planning.model_sizes import UnknownSizes, parameter_count, sizes_of
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
+from composer_mesh.rollouts.hints import HintTemplateError, HintTemplates, hint_templates
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message
@@ -354,7 +354,7 @@ def _play(
     config: Config, task: Task, index: int, act: Callable[[TimedEpisode], str | None], policy: str
 ) -> DryRun:
     """Play an episode until it ends, or no action is left."""
-    templates = TEMPLATES.extended({**task.hint_templates, **config.sdpo.hints.templates})
+    templates = hint_templates(task.hint_templates, config.sdpo.hints.templates)
     turns, done = 0, False
     with TimedEpisode(task, task.pick("train", index), config.environment.call_s) as episode:
         episode.begin()

@@ -23,7 +23,7 @@ from pathlib import Path
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.hosts.address import BadAddress, split
+from composer_mesh.mesh.hosts.address import BadAddress, channel_of, split
 from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.processes import is_alive
@@ -40,20 +40,20 @@ from composer_mesh.services.directory.claim import (
 )
 from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.resume import (
+    THERE,
     RunFinished,
     describe_resume,
     may_be_resumed,
     pinned,
     refuse_unfit,
+    resume_command,
 )
 from composer_mesh.services.directory.status import RunUnavailable, read_status
 from composer_mesh.services.launch.handle import (
-    THERE,
     HandleNotOurs,
     follow,
     hints,
     read_handle,
-    resume_command,
     write_handle,
 )
 from composer_mesh.services.launch.ports import (
@@ -264,7 +264,9 @@ def _makes_authority(order: Order) -> bool:
     cluster = order.config.cluster
     if cluster.kind not in ("hosts", "slurm") or cluster.authority is not None:
         return False  # a pod launcher stores it in a Secret
-    return not any(one.startswith("tcp:") for one in (*cluster.workers, cluster.address or ""))
+    return not any(
+        channel_of(one).startswith("tcp:") for one in (*cluster.workers, cluster.address or "")
+    )
 
 
 def print_plan(order: Order, plan: Plan) -> None:

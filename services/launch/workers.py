@@ -204,7 +204,7 @@ class WorkerCommand:
 
     def command(self, order: Order) -> list[str]:
         """Return the command that runs on the host."""
-        authority = authority_of(order) if self.address.startswith("tls:") else None
+        authority = authority_of(order) if addresses.split(self.address)[0] == "tls" else None
         where = ("--listen", self.address, "--name", self.name)
         roster = order.output / ROSTER
         words = worker_command(order.python, order.config, roster, authority, *where)

@@ -22,6 +22,7 @@ from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.pyspy import StackDump
@@ -32,17 +33,20 @@ from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.mesh.weights.choice import Transport
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.hints import hint_templates
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
+from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
+from composer_mesh.services.directory.status import Progress, earlier_progress
 from composer_mesh.services.inspection.census import placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.run.failure_report import FailureReport, report_failure
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
-from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.parts import RunParts, TimelineView
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.run.resume_loader import ResumeContents, load_resume_state
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView, final_report
@@ -105,7 +109,6 @@ def train_command(
     `resumed` is not None for a resumed run: its config changes, possibly none. However many signals
     arrive, the run is shut down and its summary written.
     """
-    began = time.monotonic()
     ceiling = config.replay.budget.usd if config.replay.on else None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
@@ -116,9 +119,9 @@ def train_command(
         final_report(
             output,
             config.run.name,
-            wall_s=time.monotonic() - began,
+            configured=run.channels,
+            progress=run.progress(),
             evaluations=run.evaluations,
-            restarts=run.restarts,
             rest=run.rest,
         )
     except OSError as error:
@@ -149,22 +152,31 @@ class TrainingRun:
     _past: ResumeContents = field(default_factory=ResumeContents)
     _watch: RunWatch = field(init=False)
     _trackers: RunTrackers = field(init=False)
+    _earlier: Progress = field(default_factory=Progress)
+    _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        if self.resumed is not None:
+            self._earlier = earlier_progress(self.store.root)
         self._trackers = RunTrackers(self.config, self.store.root, self.event)
         self._watch = RunWatch(
             self.store.root,
             self.config.run,
             self.view,
             self.event,
-            self._progress,
+            self.progress,
             {"stop": self.stop, "join": self.join, "stacks": self.stacks},
         )
 
     @property
     def restarts(self) -> int:
-        """Number of processes started as replacements."""
+        """Number of processes started as replacements in this session."""
         return sum(part.restarts for part in (self._mesh, self._trainer) if part is not None)
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the channels that the run trains."""
+        return self.config.configured_channels
 
     @property
     def evaluations(self) -> list[Any]:
@@ -285,9 +297,9 @@ class TrainingRun:
         self.view.transport(transport)
         detail = f"weights travel by {weights}, teacher signals by {signals}"
         self.event("transport", "", detail, weights=weights.name)
+        host.started = lambda one: self.event("actor_started", one.name, f"process {one.pid}")
         mesh = self._mesh = await self._start_mesh(config, host)
-        for actor in host.actors:
-            self.event("actor_started", actor.name, f"process {actor.pid}")
+        host.started = None  # replacements have events of their own
         try:
             async with self._watch.over(mesh):
                 try:
@@ -311,6 +323,7 @@ class TrainingRun:
             self.event("evaluation_smaller", "", fewer)
         if self.config.sdpo.on and not task.states_answers:
             self.event("hints_unguarded", "", UNGUARDED.format(task.name))
+        await self._keep_hint_templates(task)
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
@@ -318,6 +331,11 @@ class TrainingRun:
             await asyncio.to_thread(check_chat, chat, hints=self.config.sdpo.on)
             self.event("chat_format", "trainer", chat.described)
             await self._train_from(mesh, folder, task, chat, heldout)
+
+    async def _keep_hint_templates(self, task: Task) -> None:
+        if self.config.sdpo.on:
+            known = hint_templates(task.hint_templates, self.config.sdpo.hints.templates)
+            await self.store.keep_hint_templates(known)
 
     async def _train_from(
         self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat, heldout: Sequence[int]
@@ -329,12 +347,16 @@ class TrainingRun:
         )
         parts = self._parts(mesh, task, chat)
         trainer = self._trainer = parts.trainer(resumed_from)
-        controller = self.controller = await parts.controller(
-            trainer, TrackedView(self.view, self._trackers), past, heldout
-        )
-        controller.stopping = self.stopping
-        self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
-        await trainer.during(self._train(trainer, controller))
+        async with TimelineView(
+            TrackedView(self.view, self._trackers),
+            mesh.take_activity,
+            self.store.add_timeline,
+            recorded_by(self.event),
+        ) as watch:
+            controller = await parts.controller(trainer, watch, past, heldout)
+            self.controller, controller.stopping = controller, self.stopping
+            self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
+            await trainer.during(self._train(trainer, controller))
 
     def _parts(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> RunParts:
         return RunParts(self.config, self.store, mesh, task, chat, self.event)
@@ -346,11 +368,21 @@ class TrainingRun:
             controller.resume_state.past.clear()  # the trainer holds those it needs
         await controller.run()
 
-    def _progress(self) -> tuple[int, int]:
-        step = self.controller.step if self.controller else self._past.steps
-        return (step, self.restarts)
+    def progress(self) -> Progress:
+        """Return how far the run is, with what its earlier sessions took."""
+        earlier = self._earlier
+        return Progress(
+            self._steps_done(),
+            earlier.restarts + self.restarts,
+            earlier.sessions + 1,
+            earlier.wall_s + time.monotonic() - self._began,
+        )
+
+    def _steps_done(self) -> int:
+        return self.controller.step if self.controller else self._past.steps
 
     def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         """Record an event and show it."""
         self.store.add_event(kind, actor, detail, placed(actor, fields))
-        self.view.event(" ".join(part for part in (kind, actor, detail) if part))
+        show = self.view.warning if kind in WARNINGS else self.view.event
+        show(" ".join(part for part in (kind, actor, detail) if part))

@@ -88,7 +88,8 @@ class RunHosts:
     def names(self) -> Mapping[str, str]:
         """Host names by their Monarch address, including this machine."""
         own = {_as_monarch_says(self._own): NAME} if self._own else {}
-        return own | {_as_monarch_says(one.address): one.name for one in self._attached.values()}
+        attached = self._attached.values()
+        return own | {_as_monarch_says(one.channel): one.name for one in attached}
 
     async def attach(self) -> None:
         """Attach every worker. Waits for all; raises `HostRefused` with the host and the repair.
@@ -124,10 +125,11 @@ class RunHosts:
             raise ControlRefused(
                 "cluster.kind is 'local', so this run has no workers: start it with another kind"
             )
+        address = addresses.process_address(address)
         if address in self._used:
             raise ControlRefused(
-                f"{address} has been part of this run before, and Monarch attaches to an address "
-                "once: start the worker on another port"
+                f"{addresses.channel_of(address)} has been part of this run before, and Monarch "
+                "attaches to an address once: start the worker on another port"
             )
         number = len(self._used)
         name = f"joined-{number}"
@@ -191,7 +193,7 @@ class RunHosts:
         if self.placements is not None:
             self.placements.join(_machine(host))
         about = host.known
-        detail = f"{address}, {about.hostname}, {about.machine.cores} cores"
+        detail = f"{host.channel}, {about.hostname}, {about.machine.cores} cores"
         self.record("host_joined", "", f"{name}: {detail}", host=name)
         self._watching.start(f"waiting for the end of {name}", self._until_lost(host))
 
@@ -234,7 +236,7 @@ class RunHosts:
     async def _attach_announced(self, one: Record, refused: set[str]) -> None:
         """Attach a worker, replacing one of the same name; record a refusal."""
         if (old := self._attached.get(one.name)) is not None:
-            old.lose(f"a new worker has its name, at {one.address}")
+            old.lose(f"a new worker has its name, at {addresses.channel_of(one.address)}")
             self._leave(old)
         try:
             await self._attach(one.name, one.address)
@@ -243,7 +245,7 @@ class RunHosts:
             self.record("host_refused", "", str(error), host=one.name)
 
     async def _workers(self) -> list[tuple[str, str]]:
-        """Return name and address of the configured workers, or of all expected on the roster.
+        """Return name and process address of the configured workers, or of all on the roster.
 
         Waits for them.
         """
@@ -251,7 +253,7 @@ class RunHosts:
         names = [host.name for host in described_hosts(self.config.placement)]
         if cluster.kind == "hosts":
             names = names or [f"host-{number}" for number in range(len(cluster.workers))]
-            return list(zip(names, cluster.workers, strict=True))
+            return list(zip(names, map(addresses.process_address, cluster.workers), strict=True))
         end = asyncio.get_running_loop().time() + cluster.attach_s
         roster = self.root / ROSTER
         while True:

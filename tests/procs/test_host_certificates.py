@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_mesh.mesh.hosts.address import free_port, join
+from composer_mesh.mesh.hosts.address import free_port, join, process_address
 from composer_mesh.mesh.hosts.certificates import make_authority, tls_environment
 
 HOST = "127.0.0.1"
@@ -50,7 +50,7 @@ def own(tmp_path: Path) -> dict[str, str]:
 def port(own: dict[str, str]) -> Iterator[int]:
     """The port of a worker to which a process of the run has attached."""
     port = free_port(HOST)
-    address, env = join("tls", HOST, port), {**os.environ, **own}
+    address, env = process_address(join("tls", HOST, port)), {**os.environ, **own}
     worker = subprocess.Popen([sys.executable, "-c", SERVE, address], env=env)
     try:
         client = [sys.executable, "-c", ATTACH, address]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from composer_mesh.mesh.hosts.address import process_address
 from composer_mesh.mesh.hosts.certificates import make_authority, tls_environment
 from composer_mesh.services.launch.workers import tunnels
 
@@ -164,10 +165,11 @@ def test_actors_on_hosts_that_see_each_other_by_ssh_alone_call_each_other(
     make_authority(tmp_path / ".tls")
     env = tls_environment(tmp_path / ".tls", tmp_path / "own", ["127.0.0.1"])
     for name, worker in zip(HOSTS, workers, strict=True):
-        programs.start(name, sys.executable, "-c", SERVE, worker, env=env)
+        programs.start(name, sys.executable, "-c", SERVE, process_address(worker), env=env)
     for tunnel in tunnels(ADDRESSES, PORTS, CONTROLLER, ssh_options):
         programs.start(CENTRE, *tunnel.command)
-    assert attach([controller, *workers], env) == ["host 0 heard host 1", "host 1 heard host 0"]
+    attached = attach([controller, *map(process_address, workers)], env)
+    assert attached == ["host 0 heard host 1", "host 1 heard host 0"]
     port = f"{22:04X}"
     assert {place.rpartition(":")[2] for name in HOSTS for place in listening(name)} == {port}
     assert listening(CENTRE) == set()

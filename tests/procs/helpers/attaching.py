@@ -16,7 +16,7 @@ def tell(late: ProcessLate) -> None:
 
 
 async def attach_and_close(address: str) -> None:
-    host = RemoteHost("host-0", address, lease_s=15.0, note_late=tell)
+    host = RemoteHost("host-0", addresses.process_address(address), lease_s=15.0, note_late=tell)
     await host.attach(deadline_s=120.0)
     print(f"attached to {host.known.hostname}", flush=True)
     await host.close(deadline_s=10.0)

@@ -14,17 +14,22 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from monarch._rust_bindings.monarch_hyperactor.proc import ProcId, Uid
 
 from composer_mesh.actors.models.ranks import IFNAMES, Address, choose_interfaces
 from composer_mesh.mesh.hosts.address import (
+    SCHEMES,
     BadAddress,
     NoAddress,
+    _base58,
+    channel_of,
     check_listen,
     cluster_address,
     free_port,
     interface_of,
     join,
     own_address,
+    process_address,
     split,
 )
 from composer_mesh.mesh.process_resources import ADDRESS
@@ -59,12 +64,41 @@ def test_an_address_that_is_put_together_comes_apart_again(
         "tcp://10.0.0.5:22300@tcp://0.0.0.0:22300",
         "tls://10.0.0.5,0.0.0.0:22300",
         "tls://10.0.0.5 :22300",
+        "@tls://10.0.0.5:22300",
+        "service@tls://10.0.0.5:22300",
+        "service<0>@tls://10.0.0.5:22300",
+        "service<2>x@tls://10.0.0.5:22300",
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
     with pytest.raises(BadAddress, match=r"such as tls://10\.0\.0\.5:22300") as refused:
         split(address)
     assert repr(address) in str(refused.value)
+
+
+@pytest.mark.parametrize("channel", ["tls://10.0.0.5:22300", "tcp://[fd00::2]:1", "tls://gpu-0:7"])
+def test_both_ends_derive_the_same_identity_from_an_address(channel: str) -> None:
+    whole = process_address(channel)
+    assert whole == process_address(channel) == process_address(whole)
+    assert channel_of(whole) == channel == channel_of(channel)
+    assert split(whole) == split(channel)
+    assert str(ProcId.from_string(whole.partition("@")[0])) == whole.partition("@")[0]
+    assert process_address(f"gpu-0<2>@{channel}") == f"gpu-0<2>@{channel}"
+
+
+@given(number=st.integers(0, 2**64 - 1))
+def test_numbers_of_identities_are_written_as_monarch_does(number: int) -> None:
+    assert f"service<{_base58(number)}>" == str(Uid.instance_from_value(number, "service"))
+
+
+def test_processes_at_different_addresses_have_different_identities() -> None:
+    places = [
+        f"tls://10.0.{net}.{host}:{port}" for net in (0, 1) for host in (5, 6) for port in (1, 2)
+    ]
+    identities = {process_address(one).partition("@")[0] for one in places}
+    assert len(identities) == len(places)
+    same = {process_address(f"{scheme}://gpu-0:022300").partition("@")[0] for scheme in SCHEMES}
+    assert same == {process_address("tls://gpu-0:22300").partition("@")[0]}
 
 
 @pytest.mark.parametrize(

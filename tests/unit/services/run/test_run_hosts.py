@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from composer_mesh.mesh.hosts.address import channel_of, process_address
 from composer_mesh.mesh.hosts.agent import HostDescription
 from composer_mesh.mesh.hosts.remote import HostRefused
 from composer_mesh.mesh.hosts.roster import ROSTER, Record, announce, read_roster
@@ -20,7 +21,7 @@ from composer_mesh.services.run.hosts import RunHosts
 
 pytestmark = pytest.mark.plugins
 
-A, B = "tcp://10.0.0.5:22300", "tcp://10.0.0.6:22300"
+A, B, C = "tcp://10.0.0.5:22300", "tcp://10.0.0.6:22300", "tcp://10.0.0.7:1"
 GB = 1 << 30
 
 
@@ -35,7 +36,9 @@ class FakeRemote:
     all: ClassVar[list[FakeRemote]] = []
 
     def __init__(self, name: str, address: str, lease_s: float, note_late: Any) -> None:
-        self.name, self.address, self.lease_s = name, address, lease_s
+        assert process_address(address) == address
+        self.name, self.channel, self.lease_s = name, channel_of(address), lease_s
+        self.address = address
         self.note_late = note_late
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.closed = False
@@ -136,13 +139,13 @@ def described(count: int = 2) -> dict[str, Any]:
 
 
 def record(name: str, address: str) -> Record:
-    return Record(name, address, "python", 1, "boot")
+    return Record(name, process_address(address), "python", 1, "boot")
 
 
 async def test_named_workers_are_called_as_the_placement_says_or_by_number(build: Build) -> None:
     hosts = build(kind="hosts", workers=[A, B], lease_s=3.0)
     await hosts.attach()
-    assert [(one.name, one.address, one.lease_s) for one in FakeRemote.all] == [
+    assert [(one.name, one.channel, one.lease_s) for one in FakeRemote.all] == [
         ("host-0", A, 3.0),
         ("host-1", B, 3.0),
     ]
@@ -155,6 +158,17 @@ async def test_named_workers_are_called_as_the_placement_says_or_by_number(build
     assert [one.closed for one in FakeRemote.all] == [False, False, True, True]
 
 
+async def test_a_worker_is_attached_under_the_identity_that_its_address_names(
+    build: Build, events: Events
+) -> None:
+    hosts = build(kind="hosts", workers=[f"gpu-a<2>@{A}", B])
+    await hosts.attach()
+    assert [one.address for one in FakeRemote.all] == [f"gpu-a<2>@{A}", process_address(B)]
+    assert hosts.names == {"tcp:10.0.0.5:22300": "host-0", "tcp:10.0.0.6:22300": "host-1"}
+    assert events[0] == ("host_joined", f"host-0: {A}, node, 8 cores")
+    await hosts.give_back()
+
+
 async def test_a_scheduler_s_hosts_are_waited_for_until_all_have_announced_themselves(
     build: Build, tmp_path: Path
 ) -> None:
@@ -165,7 +179,7 @@ async def test_a_scheduler_s_hosts_are_waited_for_until_all_have_announced_thems
     assert FakeRemote.all == []
     announce(tmp_path / ROSTER, record("gpu-0", A))
     await attaching
-    assert [(one.name, one.address) for one in FakeRemote.all] == [("gpu-0", A), ("gpu-1", B)]
+    assert [(one.name, one.channel) for one in FakeRemote.all] == [("gpu-0", A), ("gpu-1", B)]
 
 
 async def test_a_late_start_of_an_agent_is_told(
@@ -265,7 +279,7 @@ async def test_a_roster_that_cannot_be_read_is_an_event_and_is_read_again(
     hosts.place()
     hosts.read = FailingRoster(STALE, STALE, BROKEN)
     async with hosts.watched():
-        announce(tmp_path / ROSTER, record("gpu-2", "tcp://10.0.0.7:1"))
+        announce(tmp_path / ROSTER, record("gpu-2", C))
         await events.until("host_joined", 3)
     told = [detail for kind, detail in events if kind == "roster_unreadable"]
     assert [detail.rpartition("] ")[2] for detail in told] == [STALE.strerror, BROKEN.strerror]
@@ -277,7 +291,7 @@ async def test_a_host_whose_probe_cannot_be_written_is_refused_and_others_still_
 ) -> None:
     class Unprobed(FakeRemote):
         async def sees(self, path: Path) -> str | None:
-            if self.address == B:
+            if self.channel == B:
                 raise OSError(28, "No space left on device")
             return await super().sees(path)
 
@@ -308,11 +322,12 @@ async def test_joining_is_refused_where_it_could_not_work(build: Build) -> None:
         await build().join(A)
     hosts = build(kind="hosts", workers=[A])
     await hosts.attach()
-    with pytest.raises(ControlRefused, match="on another port"):
-        await hosts.join(A)
+    for known in (A, process_address(A)):
+        with pytest.raises(ControlRefused, match="on another port"):
+            await hosts.join(known)
     hosts.shared_memory = True
     with pytest.raises(HostRefused, match=r"weights\.transport = 'rdma'"):
         await hosts.join(B)
     hosts.shared_memory = False
-    assert await hosts.join("tcp://10.0.0.7:1") == "joined-1"
+    assert await hosts.join(C) == "joined-1"
     await hosts.give_back()
