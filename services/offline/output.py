@@ -124,8 +124,8 @@ def check_place(out: Path, job: Job) -> list[str]:
         raise ReplayRefused(f"--output {out} must be a file in a folder that is there: correct it")
     if out.exists() and _digest(out.read_bytes()) not in written:
         raise ReplayRefused(
-            f"--output {out} holds something else than the last replay into it wrote, which would be "
-            "lost: move it away, or name another file"
+            f"--output {out} holds something else than the last replay into it wrote, which would "
+            "be lost: move it away, or name another file"
         )
     return written
 
