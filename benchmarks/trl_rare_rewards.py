@@ -67,7 +67,7 @@ def trained(config_file: Path, config: Config, folder: Path) -> Recorded:
 def success(policy: Path, config_file: Path, folder: Path) -> float:
     """Return the held-out success of a policy, over the episodes of the run's own evaluations."""
     command = [sys.executable, "-m", "composer_mesh", "eval", policy, "--task", config_file]
-    command += ["--output", folder / "eval", "--json", folder / "eval.json"]
+    command += ["--output", folder / "eval", "--report", folder / "eval.json"]
     subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL, check=True)
     (task,) = json.loads((folder / "eval.json").read_text())["tasks"].values()
     return float(task["success"]["mean"])

@@ -46,6 +46,7 @@ from composer_mesh.services.directory.status import (
     read_status,
     status_of,
 )
+from composer_mesh.services.inspection.ending import ending_of
 from composer_mesh.services.inspection.events_command import FollowedLines, event_of
 from composer_mesh.services.inspection.tree_page import MeshPage
 
@@ -256,7 +257,9 @@ def tree_command(run: Path, as_json: bool = False, watch: bool = False) -> int:
     console, viewer = Console(), Viewer(run)
     if not is_live(run):
         if read_status(run) is not None:
-            _print(viewer, viewer.look(), console, as_json)
+            ended = ending_of(run)
+            state = {} if ended is None else {"state": ended.state}
+            _print(viewer, viewer.look() | state, console, as_json)
         live_run(run)
     viewer.look()
     time.sleep(FIRST_LOOK_S)

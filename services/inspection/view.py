@@ -54,7 +54,7 @@ class Silence:
     """Decides when a line says that a silent phase continues, and what it says.
 
     The first one comes after `QUIET_S` seconds without a line, `QUIET_TRAINING_S` while a run
-    trains; the next one after twice as long.
+    trains; the next one after twice as long, at most `QUIET_TRAINING_S` later.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -71,7 +71,7 @@ class Silence:
         silent_s = self._now() - self._since
         if silent_s < self._patience_s:
             return ""
-        self._patience_s = 2 * silent_s
+        self._patience_s = silent_s + min(silent_s, QUIET_TRAINING_S)
         busy = [f"{one.name} {one.activity}" for one in actors if one.state == "busy"]
         more = [f"and {len(busy) - MOST_BUSY} more"] if len(busy) > MOST_BUSY else []
         doing = plain_text("; ".join([*busy[:MOST_BUSY], *more]))

@@ -52,7 +52,7 @@ def write_package(name: str, place: Path) -> None:
             target.write_text(Template(source).substitute(name=name), encoding="utf-8")
         except OSError as error:
             raise NewTaskRefused(
-                f"{target} cannot be written ({error.strerror}): name another place with --folder"
+                f"{target} cannot be written ({error.strerror}): name another place with --output"
             ) from None
 
 
@@ -97,5 +97,5 @@ def _refuse_used(place: Path) -> None:
     if used:
         raise NewTaskRefused(
             f"{place} is there already but must be new or an empty folder: move it away, or name "
-            "another place with --folder"
+            "another place with --output"
         )

@@ -116,16 +116,16 @@ def check_place(out: Path, job: Job) -> list[str]:
     before = _before(folder_of(out) / JOB_FILE)
     if before is not None and (changed := _differences(before["job"], job)):
         raise ReplayRefused(
-            f"--out {out} belongs to a replay with other {changed}: ask for the same, or name "
+            f"--output {out} belongs to a replay with other {changed}: ask for the same, or name "
             "another file"
         )
     written: list[str] = before["written"] if before is not None else []
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ReplayRefused(f"--out {out} must be a file in a folder that is there: correct it")
+        raise ReplayRefused(f"--output {out} must be a file in a folder that is there: correct it")
     if out.exists() and _digest(out.read_bytes()) not in written:
         raise ReplayRefused(
-            f"--out {out} holds something else than the last replay into it wrote, which would be "
-            "lost: move it away, or name another file"
+            f"--output {out} holds something else than the last replay into it wrote, which would "
+            "be lost: move it away, or name another file"
         )
     return written
 

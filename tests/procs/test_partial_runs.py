@@ -48,7 +48,7 @@ def test_a_policy_is_evaluated_without_a_trainer_and_stored_episodes_are_not_pla
 ) -> None:
     values = {**SHORT, "policy.cache_dir": policy_cache, "eval.temperature": 1.0}
     settings = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    place = ["--output", str(tmp_path / "eval"), "--json", str(tmp_path / "eval.json")]
+    place = ["--output", str(tmp_path / "eval"), "--report", str(tmp_path / "eval.json")]
     command = ["eval", str(PRESET), *settings, "--samples", "2", *place]
     first, again = composer_mesh(*command), composer_mesh(*command, "--resume")
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr

@@ -23,7 +23,7 @@ def post_opinions(run: Path, known: set[str]) -> int:
     """Post the readers' opinions of rollouts that are new; return how many."""
     with tempfile.TemporaryDirectory() as folder:
         export = [*COMMAND, "traces", str(run), "export", "--split", "train"]
-        export += ["--format", "jsonl", "--out", f"{folder}/out"]
+        export += ["--format", "jsonl", "--output", f"{folder}/out"]
         if subprocess.run(export, capture_output=True, check=False).returncode:
             return 0  # nothing is stored yet
         lines = Path(folder, "out", "traces.jsonl").read_text().splitlines()

@@ -47,7 +47,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "traces as json": ("--json", "--error", "unknown_tool"),
     "traces show": ("show", "0/0"),
     "traces show as json": ("show", TRACE, "--json", "--full"),
-    "traces export": ("export", "--format", "jsonl", "--out", "out"),
+    "traces export": ("export", "--format", "jsonl", "--output", "out"),
     "verify": (),
     "replay": ("--dry-run",),
     "tree": ("--json",),

@@ -22,7 +22,7 @@ def test_an_offline_replay_of_a_run_gives_the_same_pairs(
     late_replay: Finished, tmp_path: Path
 ) -> None:
     out = tmp_path / "pairs.jsonl"
-    done = composer_mesh("replay", str(late_replay.run.root), "--out", str(out))
+    done = composer_mesh("replay", str(late_replay.run.root), "--output", str(out))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     pairs = pairs_of(late_replay.run)

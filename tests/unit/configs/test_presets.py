@@ -81,7 +81,7 @@ def test_a_copy_is_the_preset_and_replaces_no_file(
     assert "gsm8k.toml exists: name a new file with --output" in capsys.readouterr().err
     assert main(["presets", "--copy", "gsm8k", "--output", "mine.toml"]) == 0
     assert main(["presets", "--copy", "gsm9k"]) == 2
-    assert "'gsm9k' is no preset: write one of gpt-oss-20b, gsm8k" in capsys.readouterr().err
+    assert "'gsm9k' is no preset: did you mean gsm8k?" in capsys.readouterr().err
     assert main(["presets", "--output", "mine.toml"]) == 2
     assert "needs --copy NAME" in capsys.readouterr().err
 

@@ -124,7 +124,7 @@ def test_the_blocks_of_python_run_one_after_the_other(
     message = {"role": "assistant", "content": "Answer: 5"}
     reply = {"choices": [{"message": message}], "usage": {"cost": 0}}
     httpserver.expect_request("/v1/chat/completions").respond_with_json(reply)
-    assert main(["replay", "runs/quickstart", "--out", "pairs.jsonl"]) == 0
+    assert main(["replay", "runs/quickstart", "--output", "pairs.jsonl"]) == 0
     capsys.readouterr()
     for block in (LOAD, ANY_CHAT, ONE_CALL):
         names: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def test_the_blocks_of_python_run_one_after_the_other(
 
 
 def test_the_rows_have_the_keys_that_the_page_tells(place: Path) -> None:
-    assert main(["replay", "runs/quickstart", "--out", "pairs.jsonl"]) == 0
+    assert main(["replay", "runs/quickstart", "--output", "pairs.jsonl"]) == 0
     row = json.loads(Path("pairs.jsonl").read_text().splitlines()[0])
     told = PAGE.text.partition("**The rows**")[2].partition("```")[0]
     assert row.keys() == set(re.findall(r"`([a-z_]+)`", told))

@@ -363,7 +363,7 @@ def test_a_scripted_policy_is_scored_without_a_model(
     sums: Path, tmp_path: Path, policy: str, share: float
 ) -> None:
     figures = tmp_path / "figures.json"
-    line = ["eval", str(sums), "--policy", policy, "--json", str(figures)]
+    line = ["eval", str(sums), "--policy", policy, "--report", str(figures)]
     assert cli.main([*line, "--set", "eval.episodes=3"]) == 0
     found = json.loads(figures.read_text())
     assert found["tasks"]["solved"]["success"]["mean"] == share

@@ -150,9 +150,9 @@ def test_a_folder_that_holds_something_is_never_written_to(
     (tmp_path / "taken" / "file").write_text("mine")
     (tmp_path / "link").symlink_to("nowhere")
     for place in ("taken", "link", "taken/file"):
-        assert main(["new-task", "a_task", "--folder", place]) == 2
+        assert main(["new-task", "a_task", "--output", place]) == 2
         assert "must be new or an empty folder" in capsys.readouterr().err
     assert [one.name for one in (tmp_path / "taken").iterdir()] == ["file"]
     (tmp_path / "empty").mkdir()
-    assert main(["new-task", "a_task", "--folder", "empty"]) == 0
+    assert main(["new-task", "a_task", "--output", "empty"]) == 0
     assert (tmp_path / "empty" / "a_task" / "task.py").is_file()

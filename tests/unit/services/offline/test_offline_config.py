@@ -149,8 +149,8 @@ def test_merging_changes_neither_table() -> None:
         ({"max_usd": float("inf")}, "--max-usd is inf"),
         ({"limit": 0}, "--limit is 0"),
         ({"concurrency": 0}, "--concurrency is 0"),
-        ({"out": None}, "--out is not given"),
-        ({"report": Path("no/such/folder/report.json")}, "--json no/such/folder/report.json"),
+        ({"out": None}, "--output is not given"),
+        ({"report": Path("no/such/folder/report.json")}, "--report no/such/folder/report.json"),
     ],
 )
 def test_options_out_of_bounds_are_refused(changes: dict, says: str) -> None:

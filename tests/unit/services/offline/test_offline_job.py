@@ -320,7 +320,7 @@ def command(
     teachers = [{**of, "base_url": server.url_for("/v1")} for of in paid("a", "b", "c")]
     config = build_config(replay=replay_section(teachers, 1.0))
     run = write_run(tmp_path / "run", config, traces_of(toolbox, 8))
-    out = ["--out", str(tmp_path / "pairs.jsonl"), "--concurrency", "2"]
+    out = ["--output", str(tmp_path / "pairs.jsonl"), "--concurrency", "2"]
     return [sys.executable, "-m", "composer_mesh", "replay", str(run), *out]
 
 
@@ -398,6 +398,6 @@ def test_a_replay_starts_no_mesh_and_loads_no_model(
 ) -> None:
     config = build_config(replay=replay_section(BUILTIN))
     run = write_run(tmp_path / "run", config, traces_of(toolbox, 1))
-    loaded = modules_after("replay", str(run), "--out", str(tmp_path / "pairs.jsonl"))
+    loaded = modules_after("replay", str(run), "--output", str(tmp_path / "pairs.jsonl"))
     assert "httpx" in loaded
     assert not loaded & {"torch", "transformers"}

@@ -153,7 +153,7 @@ async def test_a_damaged_group_is_named_and_the_others_are_listed(
     assert out.count("train-00000") == GROUPS * 3
     assert main(["traces", str(run), "show", "1/0"]) == 1
     assert "CRC-32" in capsys.readouterr().err
-    assert main(["traces", str(run), "export", "--out", str(tmp_path / "out")]) == 1
+    assert main(["traces", str(run), "export", "--output", str(tmp_path / "out")]) == 1
     assert "left out: " in capsys.readouterr().out
     assert pq.read_table(tmp_path / "out" / "traces.parquet").num_rows == (GROUPS - 1) * 3
 
@@ -169,7 +169,7 @@ async def test_json_lines_are_the_traces_again_and_can_be_replayed_offline(
     run: Path, groups: list[list[Trace]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert main(["traces", str(run), "export", "--format", "jsonl", "--out", str(out)]) == 0
+    assert main(["traces", str(run), "export", "--format", "jsonl", "--output", str(out)]) == 0
     lines = (out / "traces.jsonl").read_bytes().splitlines()
     assert [trace_from_json(line) for line in lines] == flat(groups)
     assert index_traces(out / "traces.jsonl").traces == GROUPS * 3
@@ -201,7 +201,7 @@ async def test_a_parquet_file_holds_every_bit_of_the_traces(
     run: Path, groups: list[list[Trace]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert main(["traces", str(run), "export", "--out", str(out)]) == 0
+    assert main(["traces", str(run), "export", "--output", str(out)]) == 0
     rows = pq.read_table(out / "traces.parquet").to_pylist()
     assert [trace_of(row) for row in rows] == flat(groups)
     assert [row["step"] for row in rows] == [1] * 6 + [2] * 6 + [None] * 6
@@ -213,7 +213,7 @@ async def test_an_export_of_nothing_has_the_columns_of_one_of_much(
     run: Path, tmp_path: Path
 ) -> None:
     for name, options in (("all", []), ("none", ["--split", "heldout"])):
-        assert main(["traces", str(run), "export", *options, "--out", str(tmp_path / name)]) == 0
+        assert main(["traces", str(run), "export", *options, "--output", str(tmp_path / name)]) == 0
     for file in ("traces.parquet", "pairs.parquet"):
         whole, empty = (pq.read_table(tmp_path / name / file) for name in ("all", "none"))
         assert empty.schema == whole.schema
@@ -223,7 +223,7 @@ async def test_an_export_of_nothing_has_the_columns_of_one_of_much(
 async def test_an_export_has_the_rollouts_that_fit_and_their_pairs(
     run: Path, tmp_path: Path
 ) -> None:
-    options = ["--format", "jsonl", "--step", "1", "--out", str(tmp_path / "out")]
+    options = ["--format", "jsonl", "--step", "1", "--output", str(tmp_path / "out")]
     assert main(["traces", str(run), "export", *options]) == 0
     lines = (tmp_path / "out" / "traces.jsonl").read_bytes().splitlines()
     assert {trace_from_json(line).group_id for line in lines} == {0, 1}
@@ -234,7 +234,7 @@ async def test_no_export_is_overwritten(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "pairs.jsonl").write_text("mine")
-    options = ["export", "--format", "jsonl", "--out", str(tmp_path)]
+    options = ["export", "--format", "jsonl", "--output", str(tmp_path)]
     assert main(["traces", str(run), *options]) == 2
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "pairs.jsonl").read_text() == "mine"

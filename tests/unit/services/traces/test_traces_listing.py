@@ -175,7 +175,7 @@ def test_a_turn_without_a_message_is_still_a_turn() -> None:
     [
         ({"action": "show"}, "add its trace_id"),
         ({"action": "list", "trace": "t"}, "write show"),
-        ({"action": "export"}, "add --out FOLDER"),
+        ({"action": "export"}, "add --output DIR"),
         ({"limit": -1}, "0 shows every rollout"),
     ],
 )
