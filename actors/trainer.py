@@ -67,9 +67,8 @@ class TrainerActor(RankActor):
     async def prepare(self, config: Config) -> Path:
         """Create or find the initial policy; return its folder. Waits for the warm start."""
 
-        def report(step: int, loss: float) -> None:
-            total = config.policy.warm_start.steps
-            self.activity = f"warm start {step + 1}/{total}, loss {loss:.2f}"
+        def report(text: str) -> None:
+            self.activity = f"warm start: {text}"
 
         def work() -> Path:
             return prepare_policy(config, make_task(config), report, serving)

@@ -219,7 +219,7 @@ async def measure(report: Report, quick: bool) -> None:
     if not quick:
         await unsticky(report, load)
     if importlib.util.find_spec("vllm") is None:
-        report.missing["prefix_hit of vLLM"] = "vLLM is not installed: make vllm, for the CPU"
+        report.missing["prefix_hit of vLLM"] = "vLLM is not installed: nox -s vllm, for the CPU"
         return
     config = prefix_config("vllm", ROWS, load.context, load.kept)
     await compare(report, "vllm", load, lambda count: asks(config, count))

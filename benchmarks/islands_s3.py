@@ -18,9 +18,9 @@ START_S = 60.0
 
 
 def s3_program() -> Path | None:
-    """Return the installed moto_server; None if there is none: `make s3` installs it."""
+    """Return the installed moto_server; None if there is none (`nox -s islands`)."""
     given = os.environ.get(PROGRAM_ENV)
-    default = Path(__file__).parents[1] / ".venv-s3" / "bin" / "moto_server"
+    default = Path(__file__).parents[1] / ".nox" / "islands" / "bin" / "moto_server"
     program = Path(given) if given else default
     return program if program.exists() else None
 

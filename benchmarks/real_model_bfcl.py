@@ -1,6 +1,6 @@
 """A real pretrained model learns to call functions: before, after SFT, after RL, and by TRL's GRPO.
 
-    make real-model
+    nox -s real-model
     python benchmarks/real_model_bfcl.py before
     python benchmarks/real_model_bfcl.py sft
     python benchmarks/real_model_bfcl.py teachers
@@ -35,6 +35,7 @@ from report import Report, arguments
 from serve import serving
 
 from composer_mesh.configs.load import dump_toml, load_config
+from composer_mesh.services.run.tracking import deaths_of
 from composer_mesh.services.store.reading import RunReader
 
 HERE = Path(__file__).resolve().parent
@@ -203,10 +204,10 @@ def _newest(run: Path) -> Path:
 
 
 def _curve(run: Path) -> dict[str, Any]:
-    """Return the metrics of each step that the curves show."""
+    """Return the metrics of each step that the curves show, and the deaths of processes."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    return {key: [step.get(key) for step in steps] for key in SHOWN}
+    return {key: [step.get(key) for step in steps] for key in SHOWN} | {"deaths": deaths_of(run)}
 
 
 def evaluated(stage: str, folder: Path, sets: Sequence[str], episodes: int) -> dict[str, Any]:
@@ -293,10 +294,25 @@ def _draw_rewards(axes: Axes, found: dict[str, dict[str, Any]]) -> None:
         values = one.get("reward/mean", ())
         if any(value is not None for value in values):
             shown = [statistics.mean(values[max(0, at - 2) : at + 3]) for at in range(len(values))]
-            axes.plot(range(1, len(values) + 1), shown, label=name)
+            (line,) = axes.plot(range(1, len(values) + 1), shown, label=name)
+            for step, label in one.get("deaths", ()):
+                _mark_death(axes, step, shown[min(step, len(shown)) - 1], label, line.get_color())
     axes.set(xlabel="optimizer step", ylabel="reward of training rows, mean of 5 steps")
     if axes.lines:
         axes.legend(frameon=False)
+
+
+def _mark_death(axes: Axes, step: int, height: float, label: str, colour: Any) -> None:
+    axes.plot([step], [height], "X", color=colour, markersize=11, markeredgecolor="white")
+    axes.annotate(
+        f"{label},\nresumed",
+        (step, height),
+        xytext=(12, 8),
+        textcoords="offset points",
+        color=colour,
+        parse_math=False,
+        arrowprops={"arrowstyle": "-", "color": colour},
+    )
 
 
 def _draw_success(axes: Axes, found: dict[str, dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/serve_peer.py ENVIRONMENT [--quick] [--json FILE]
 
-ENVIRONMENT has SkyRL 0.4.0's server and the SDK that it allows; `make bench-skyrl` makes it. Both
+ENVIRONMENT has SkyRL 0.4.0's server and the SDK that it allows; `nox -s skyrl` makes it. Both
 servers serve one tiny Qwen3 of random weights on the CPU, one at a time, twice in turns;
 each figure is the better of two. `steps_per_s_over_skyrl` and `samples_per_s_over_skyrl` are our
 rates over theirs, of one client, and with `_at_once` of 8 clients, and of 64 samples. What both

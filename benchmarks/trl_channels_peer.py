@@ -24,7 +24,7 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.preference import WeightedPreferenceConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.frameworks.trl.pairs import TeacherPairs
-from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts, episode_rows, reward
+from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts, episode_reward, episode_rows
 from composer_mesh.plugins.frameworks.trl.trainer import ComposerGRPOTrainer
 from composer_mesh.tasks.loading import make_task
 
@@ -63,7 +63,7 @@ def train(config: Config, policy: Path, output: Path, rows: int) -> None:
     kept = WeightedPreferenceConfig.model_fields
     ComposerGRPOTrainer(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=episode_reward,
         args=vs_trl_peer.settings(config, output, rows),
         train_dataset=Dataset.from_list(episode_rows(steps * config.schedule.prompts_per_step)),
         processing_class=tokenizer,

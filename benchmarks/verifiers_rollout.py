@@ -3,8 +3,9 @@
     python benchmarks/verifiers_rollout.py [--python FILE] [--quick] [--json FILE]
 
 One question and one answer, which is there at once, by the harness `null` of verifiers and by
-`in_process_chat` of ours. Needs `make verifiers`. CPU seconds are those of the driver and of all
-that it started, without its start and its first rollout. `--quick` plays fewer rollouts.
+`in_process_chat` of ours. Needs the environment of `nox -s verifiers --install-only`. CPU
+seconds are those of the driver and of all that it started, without its start and its first
+rollout. `--quick` plays fewer rollouts.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from composer_mesh.rollouts.tasks import Episode
 
 RATIO = "in_process_over_null_cpu"
 ROOT = Path(__file__).parents[1]
-PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
+PYTHON = ROOT / ".nox/verifiers/bin/python"
 ENVIRONMENTS = ROOT / "tests" / "verifiers" / "environments"
 AT_ONCE, START_S = 8, 600.0
 SAMPLING = Sampling(1.0, 16, 512, 7)
@@ -61,7 +62,9 @@ def main() -> int:
     given = parser.parse_args()
     if not given.python.exists():
         report = Report("verifiers_rollout")
-        report.missing[RATIO] = f"verifiers is not installed in {given.python}: make verifiers"
+        report.missing[RATIO] = (
+            f"verifiers is not installed in {given.python}: nox -s verifiers --install-only"
+        )
         report.finish(given.json)
     os.environ[IMPORT_PATHS] = str(ENVIRONMENTS)
     rounds = {"in_process_chat": 1 if given.quick else 4, "null": 1}

@@ -16,7 +16,7 @@ from composer_mesh.rollouts.hint_sources import (
     ordered_sites,
     right_sibling,
 )
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplates
+from composer_mesh.rollouts.hints import TEMPLATES, hint_templates
 from composer_mesh.rollouts.traces import Trace
 
 
@@ -41,7 +41,7 @@ def hinted_sites(
     max_context: int,
     config: HintsConfig | None = None,
     written: Mapping[Place, WrittenHint] | None = None,
-    templates: HintTemplates = TEMPLATES,
+    templates: Mapping[str, str] = TEMPLATES,
     choice: SitesConfig | None = None,
 ) -> HintedSites:
     """Return the first `limit` hinted turns of the traces, as the student and the teacher see them.
@@ -97,11 +97,11 @@ def hint_sources(
     answer_of: Callable[[Trace], str | None],
     config: HintsConfig,
     written: Mapping[Place, WrittenHint],
-    templates: HintTemplates = TEMPLATES,
+    templates: Mapping[str, str] = TEMPLATES,
 ) -> HintSources:
     """Build the configured hint sources, with the config's templates added to those of the task."""
-    templates = templates.extended(config.templates) if config.templates else templates
-    return HintSources(config, answer_of, chat.content_tokens, templates, written)
+    known = hint_templates(templates, config.templates)
+    return HintSources(config, answer_of, chat.content_tokens, known, written)
 
 
 def _view(

@@ -30,7 +30,7 @@ class SandboxConfig(Section):
     "my_package.my_module:my_function"; searched in run.import_paths too."""
 
     options: FreeTable = Field(default_factory=dict)
-    """Keyword arguments of the function; those of bubblewrap are in docs/sandbox.md."""
+    """Keyword arguments of the function; the guide "Sandboxes" lists those of bubblewrap."""
 
 
 MOST_SERVERS = 32

@@ -4,19 +4,17 @@ Every failure raises `ConfigError`, whose message has a line for each problem th
 key, value, bound, repair. Cheap to import.
 """
 
-import difflib
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from composer_mesh.configs import plugins
+from composer_mesh.configs import plugins, presets
 from composer_mesh.configs.errors import ConfigError, one_line, shown
 from composer_mesh.configs.hub import GGUF, NO_ID
+from composer_mesh.configs.reference import nearest_key
 from composer_mesh.configs.regular_files import (
     NotToml,
     TomlRefused,
@@ -24,7 +22,9 @@ from composer_mesh.configs.regular_files import (
     parse_toml,
     read_text,
 )
+from composer_mesh.configs.renamed import with_present_keys
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.schema_keys import dotted, is_key, sections_at, sections_of, tag
 from composer_mesh.configs.validation import MANY_ERRORS, errors_of
 
 # error type -> (bound, repair), filled from the error's own context
@@ -57,7 +57,6 @@ _TEXTS: dict[str, tuple[str, str]] = {
 }
 
 MOST_WORDED = 20
-LONGEST_KEY = 60
 Table = dict[str, Any]
 MOST_PARTS = 16
 LONGEST_INDEX = 6
@@ -76,7 +75,7 @@ def load_config(
     model_later: bool = False,
     files_gone: bool = False,
 ) -> Config:
-    """Load the config from `path` and the overrides; raise `ConfigError`.
+    """Load the config from `path`, or a preset, and the overrides; raise `ConfigError`.
 
     Relative paths in it are relative to the working directory. With `model_later` the model's
     folder may be missing if the config declares its sizes; with `files_gone` whatever it names, for
@@ -100,6 +99,7 @@ def resolve_config(
 
     Error messages start with `source`.
     """
+    overrides = with_present_keys(table, overrides)
     schema = _schema([*table, *(text.partition(".")[0].strip() for text in overrides)])
     problems = [line for text in overrides if (line := _override(schema, table, text))]
     if problems:
@@ -124,15 +124,58 @@ def dump_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
+def changed_tables(config: Config) -> dict[str, Table]:
+    """Return the keys that must be set or differ from their defaults, by the path of their table.
+
+    `replay.teachers[0]` is the first entry of a list of tables.
+    """
+    changed = _changed(config, config.model_dump(mode="json", exclude_none=True))
+    return {path: table for path, table in _flat_tables(changed, ()) if table}
+
+
+def _flat_tables(table: Table, path: tuple[str | int, ...]) -> Iterator[tuple[str, Table]]:
+    inner: list[tuple[tuple[str | int, ...], Table]] = []
+    own: Table = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            inner.append(((*path, name), value))
+        elif value and isinstance(value, list) and all(isinstance(one, dict) for one in value):
+            inner += [((*path, name, place), one) for place, one in enumerate(value)]
+        else:
+            own[name] = value
+    yield dotted(path), own
+    for below, one in inner:
+        yield from _flat_tables(one, below)
+
+
+def _changed(section: BaseModel, dumped: Mapping[str, Any]) -> Table:
+    """Return the keys of a section, and of the sections in it, that are not their defaults."""
+    found: Table = {}
+    fields = type(section).model_fields
+    for name, written in dumped.items():
+        value, field = getattr(section, name), fields.get(name)
+        if (
+            field is not None
+            and name != "type"
+            and not field.is_required()
+            and value == field.get_default(call_default_factory=True)
+        ):
+            continue
+        if isinstance(value, BaseModel):
+            found[name] = _changed(value, written)
+        elif isinstance(value, tuple) and all(isinstance(one, BaseModel) for one in value):
+            found[name] = [_changed(*both) for both in zip(value, written, strict=True)]
+        else:
+            found[name] = written
+    return found
+
+
 def read_table(path: Path) -> Table:
-    """Parse a TOML file without validation; raise `ConfigError` if it is not valid TOML."""
+    """Parse a TOML file, or the preset of that name, without validation; raise `ConfigError`."""
     try:
-        return parse_toml(read_text(path))
+        return parse_toml(read_text(presets.resolve(path)))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist: check the name, or copy a preset such as "
-            "configs/quickstart.toml"
-        ) from None
+        raise ConfigError(f"{path} does not exist: {presets.repair(path)}") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -253,39 +296,11 @@ def describe_all(root: type[BaseModel], error: ValidationError) -> list[str]:
 
 
 def unknown_key(root: type[BaseModel], path: Sequence[str | int], value: object) -> str:
-    """Return the error line of an unknown key, with the most similar known key."""
+    """Return the error line of an unknown key, with the keys that may be meant."""
     return (
         f"{dotted(path)} = {shown(value)}: unknown key, must be one the schema has: "
         f"{nearest_key(root, path)}{'' if path[0] in root.model_fields else plugins.missing()}"
     )
-
-
-def dotted(path: Sequence[str | int]) -> str:
-    """Format a key path as in TOML: `replay.teachers[0].name`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in path)
-    return text.removeprefix(".")
-
-
-def _key(part: str) -> str:
-    """Return a part of a key path, shortened if it is too long for a line."""
-    return part if len(part) <= LONGEST_KEY else f"{part[: LONGEST_KEY - 3]}..."
-
-
-def is_key(root: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Return whether the schema has a key at this path; a free-form table has every key."""
-    if path[-1] in keys_at(root, path):
-        return True
-    tables = [path[:end] for end in range(1, len(path)) if isinstance(path[end - 1], str)]
-    return any(_is_free_table(root, table) for table in tables)
-
-
-def keys_at(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Return the valid keys at the last part of `path`; none if its parent is not a table.
-
-    If a table's `type` chooses among several sections, the keys of all of them.
-    """
-    keys = (key for section in _sections_at(root, path) for key in section.model_fields)
-    return list(dict.fromkeys(keys))
 
 
 def _describe(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
@@ -322,7 +337,7 @@ def _key_of_another_type(
 def _owners(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """Return the `type` values of the table whose sections have the last key."""
     key = str(path[-1])
-    sections = _sections_at(root, path)
+    sections = sections_at(root, path)
     return [str(tag(s)) for s in sections if len(sections) > 1 and key in s.model_fields]
 
 
@@ -330,28 +345,6 @@ def _how_to_add(path: Sequence[str | int]) -> str:
     if len(path) == 1:
         return f"a table [{path[0]}]"
     return f"{path[-1]} = … under [{dotted(path[:-1])}]"
-
-
-def nearest_key(root: type[BaseModel], path: Sequence[str | int]) -> str:
-    """Return the repair of an unknown key: the most similar one, or those of its table."""
-    path = _up_to_the_unknown_part(root, path)
-    key, siblings = str(path[-1])[:LONGEST_KEY], keys_at(root, path)
-    if near := difflib.get_close_matches(key, siblings, n=1):
-        return f"did you mean {dotted([*path[:-1], near[0]])}?"
-    if elsewhere := _first_keys(root).get(key):
-        return f"did you mean {elsewhere}?"
-    if siblings:
-        return f"remove it, or use one of {', '.join(siblings)}"
-    return f"remove it, {dotted(path[:-1])} is not a table"
-
-
-def _up_to_the_unknown_part(
-    root: type[BaseModel], path: Sequence[str | int]
-) -> Sequence[str | int]:
-    for end, part in enumerate(path, start=1):
-        if isinstance(part, str) and not is_key(root, path[:end]):
-            return path[:end]
-    return path
 
 
 def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[str | int]:
@@ -368,44 +361,3 @@ def _without_tags(root: type[BaseModel], path: Sequence[str | int]) -> Sequence[
         if isinstance(part, str):
             sections = [s for field in fields if field for s in sections_of(field.annotation)]
     return found
-
-
-@cache
-def _first_keys(root: type[BaseModel]) -> dict[str, str]:
-    """Return the first key of each name, by the name alone."""
-    return {name.rsplit(".", 1)[-1]: name for name in reversed(list(_all_keys(root)))}
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        for child in sections_of(field.annotation):
-            yield from _all_keys(child, f"{prefix}{name}.")
-
-
-def _sections_at(root: type[BaseModel], path: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the sections that may contain the last part of `path` as a key."""
-    sections = [root]
-    for part in path[:-1]:
-        if isinstance(part, str):
-            fields = [section.model_fields.get(part) for section in sections]
-            sections = [s for field in fields if field for s in sections_of(field.annotation)]
-    return sections
-
-
-def _is_free_table(root: type[BaseModel], path: Sequence[str | int]) -> bool:
-    fields = (section.model_fields.get(str(path[-1])) for section in _sections_at(root, path))
-    return any(field and typing.get_origin(field.annotation) is dict for field in fields)
-
-
-def sections_of(annotation: object) -> list[type[BaseModel]]:
-    """Return the sections in an annotation such as `Section`, `tuple[Section, ...]` or a union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for inner in typing.get_args(annotation) for found in sections_of(inner)]
-
-
-def tag(section: type[BaseModel]) -> str | None:
-    """Return the value of `type` that selects this section."""
-    field = section.model_fields.get("type")
-    return next(iter(typing.get_args(field.annotation)), None) if field else None

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from pydantic import AfterValidator
 
+from composer_mesh.configs.errors import did_you_mean, nearest
+
 KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
     *("step_hooks", "reward_servers", "checks", "trees"),
@@ -32,26 +34,27 @@ CORE: Table = {
     "commands": {
         "check": f"{_COMMANDS}.training:check",
         "explain": f"{_COMMANDS}.explain:explain",
-        "verify": f"{_COMMANDS}.inspection:verify",
+        "presets": f"{_COMMANDS}.presets:presets",
         "train": f"{_COMMANDS}.training:train",
         "sft": f"{_COMMANDS}.training:sft",
+        "eval": f"{_COMMANDS}.evaluation:evaluate",
         "new-task": f"{_COMMANDS}.tasks:new_task",
         "play": f"{_COMMANDS}.tasks:play",
-        "eval": f"{_COMMANDS}.evaluation:evaluate",
-        "launch": f"{_COMMANDS}.clusters:launch",
+        "replay": f"{_COMMANDS}.rollouts:replay",
         "push": f"{_COMMANDS}.push:push",
-        "worker": f"{_COMMANDS}.clusters:worker",
-        "stop": f"{_COMMANDS}.clusters:stop",
-        "join": f"{_COMMANDS}.clusters:join",
-        "replay": f"{_COMMANDS}.inspection:replay",
-        "traces": f"{_COMMANDS}.inspection:traces",
-        "reward": f"{_COMMANDS}.inspection:reward",
-        "events": f"{_COMMANDS}.inspection:events",
-        "scale": f"{_COMMANDS}.inspection:scale",
         "tree": f"{_COMMANDS}.inspection:tree",
+        "events": f"{_COMMANDS}.inspection:events",
+        "traces": f"{_COMMANDS}.rollouts:traces",
+        "stop": f"{_COMMANDS}.clusters:stop",
+        "scale": f"{_COMMANDS}.inspection:scale",
+        "reward": f"{_COMMANDS}.rollouts:reward",
         "stacks": f"{_COMMANDS}.inspection:stacks",
         "query": f"{_COMMANDS}.inspection:query",
         "tui": f"{_COMMANDS}.inspection:tui",
+        "verify": f"{_COMMANDS}.inspection:verify",
+        "launch": f"{_COMMANDS}.clusters:launch",
+        "worker": f"{_COMMANDS}.clusters:worker",
+        "join": f"{_COMMANDS}.clusters:join",
     },
     "tasks": {
         "toolbox": "composer_mesh.tasks.toolbox:ToolboxTask",
@@ -116,7 +119,14 @@ def find(kind: str, name: str) -> str | None:
 def require(kind: str, name: str) -> str:
     """Return the import path of a name; raise RegistrationError if nobody registers it."""
     if (path := find(kind, name)) is None:
-        raise RegistrationError(f"{name!r} is not registered: write one of {known(kind)}")
+        if near := nearest(name, names(kind)):
+            repair = did_you_mean(near)
+        elif kind == "commands":
+            repair = f"composer-mesh --help lists the commands{missing()}"
+        else:
+            repair = f"write one of {known(kind)}"
+        what = "no command" if kind == "commands" else "not registered"
+        raise RegistrationError(f"{name!r} is {what}: {repair}")
     return path
 
 

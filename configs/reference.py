@@ -14,11 +14,21 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from composer_mesh.configs.base import Section
-from composer_mesh.configs.load import sections_of, tag
+from composer_mesh.configs.errors import MOST_SUGGESTED, did_you_mean, nearest
+from composer_mesh.configs.schema_keys import (
+    LONGEST_KEY,
+    dotted,
+    is_key,
+    keys_at,
+    sections_of,
+    tag,
+    up_to_the_unknown_part,
+)
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _LENGTHS = {"min_length": "at least {} long", "max_length": "at most {} long"}
@@ -98,6 +108,60 @@ def explained(root: type[Section], path: str) -> list[Key]:
     inside += [one for parts, one in found if _matches(parts[:-1], [*wanted, "NAME"])]
     named = [one for parts, one in found if parts[-1:] == wanted]
     return [*here, *inside] or named
+
+
+SHORTEST_DESCRIPTION = 5
+"""Letters of a word that is looked for in the sentences under the fields."""
+LISTED = 6
+
+
+def nearest_key(root: type[BaseModel], path: Sequence[str | int]) -> str:
+    """Return the repair of an unknown key: up to three that may be meant, or how to list them.
+
+    The first of these that finds any: keys of the same table that are spelled like it (for a word
+    alone: keys of this name in any table), keys of its name, keys whose sentence has its words, and
+    keys of any table that are spelled like it.
+    """
+    unknown = up_to_the_unknown_part(root, path)
+    word, siblings = str(unknown[-1])[:LONGEST_KEY], keys_at(root, unknown)
+    all_keys = sorted(_paths(root), key=lambda one: one.count("."))
+
+    def of_name(*names: str) -> list[str]:
+        return [one for name in names for one in all_keys if one.rpartition(".")[2] == name]
+
+    here = [_with_rest(root, [*unknown[:-1], one], path) for one in nearest(word, siblings)]
+    named, spelled = of_name(word), nearest(word, (one.rpartition(".")[2] for one in all_keys))
+    ways = [named, here] if len(path) == 1 else [here, named]
+    if siblings:
+        ways += [_described(root, word), of_name(*spelled)]
+    if found := next(filter(None, ways), None):
+        return did_you_mean(list(dict.fromkeys(found))[:MOST_SUGGESTED])
+    if not siblings:
+        return f"remove it, {dotted(unknown[:-1])} is not a table"
+    if len(siblings) <= LISTED:
+        return f"remove it, or use one of {', '.join(siblings)}"
+    table = ".".join(part for part in unknown[:-1] if isinstance(part, str))
+    listing = f"composer-mesh explain {table}".rstrip()
+    return f"remove it, or use a key that {listing} lists"
+
+
+def _with_rest(root: type[BaseModel], table: Sequence[str | int], path: Sequence[str | int]) -> str:
+    """Return the path with a known part in place of an unknown one, as far as it is known."""
+    whole = [*table, *path[len(table) :]]
+    return dotted(whole if is_key(root, whole) else table)
+
+
+def _paths(root: type[BaseModel]) -> list[str]:
+    return [one.path for one in keys(root)] if issubclass(root, Section) else []
+
+
+def _described(root: type[BaseModel], word: str) -> list[str]:
+    """Return keys whose sentence has the words of a name such as `learning_rate`."""
+    words = word.replace("_", " ").lower()
+    if len(words) < SHORTEST_DESCRIPTION or not issubclass(root, Section):
+        return []
+    found = [one.path for one in keys(root) if words in one.text.lower()]
+    return sorted(found, key=lambda one: one.count("."))
 
 
 def _parts(key: Key) -> list[str]:

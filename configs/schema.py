@@ -110,6 +110,9 @@ OWNED = {
     "enable_return_routed_experts": "trainer.moe.router_replay",
     "aux_output_config": "trainer.moe.router_replay",
     "distributed_executor_backend": "generator.vllm.tensor_parallel",
+    "pipeline_parallel_size": "generator.vllm.tensor_parallel",
+    "data_parallel_size": "generator.replicas",
+    "prefill_context_parallel_size": "generator.vllm.tensor_parallel",
 }
 """Engine arguments that are set by other config keys, with these keys."""
 
@@ -287,6 +290,11 @@ class Config(Section):
     def weighted_channels(self) -> dict[str, ChannelSection]:
         """The channels that are added to the policy's, by name, in the order of their losses."""
         return {"sdpo": self.sdpo, "replay": self.replay, **self.channels}
+
+    @property
+    def configured_channels(self) -> list[str]:
+        """Names of the channels that are on, in the order of their losses."""
+        return ["policy", *(name for name, one in self.weighted_channels.items() if one.on)]
 
     @property
     def own_updates(self) -> list[str]:

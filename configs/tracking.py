@@ -149,7 +149,7 @@ class CustomTracking(TrackerSection, CustomFunction):
 
 
 class RegisteredTracking(TrackerSection):
-    """A tracker that another package registers (docs/plugins.md)."""
+    """A tracker that another package registers, as the page "Plugins" describes."""
 
     type: Annotated[str, plugins.registered("trackers")]
     """Type of the tracker: the name that the package registers."""

@@ -36,6 +36,7 @@ from composer_mesh.losses.custom_function import (
     load_function,
     loss_needs,
     place_of,
+    returned_by,
 )
 from composer_mesh.losses.reductions import Number, at_least_float32, normalized_sum
 
@@ -52,7 +53,13 @@ __all__ = [
     "custom_policy_loss",
     "load_function",
     "loss_needs",
+    "try_loss",
 ]
+
+
+EXAMPLE_SIZE = 16
+EXAMPLE_MASKS = ([False, True, True, True, False, True, True, False, False], [False, True, True])
+"""Masks of the sequences on which a loss is tried: tokens of two turns, and of one."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +119,10 @@ def custom_policy_loss(
             losses.append(torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0).sum())
             continue
         output = call_function(function, name, place, inputs, kwargs)
-        losses.append(_loss(name, place, output, inputs))
-        for key, found in _metrics(name, place, output).items():
-            metrics[key] = metrics[key] + found if key in metrics else found
+        with returned_by(function):
+            losses.append(_loss(name, place, output, inputs))
+            for key, found in _metrics(name, place, output).items():
+                metrics[key] = metrics[key] + found if key in metrics else found
     total = torch.stack(losses) if losses else torch.zeros(1, requires_grad=True)
     return normalized_sum(total, normalizer), metrics
 
@@ -237,6 +245,59 @@ def _metric(name: str, place: str, key: str, value: object) -> MetricSum:
     return MetricSum(total, values.numel())
 
 
+def try_loss(
+    function: Function,
+    name: str,
+    kwargs: Mapping[str, Any],
+    *,
+    needs: Sequence[str] = (),
+    reference: bool = False,
+    vocabulary: int = EXAMPLE_SIZE,
+    hidden: int = EXAMPLE_SIZE,
+) -> None:
+    """Call a loss on two short sequences as a step does, and compute its gradient.
+
+    One has a positive advantage, one a negative. `needs` and `reference` say which fields are
+    there, `vocabulary` is V and `hidden` H. Raises `CustomFunctionError`, also for a gradient that
+    is not finite.
+    """
+    random = torch.Generator().manual_seed(0)
+    sequences, leaves = list[LossInputs](), list[Tensor]()
+    for mask, advantage in zip(EXAMPLE_MASKS, (1.0, -1.0), strict=True):
+        sampled = sum(mask)
+        width = vocabulary if "logits" in needs else EXAMPLE_SIZE
+        logits = torch.randn(sampled, width, generator=random).requires_grad_()
+        states = torch.randn(sampled, hidden, generator=random).requires_grad_()
+        scores, selected = logits.log_softmax(-1), torch.tensor(mask)
+        logprobs = torch.zeros(len(mask)).masked_scatter(selected, scores[:, 0])
+        nearly = logprobs.detach() - 0.01 * selected
+        fields = {
+            "entropies": -(scores.exp() * scores).sum(-1),
+            "logits": logits,
+            "hidden_states": states,
+        }
+        sequences.append(
+            LossInputs(
+                trainer_logprobs=logprobs,
+                inference_logprobs=nearly,
+                ref_logprobs=nearly.clone() if reference else None,
+                advantages=torch.full_like(nearly, advantage),
+                loss_mask=selected,
+                **{key: fields[key] for key in needs},
+            )
+        )
+        leaves += [logits, states]
+    ids = [f"an example of T = {len(one)}, S = {sum(one)}" for one in EXAMPLE_MASKS]
+    loss, _ = custom_policy_loss(function, name, kwargs, sequences, normalizer=1, ids=ids)
+    call_function(lambda _: loss.backward(), name, "the backward of its loss", None, {})
+    if not all(one.grad.isfinite().all() for one in leaves if one.grad is not None):
+        problem = (
+            "its loss is finite, but the gradient is not: mask before exp, log, sqrt and division"
+        )
+        with returned_by(function):
+            raise CustomFunctionError(name, ids[0], problem)
+
+
 Ids = Sequence[Sequence[str]] | None
 
 
@@ -266,8 +327,9 @@ def custom_advantages(
         inputs = AdvantageInputs([list(groups[row]) for row in rows])
         place = _place(rows, ids)
         output = call_function(function, name, place, inputs, kwargs)
-        advantages = _checked(name, place, output, (len(rows), size))
-        _check_finite(name, advantages, rows, ids)
+        with returned_by(function):
+            advantages = _checked(name, place, output, (len(rows), size))
+            _check_finite(name, advantages, rows, ids)
         found |= zip(rows, advantages.unbind(), strict=True)
     return [found[row] for row in range(len(groups))]
 

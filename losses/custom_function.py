@@ -1,7 +1,8 @@
 """User functions: inputs and outputs; loaded by import path, checked against their call, called.
 
 Inputs have PRIME-RL's fields, and those on request. Every failure is a `CustomFunctionError` that
-names the function and the sequence it was called with. The import path is not modified.
+names the function, the line of the user's code and the sequence it was called with. The import
+path is not modified.
 
 Axes: T tokens of one sequence, S of them sampled (True in its mask), V vocabulary, H hidden size, P
 prompts, G rollouts of one prompt. `custom` checks them when it calls the functions.
@@ -14,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -22,6 +23,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from composer_mesh.configs.interrupts import is_interrupt
+from composer_mesh.configs.user_code import (
+    CustomFunctionError,
+    frame_of,
+    frame_of_function,
+    is_ours,
+    where_of,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -136,22 +144,6 @@ def prime_rl_names() -> Iterator[None]:
 Function = Callable[..., Any]
 
 
-class CustomFunctionError(ValueError):
-    """A user's function cannot be loaded or called, or returned an unusable value.
-
-    `function` is its import path, `place` the sequence or group it was called with ("" if it was
-    not called), `problem` what is wrong, with value, bound and repair.
-    """
-
-    def __init__(self, function: str, place: str, problem: str) -> None:
-        super().__init__(function, place, problem)
-        self.function, self.place, self.problem = function, place, problem
-
-    def __str__(self) -> str:
-        where = f", {self.place}" if self.place else ""
-        return f"custom function {self.function!r}{where}: {self.problem}"
-
-
 def load_function(import_path: str) -> Function:
     """Import and return the function at "my_module.my_loss" or "my_module:my_loss".
 
@@ -207,8 +199,38 @@ def call_function(
     except BaseException as error:
         if is_interrupt(error):
             raise
-        problem = f"it raised {type(error).__name__}: {error}"
-        raise CustomFunctionError(name, place, problem) from error
+        problem = f"it raised {type(error).__name__}: {error}{_described(error, inputs)}"
+        raise CustomFunctionError(name, place, problem, frame_of(error)) from error
+
+
+@contextmanager
+def returned_by(function: Function) -> Iterator[None]:
+    """Name the line where a function is defined in an error about what it returned."""
+    try:
+        yield
+    except CustomFunctionError as error:
+        raise error.at(frame_of_function(function)) from error.__cause__
+
+
+def _described(error: BaseException, inputs: object) -> str:
+    """Return what a function could have read of its inputs, as the end of an error's text."""
+    match inputs:
+        case LossInputs():
+            known = {one.name: getattr(inputs, one.name) for one in fields(inputs)}
+            shapes = [f"{name} {[*one.shape]}" for name, one in known.items() if one is not None]
+            text = f"; its inputs have {', '.join(shapes)}"
+        case AdvantageInputs(rollouts=[[Mapping() as first, *_], *_] as rollouts):
+            known = dict(first)
+            text = (
+                f"; its inputs have {len(rollouts)} groups of {len(rollouts[0])} rollouts, each "
+                f"with {', '.join(map(repr, first))}"
+            )
+        case _:
+            return ""
+    wrong = error.name if isinstance(error, AttributeError) and error.obj is inputs else None
+    wrong = error.args[0] if isinstance(error, KeyError) and error.args else wrong
+    close = difflib.get_close_matches(str(wrong), known, n=1)
+    return f": did you mean {close[0]!r}?{text}" if wrong and close else text
 
 
 def attribute(name: str, place: str, output: object, wanted: str, default: Any = ...) -> Any:
@@ -218,10 +240,14 @@ def attribute(name: str, place: str, output: object, wanted: str, default: Any =
         raise CustomFunctionError(
             name,
             place,
-            f"it returned a {type(output).__name__} without {wanted!r}: return LossOutputs(loss,"
+            f"it returned {_kind(output)}, which has no {wanted!r}: return LossOutputs(loss,"
             " metrics) from a loss and AdvantageOutputs(advantages) from an advantage",
         )
     return value
+
+
+def _kind(output: object) -> str:
+    return "None" if output is None else f"a {type(output).__name__}"
 
 
 def place_of(kind: str, index: int, identifier: str | None = None) -> str:
@@ -248,7 +274,14 @@ def _import(import_path: str, module_name: str) -> Any:
         if is_interrupt(error):
             raise
         problem = _import_problem(module_name, error)
-        raise CustomFunctionError(import_path, "", problem) from error
+        raise CustomFunctionError(import_path, "", problem, _own_frame(error)) from error
+
+
+def _own_frame(error: BaseException) -> str:
+    """Return the line of the user's module whose import failed; empty for one that is absent."""
+    frame = frame_of(error)
+    file = where_of(frame).rpartition(":")[0]
+    return "" if is_ours(file) or file.startswith("<") else frame
 
 
 def _import_problem(module_name: str, error: BaseException) -> str:

@@ -20,6 +20,7 @@ from monarch.actor import Actor, Port, concurrent_endpoint
 
 from composer_mesh.mesh.call_server import Endpoint, Item
 from composer_mesh.mesh.call_stream import StreamServer
+from composer_mesh.mesh.heartbeat import ActivityLog, Busy
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.monarch_log import remove_opened
 from composer_mesh.mesh.processes import resident_bytes
@@ -63,6 +64,7 @@ class MeshActor(Actor):
     activity: str = "idle"
     policy_version: int | None = None
     _streams: StreamServer | None = None
+    _activity: ActivityLog | None = None
 
     @concurrent_endpoint
     async def describe(self) -> dict[str, Any]:
@@ -90,8 +92,16 @@ class MeshActor(Actor):
     ) -> Port[list[Item]]:
         """Return the port for the calls of a `CallStream`; they are answered to `answers`."""
         if self._streams is None:
-            self._streams = StreamServer(partial(own_endpoint, self), end_this_process)
+            self._streams = StreamServer(self._observed_endpoint, end_this_process)
         return self._streams.open(caller, answers, longest_wait_s)
+
+    @concurrent_endpoint
+    async def take_activity(self) -> tuple[list[Busy], float]:
+        """Return the busy intervals since the last request, and this host's time in s since 1970.
+
+        They cover the calls of other actors, by stream. Answers immediately.
+        """
+        return self.activity_log.take(), time.time()
 
     @concurrent_endpoint
     async def close_calls(self, caller: str) -> None:
@@ -110,6 +120,22 @@ class MeshActor(Actor):
     def details(self) -> dict[str, Any]:
         """Return a subclass's additions to `describe`: JSON-serializable values."""
         return {}
+
+    @property
+    def activity_log(self) -> ActivityLog:
+        """The busy intervals that `take_activity` hands out; a subclass may add others."""
+        if self._activity is None:
+            self._activity = ActivityLog()
+        return self._activity
+
+    def _observed_endpoint(self, name: str) -> Endpoint:
+        endpoint = own_endpoint(self, name)
+
+        async def observed(*args: Any) -> Any:
+            with self.activity_log.call("", name):
+                return await endpoint(*args)
+
+        return observed
 
 
 def end_this_process(error: BaseException) -> None:

@@ -108,6 +108,32 @@ def use_import_paths(environ: Mapping[str, str] = os.environ) -> None:
     sys.path += [path for path in paths if path and path not in sys.path]
 
 
+def class_environment(kind: type) -> dict[str, str]:
+    """Return the variables with which a process imports a class from where this one did.
+
+    A class of the main module is sent as it is; modules next to a script are found too. Raises
+    TypeError for a class of a module without a file, which no process can import.
+    """
+    if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return {}
+    module = sys.modules[kind.__module__]
+    file = getattr(module, "__file__", None)
+    if file is None and kind.__module__ != "__main__":
+        raise TypeError(
+            f"{kind.__name__} is a class of the module {kind.__module__!r}, which has no file, so "
+            "that no process can import it: write it to a file, as %%writefile my_actors.py does "
+            "in a notebook, and import it from there"
+        )
+    folder = Path.cwd() if file is None else Path(file).absolute().parent
+    if file is not None and kind.__module__ != "__main__":
+        inside = kind.__module__.count(".") + (Path(file).stem == "__init__")
+        folder = (folder, *folder.parents)[inside]
+    if str(folder) not in {str(Path(path).absolute()) for path in sys.path}:
+        return {}  # `python -P` does not search it
+    known = [os.environ[IMPORT_PATHS]] if os.environ.get(IMPORT_PATHS) else []
+    return {IMPORT_PATHS: os.pathsep.join([*known, str(folder)])}
+
+
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
     """Filter Monarch's harmless native messages out of the terminal while a block runs.

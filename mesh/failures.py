@@ -6,7 +6,8 @@
     data            one input that cannot be processed      quarantining it
     code            everything else: a bug, a wrong config  a fix; never a retry
 
-An error of another layer sets its class by an attribute `failure_class`.
+An error of another layer sets its class by an attribute `failure_class`. One that sets it to `data`
+or `code`, such as that of a user's function, restarts no process.
 """
 
 from __future__ import annotations
@@ -60,6 +61,16 @@ def classify(error: BaseException) -> FailureClass:
 def is_deterministic(error: BaseException) -> bool:
     """Whether the same work would fail in the same way: a second equal error confirms it."""
     return classify(error) in (FailureClass.CODE, FailureClass.DATA)
+
+
+def states_its_cause(error: BaseException) -> bool:
+    """Whether an error says by itself that the same work fails again, so that no restart helps.
+
+    User code that raises does, for example. Other errors are only presumed to be deterministic
+    until a second one is equal.
+    """
+    own = getattr(error, "failure_class", None)
+    return own is not None and is_deterministic(error)
 
 
 def error_key(error: BaseException) -> str:

@@ -3,10 +3,11 @@
 An actor that computes still answers, because its work runs in threads; one that is stopped, or
 whose event loop is blocked, does not. The owner handles a hung actor.
 
-When an actor was working for the controller: busy intervals of each of its endpoints.
+When an actor was working: busy intervals of each of its endpoints.
 
-Calls of one actor and one endpoint that overlap are one interval. Only calls of this process are
-seen; what actors ask of each other is not. Costs two dictionary operations a call.
+Calls of one actor and one endpoint that overlap are one interval. A process logs the calls that it
+makes (the controller) or serves (an actor, called by others). Costs two dictionary operations a
+call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ MOST = 5000
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """An interval in which an actor had calls of an endpoint, in seconds since 1970."""
+    """An interval in which an actor had calls of an endpoint, in seconds since 1970.
+
+    `actor` is empty in an actor's own log: its owner knows the name.
+    """
 
     actor: str
     endpoint: str

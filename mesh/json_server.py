@@ -94,6 +94,9 @@ LOOPBACK = "127.0.0.1"
 IDLE_S, BODY_S = 60.0, 60.0
 """Seconds until the headers of a request are whole, from the answer before; and its body."""
 PIECE = 2**16
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+RETRY_AFTER_S = 1
+"""Sent with these; some clients give up at once where nothing says when to try again."""
 
 
 def most_connections(most: int) -> int:
@@ -266,12 +269,16 @@ class JsonHandler(BaseHTTPRequestHandler, ABC):
             body = self._authorized_body(length)
             reply = self.respond(f"{self.command} {self.path.partition('?')[0]}", body)
         except Refusal as refusal:
-            self.send_json(refusal.status, refusal.body())
+            self.send_json(refusal.status, self.error_body(refusal))
         else:
             if reply is not None:
                 self.send_json(HTTPStatus.OK, reply)
 
     do_POST = do_GET
+
+    def error_body(self, refusal: Refusal) -> dict[str, Any]:
+        """Return the JSON of an error, in the form of the route's protocol."""
+        return refusal.body()
 
     def _authorized_body(self, length: int) -> bytes:
         """Read the complete body, which keep-alive requires; a stranger's is not kept."""
@@ -334,6 +341,8 @@ class JsonHandler(BaseHTTPRequestHandler, ABC):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
+        if status in BUSY:
+            self.send_header("Retry-After", str(RETRY_AFTER_S))
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -30,7 +31,12 @@ SHARED = "monarch_log.log"
 OPENED = re.compile(r"/monarch_log(_\w+)?\.log( \(deleted\))?$")
 LARGEST_BYTES = 4 << 20
 """Size at which a log is renamed to `.1`, which replaces an earlier one."""
-LOOK_S = 2.0
+SPARE_BYTES = 16 << 20
+"""Free space of a disk below which nothing is logged on it.
+
+Monarch prints an error for each line that it cannot log, which would bury the run's own message.
+"""
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class BoundedLog:
     path: Path
     descriptor: int
     largest_bytes: int = LARGEST_BYTES
+    spare_bytes: int = SPARE_BYTES
 
     def attach(self) -> None:
         """Point the descriptor at the file; refuses one that is a link."""
@@ -49,9 +56,27 @@ class BoundedLog:
         finally:
             os.close(file)
 
+    def discard(self) -> None:
+        """Point the descriptor at nothing."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, self.descriptor, inheritable=False)
+        finally:
+            os.close(nowhere)
+
     def rotate(self) -> None:
-        """Start another file if this one is full; the last full one is kept."""
-        if os.fstat(self.descriptor).st_size >= self.largest_bytes:
+        """Start another file if this one is full; the last full one is kept.
+
+        While the disk is nearly full nothing is logged.
+        """
+        about = os.fstat(self.descriptor)
+        discarded, disk = stat.S_ISCHR(about.st_mode), os.statvfs(self.path.parent)
+        if disk.f_bavail * disk.f_frsize < self.spare_bytes:
+            if not discarded:
+                self.discard()
+        elif discarded:
+            self.attach()
+        elif about.st_size >= self.largest_bytes:
             self.path.replace(self.path.with_name(f"{self.path.name}.1"))
             self.attach()
 
@@ -81,7 +106,8 @@ def open_log(name: str) -> Path | None:
             if opened is None:
                 return None
             log = BoundedLog(log_folder() / f"monarch-{name}.log", opened)
-            log.attach()
+            log.discard()
+            log.rotate()
             threading.Thread(target=log.keep_bounded, name="log of Monarch", daemon=True).start()
             _of_this_process.append(log)
         return _of_this_process[0].path

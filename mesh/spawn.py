@@ -9,13 +9,14 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
 
 from composer_mesh.mesh.actor import MeshActor, collect_rarely, leave_out_loaded, monarch_name
 from composer_mesh.mesh.connection_guard import guard_connections
+from composer_mesh.mesh.environment import class_environment
 from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.heartbeat import ActivityLog, HeartbeatRules, wait_until_silent
 from composer_mesh.mesh.hosts.host import Host, LocalHost, is_lost, unless_lost
@@ -68,6 +69,8 @@ class MeshHost:
         self._hang_s: dict[str, float] = {}
         self._preload = tuple(preload)
         self.heartbeat = heartbeat
+        self.started: Callable[[SpawnedActor], None] | None = None
+        """Called with each actor that answers for the first time."""
         self.capacity_wait_s = 0.0
         """Longest wait for a host with capacity, for processes whose host was lost."""
         self._start_deadline_s = start_deadline_s
@@ -136,6 +139,8 @@ class MeshHost:
         if self.heartbeat is not None:
             answers = self._watch_answers(spawned, self._heartbeat_of(name, self.heartbeat))
             self._watches[name].append(self._watching.start(f"heartbeat of {name}", answers))
+        if self.started is not None:
+            self.started(spawned)
         return spawned
 
     def _heartbeat_of(self, name: str, rules: HeartbeatRules) -> HeartbeatRules:
@@ -216,6 +221,7 @@ class MeshHost:
         kwargs: Mapping[str, Any],
         env: Mapping[str, str],
     ) -> SpawnedActor:
+        env = class_environment(actor_class) | dict(env)
         command = await unless_lost(host.command(name, self._token, env, self._preload), host)
         procs = host.mesh.spawn_procs(name=monarch_name(name), bootstrap_command=command)
         starting = self._start(host, procs, name, actor_class, policy, args, kwargs)
@@ -262,7 +268,7 @@ class MeshHost:
             raise ValueError(f"an actor named {name!r} already runs here: choose another name")
         if not issubclass(actor_class, MeshActor):
             raise TypeError(
-                f"{actor_class.__name__} is no MeshActor: derive it from mesh.actor.MeshActor"
+                f"{actor_class.__name__} is no MeshActor: derive it from composer_mesh.MeshActor"
             )
 
     def lost(self, spawned: SpawnedActor, reason: str) -> None:

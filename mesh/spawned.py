@@ -17,16 +17,17 @@ Waits until a process that Monarch starts is ready.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from monarch.actor import ProcMesh
 from monarch.config import get_global_config
 
-from composer_mesh.mesh.heartbeat import ActivityLog, LastAnswer
+from composer_mesh.mesh.heartbeat import ActivityLog, Busy, LastAnswer
 from composer_mesh.mesh.hosts.host import Host
 from composer_mesh.mesh.progress import ProgressReport
 from composer_mesh.mesh.supervision import (
@@ -152,6 +153,8 @@ DESCRIBE = "describe"
 """The endpoint that answers immediately, even while the actor's work makes no progress."""
 PROGRESS_S = 30.0
 """Longest wait for a report of progress; a silent actor counts as hung after as long by default."""
+ACTIVITY_S = 5.0
+"""Longest wait for an actor's busy intervals, which are shown and nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +205,27 @@ class SpawnedActor:
             )
         except Exception:  # noqa: BLE001  whatever its class raises there, it reports nothing
             return None
+
+    async def take_activity(self) -> list[Busy]:
+        """Return the intervals in which it served other actors, by this host's clock.
+
+        Empty where it does not answer. Another host's clock counts as wrong by as much as its
+        reading lies outside of the time of this call.
+        """
+        reply, sent = self.ref.take_activity.call_one(), time.time()
+        busy: list[Busy]
+        there: float
+        try:
+            busy, there = await call(reply, ACTIVITY_S, self.name, "take_activity", self.death)
+        except Exception:  # noqa: BLE001  whatever its class raises there, it reports nothing
+            return []
+        return [replace(one, actor=self.name) for one in moved(busy, there, sent, time.time())]
+
+
+def moved(busy: Sequence[Busy], there: float, sent: float, received: float) -> list[Busy]:
+    """Return intervals by this host's clock, given another one's reading between two of it."""
+    ahead_s = max(there - received, 0.0) + min(there - sent, 0.0)
+    return [replace(one, began=one.began - ahead_s, ended=one.ended - ahead_s) for one in busy]
 
 
 async def while_alive(actor: SpawnedActor, work: Coroutine[Any, Any, T]) -> T:

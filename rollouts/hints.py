@@ -97,6 +97,14 @@ TEMPLATES = HintTemplates(
 )
 
 
+def hint_templates(*added: Mapping[str, str]) -> HintTemplates:
+    """Return the built-in templates with those of a task, then those of a config.
+
+    The later of two templates with equal keys counts. Runs, checks and viewers all use this.
+    """
+    return HintTemplates({key: text for one in (TEMPLATES, *added) for key, text in one.items()})
+
+
 def render_hint(
     site: ErrorSite, answer: str | None = None, templates: HintTemplates = TEMPLATES
 ) -> str:

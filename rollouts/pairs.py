@@ -90,7 +90,10 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TeacherFailure:
-    """Failed query of a teacher; it does not vote. `sent` unless its last attempt was not sent."""
+    """Failed query of a teacher; it does not vote. `sent` unless its last attempt was not sent.
+
+    `status` is that of the HTTP response that refused it, None for any other failure.
+    """
 
     teacher: str
     kind: FailureKind
@@ -98,6 +101,12 @@ class TeacherFailure:
     latency_s: float
     usd: float = 0.0
     sent: bool = False
+    status: int | None = None
+
+    @property
+    def cause(self) -> str:
+        """The HTTP status of the refusal, such as "401", else the kind of the failure."""
+        return self.kind.value if self.status is None else str(self.status)
 
 
 TeacherReply = TeacherAnswer | TeacherFailure

@@ -28,7 +28,7 @@ A sync that fails ends the work that it runs concurrently with, raising its own 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -41,7 +41,8 @@ from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.episodes.rollout import Rollouts
 from composer_mesh.services.replay.pair_stream import PairStream, TakenPairs
 from composer_mesh.services.schedule.groups import Groups, ResumeState
-from composer_mesh.services.schedule.metrics import Outlook, success_of_tasks, sync_metrics
+from composer_mesh.services.schedule.metrics import replay_metrics, success_of_tasks, sync_metrics
+from composer_mesh.services.schedule.outlook import Outlook
 from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder, StepGroups
 from composer_mesh.services.schedule.stopping import Stopping, StopRequested
 from composer_mesh.services.steps.hint_writing import HintWriting
@@ -197,7 +198,7 @@ class Controller:
             taken=resume_state.next_group,
             groups_per_step=schedule.groups_per_step,
         )
-        self._outlook = Outlook(self.config)
+        self._outlook = Outlook(self.config, self.channels)
         self._event = self.ports.event or self.ports.store.add_event
         self._syncs = AsyncWeightSync(self.ports.weights, self._pulled)
         ports = self.ports
@@ -213,6 +214,11 @@ class Controller:
             self._replace,
             self.order,
         )
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the channels that the run trains."""
+        return self.config.configured_channels
 
     async def run(self) -> None:
         """Evaluate, train every step, save, evaluate. Waits for the end of the run, or for a stop.
@@ -250,8 +256,14 @@ class Controller:
             await self._evaluate(self.config.run.steps)
         if self.ports.replay is not None:
             self.rest = await self.ports.replay.drain()
+        late = replay_metrics(self.step, TakenPairs([], self.rest))
+        self._warn(self._outlook.at_end(late, self.rest.reasons))
         await self.ports.saved()
         await self._count_judges()
+
+    def _warn(self, found: Iterable[tuple[str, str]]) -> None:
+        for kind, text in found:
+            self._event(kind, "", text)
 
     async def _leave(self) -> None:
         """Write what is done to disk, so that a resume need not repeat it."""
@@ -309,8 +321,8 @@ class Controller:
         self.step = step + 1
         await self.ports.store.end_step(step, metrics)
         self.ports.watch.update(metrics)
-        for kind, text in self._outlook.after(metrics):
-            self._event(kind, "", text)
+        outcome = composed.taken.replay_outcome if composed.taken else ReplayOutcome()
+        self._warn(self._outlook.after(metrics, outcome.reasons))
         await self._keep(step + 1, metrics)
         if self._evaluates_after(step + 1):
             await self._evaluate(step + 1)
@@ -425,6 +437,8 @@ class Controller:
         self.ports.rollouts.retries.check_evaluation(step, len(traces), len(self.heldout))
         self._outlook.evaluated(_now() - began)
         success = sum(trace.success for trace in traces) / len(traces)
-        self.evaluations.append(Evaluation(step, success, len(traces), success_of_tasks(traces)))
-        self.ports.store.add_evaluation(self.evaluations[-1])
-        self.ports.watch.evaluation(self.evaluations[-1])
+        temperature, of_tasks = self.config.eval.temperature, success_of_tasks(traces)
+        found = Evaluation(step, success, len(traces), of_tasks, temperature)
+        self.evaluations.append(found)
+        self.ports.store.add_evaluation(found)
+        self.ports.watch.evaluation(found)

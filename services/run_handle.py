@@ -1,6 +1,6 @@
 """Runs from Python, the equal of the command line: started, followed, changed and stopped.
 
-    run = train("configs/quickstart.toml", {"run.steps": 20})
+    run = train("quickstart", {"run.steps": 20})
     async for step in run:
         print(step["step"], step["reward/mean"])
     print(run.summary())
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import Table, dump_toml, load_config, resolve_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import python_module
@@ -174,8 +176,9 @@ def train(
     """Start a run, as `composer-mesh train` does; return once its directory is claimed.
 
     Args:
-        config: the path of a TOML file, its table, or a config.
-        changes: values by key, as `{"run.steps": 3}`.
+        config: a preset's name, the path of a TOML file, its table, or a config.
+        changes: values by key, as `{"run.steps": 3}`. Here and in a table a class, such as a task,
+            is named by its file.
         output: directory of the run; `runs/NAME` when not given, from which an earlier run moves.
         resume: continue the run in that directory.
 
@@ -208,7 +211,7 @@ def evaluate(
     place = target.directory if isinstance(target, Run) else target
     with TemporaryDirectory(prefix="composer-mesh-") as folder:
         file = Path(folder) / "figures.json"
-        command = ["eval", str(place), "--samples", str(samples), "--json", str(file)]
+        command = ["eval", str(place), "--samples", str(samples), "--report", str(file)]
         command += [part for one in _overrides(changes) for part in ("--set", one)]
         done = run(
             python_module("composer_mesh", *command), deadline_s=LONGEST_EVALUATION_S, check=False
@@ -224,21 +227,66 @@ def _config(config: Config | Table | Path | str, changes: Mapping[str, Any] | No
     if isinstance(config, Path | str):
         return load_config(Path(config), _overrides(changes))
     table = (
-        config.model_dump(mode="json", exclude_none=True) if isinstance(config, Config) else config
+        config.model_dump(mode="json", exclude_none=True)
+        if isinstance(config, Config)
+        else _plain("config", config)
     )
     return resolve_config(table, _overrides(changes), "the config")
 
 
 def _overrides(changes: Mapping[str, Any] | None) -> list[str]:
-    return [f"{key}={_toml(value)}" for key, value in (changes or {}).items()]
+    """Write values as `--set` reads them: JSON, but for the text of a path."""
+    return [
+        f"{key}={value if isinstance(value, Path) else json.dumps(_plain(key, value))}"
+        for key, value in (changes or {}).items()
+    ]
 
 
-def _toml(value: Any) -> str:
-    """Write a value as `--set` reads it: JSON, but for the text of a path."""
-    return str(value) if isinstance(value, Path) else json.dumps(value)
+def _plain(key: str, value: Any) -> Any:
+    """Return a value as TOML has it, a class by its file; raise ConfigError for others."""
+    if isinstance(value, Mapping):
+        return {name: _plain(f"{key}.{name}", one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(key, one) for one in value]
+    if isinstance(value, type):
+        return _path_of(key, value)
+    if callable(value):
+        raise ConfigError(
+            f"{key} is the function {getattr(value, '__name__', value)!r}: write it to a module, "
+            f"set {key} to 'my_module.my_function', and run.import_paths to the module's folder"
+        )
+    return str(value) if isinstance(value, Path) else value
+
+
+def _path_of(key: str, kind: type) -> str:
+    """Return the path by which a run's processes import a class."""
+    name = kind.__qualname__
+    file = Path(getattr(sys.modules[kind.__module__], "__file__", None) or "<stdin>")
+    if not (file.is_file() and name.isidentifier()):
+        where = "inside another name" if file.is_file() else "of a notebook cell or standard input"
+        raise ConfigError(
+            f"{key} is the class {kind.__name__} {where}, which the processes of the run cannot "
+            "import: write it to a file, as %%writefile my_task.py does in a notebook, and set "
+            f"{key} to 'my_task.py:{kind.__name__}'"
+        )
+    return f"{file.absolute()}:{name}"
+
+
+def _refuse_inside_of_a_run() -> None:
+    """Raise RuntimeError in a process of a run: its task's file would start one run after another.
+
+    Those processes are programs of this package, while users start runs from their own.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name.partition(".")[0] == __name__.partition(".")[0]:
+        raise RuntimeError(
+            "a process of a run has called composer_mesh.train or sft while it imported your file: "
+            'put the call below `if __name__ == "__main__":`'
+        )
 
 
 def _start(command: str, config: Config, output: Path | str | None, resume: bool) -> Run:
+    _refuse_inside_of_a_run()
     named = sft_config(config) if command == "sft" else config
     place = RUNS / named.run.name if output is None else Path(output)
     if not resume:

@@ -15,27 +15,26 @@ DataError, a ValueError, is about the file of a task that ships.
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from composer_mesh.configs.interrupts import is_interrupt
+from composer_mesh.configs.user_code import PACKAGE, frame_of, frame_of_function, where_of
 from composer_mesh.configs.worded import Worded
 
-PACKAGE = Path(__file__).parents[1]
 CALLERS = frozenset({"calls.py", "running.py", "task_loop.py"})
-LIBRARY = sysconfig.get_path("stdlib")
 LONGEST = 500
 ERROR_PREFIX = "error: "
 """What the agent reads before the text of an error."""
 
 
 class TaskError(Exception):
-    """Base class of the errors of tasks."""
+    """Base class of the errors of tasks; `frame` is the line of the task's code, where known."""
 
     failure_class = "data"
+    frame = ""
 
 
 class ToolError(TaskError):
@@ -64,9 +63,9 @@ class ToolError(TaskError):
 class TaskCodeError(TaskError):
     """A function of a task raised an exception; `where` is the line in the task's own code."""
 
-    def __init__(self, what: str, where: str, problem: str) -> None:
-        super().__init__(what, where, problem)
-        self.what, self.where, self.problem = what, where, problem
+    def __init__(self, what: str, where: str, problem: str, frame: str = "") -> None:
+        super().__init__(what, where, problem, frame)
+        self.what, self.where, self.problem, self.frame = what, where, problem, frame
 
     def __str__(self) -> str:
         return f"{self.what} failed at {self.where}: {self.problem}"
@@ -105,6 +104,10 @@ class ToolServerLost(Worded, TaskError):
 class UnusableTask(TaskError, ValueError):
     """A task cannot be loaded, or one of its functions returned an unusable value."""
 
+    def __str__(self) -> str:
+        text, where = super().__str__(), where_of(self.frame)
+        return text if where in text else f"{text} ({where})"
+
 
 class DataError(ValueError):
     """A problem file cannot be used; the message names the line, the value and the repair."""
@@ -139,18 +142,19 @@ def code_of_task(what: str, *known: type[BaseException]) -> Iterator[None]:
 
 def code_error(what: str, error: BaseException) -> TaskCodeError:
     """Return the error of a task's function that raised `error`; call it where that was caught."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not calls_tasks(frame.filename)]
-    own = [frame for frame in theirs if not is_library(frame.filename)]
-    last = (own or theirs or frames)[-1]
+    frame = frame_of(error, calls_tasks)
     problem = f"{type(error).__name__}: {shown(error, LONGEST)}"[:LONGEST]
-    return TaskCodeError(what, f"{last.filename}:{last.lineno}", problem)
+    return TaskCodeError(what, where_of(frame), problem, frame)
 
 
-def is_library(file: str) -> bool:
-    """Whether a file belongs to Python's library or to an installed package."""
-    installed = "site-packages" in file or "dist-packages" in file
-    return installed or file.startswith((LIBRARY, "<"))
+@contextmanager
+def returned_by(function: Callable[..., Any]) -> Iterator[None]:
+    """Name a function of a task in the error about what it returned."""
+    try:
+        yield
+    except UnusableTask as error:
+        error.frame = error.frame or frame_of_function(function)
+        raise
 
 
 def shown(value: object, most: int = 40) -> str:

@@ -24,7 +24,12 @@ from typing import Any, Self, TypeVar
 from composer_mesh.configs.policy import WarmStartConfig
 from composer_mesh.configs.sft import SftConfig
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates, render_hint
+from composer_mesh.rollouts.hints import (
+    HintTemplateError,
+    HintTemplates,
+    hint_templates,
+    render_hint,
+)
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import message_text, parse_action
 from composer_mesh.rollouts.traces import ErrorSite, Message, Trace, Turn
@@ -247,10 +252,10 @@ class Demonstration:
     learn: list[bool]
 
 
-def conversations(task: Task, settings: Mistakes, rng: random.Random) -> list[list[Piece]]:
+def conversations(task: Task, settings: Mistakes, rng: random.Random) -> Iterator[list[Piece]]:
     """Generate one conversation for each of the first training episodes."""
-    episodes = range(settings.demonstrations)
-    return [list(demonstrate(task, index, settings, rng)) for index in episodes]
+    for index in range(settings.demonstrations):
+        yield list(demonstrate(task, index, settings, rng))
 
 
 def demonstrate(task: Task, index: int, settings: Mistakes, rng: random.Random) -> Iterator[Piece]:
@@ -274,7 +279,7 @@ def _demonstrate(
     gold: Iterator[str] | None,
 ) -> Iterator[Piece]:
     yield from ((KINDS[message["role"]], message["content"]) for message in session.messages)
-    templates = TEMPLATES.extended(task.hint_templates)
+    templates = hint_templates(task.hint_templates)
     hinted, failed, done = rng.random() < settings.hinted_share, False, False
     while not done:
         messages = session.messages

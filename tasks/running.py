@@ -8,7 +8,6 @@ Scores the samples of an episode together, by the group rewards of its task.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -41,6 +40,7 @@ from composer_mesh.tasks.errors import (
     TaskTimeout,
     ToolError,
     UnusableTask,
+    returned_by,
     shown,
 )
 from composer_mesh.tasks.reward import (
@@ -50,7 +50,7 @@ from composer_mesh.tasks.reward import (
     TurnRewards,
     finite_number,
 )
-from composer_mesh.tasks.session import Reply
+from composer_mesh.tasks.session import Reply, Session
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ExternalTool, ToolSpec, unknown_tool
 
@@ -77,13 +77,20 @@ class RunningEpisode:
         """Start the session; return the first messages."""
         await self._call("start", self._session.start)
         opening = await self._call("opening", self._session.opening)
-        place = _place(self._session.opening)
-        self._messages = _messages(opening, f"the opening of task {self._task.name!r} ({place})")
-        if not self._messages:
-            raise UnusableTask(f"task {self._task.name!r} opens an episode with no message")
+        own = type(self._session).opening is not Session.opening
+        name, opens = ("opening", self._session.opening) if own else ("prompt", self._task.prompt)
+        with returned_by(opens):
+            self._messages = _messages(opening, f"the {name} of task {self._task.name!r}")
+            if not self._messages:
+                raise UnusableTask(f"task {self._task.name!r} opens an episode with no message")
         self._seen = [len(self._messages)]
         self._session.conversation = self._messages
         return self.messages
+
+    @property
+    def task(self) -> Task:
+        """The task of the episode; of a mixture, the part that it belongs to."""
+        return self._task
 
     @property
     def episode(self) -> Episode:
@@ -169,8 +176,9 @@ class RunningEpisode:
 
     async def _reply(self, text: str) -> tuple[list[Message], ErrorSite | None]:
         try:
-            what = f"the reply of task {self._task.name!r} ({_place(self._session.reply)})"
-            reply = _reply(await self._call("reply", self._session.reply, text), what)
+            with returned_by(self._session.reply):
+                what = f"the reply of task {self._task.name!r}"
+                reply = _reply(await self._call("reply", self._session.reply, text), what)
         except ToolError as failure:
             self._failures += 1
             said = f"{ERROR_PREFIX}{failure.text}"
@@ -178,7 +186,8 @@ class RunningEpisode:
         if reply.done:
             self._ended = "answer"
         error = self._site(reply.error) if reply.error is not None else None
-        return _messages(list(reply.messages), what), error
+        with returned_by(self._session.reply):
+            return _messages(list(reply.messages), what), error
 
     async def _tools(
         self, calls: Sequence[ToolCall], call_id: str
@@ -202,7 +211,7 @@ class RunningEpisode:
             if isinstance(action, MalformedCall):
                 role = {"role": "user"}
                 raise ToolError("malformed_call", action.reason, {"reason": action.reason})
-            content = _shown(await self._execute(action))
+            content = await self._execute(action)
         except ToolError as failure:
             self._failures += 1
             content, error = f"{ERROR_PREFIX}{failure.text}", self._site(failure)
@@ -210,13 +219,17 @@ class RunningEpisode:
             self._ended = "tool"
         return [{**role, "content": content}], error
 
-    async def _execute(self, action: ToolCall) -> Any:
+    async def _execute(self, action: ToolCall) -> str:
         specs = self._task.with_server_tools(self._session.own_tools)
         spec = specs.get(action.name)
         if spec is None:
             raise unknown_tool(action.name, list(specs))
         arguments = spec.checked(action.arguments)
-        return await self._call_tool(spec, arguments)
+        result = await self._call_tool(spec, arguments)
+        if isinstance(spec, ExternalTool):
+            return _shown(result)
+        with returned_by(spec.function):
+            return _shown(result)
 
     async def _call_tool(self, spec: ToolSpec | ExternalTool, arguments: Mapping[str, Any]) -> Any:
         try:
@@ -256,7 +269,9 @@ class RunningEpisode:
         rewards = self._turn_rewards.of_turns(transcript.turns)
         for one in self._task.turn_rewards:
             what = f"turn reward {one.name!r}"
-            values[one.name] = rewards.add(one, await self._call(what, one.function, transcript))
+            returned = await self._call(what, one.function, transcript)
+            with returned_by(one.function):
+                values[one.name] = rewards.add(one, returned)
         return rewards.values if rewards.given else []
 
     async def _value(self, one: Any, transcript: Transcript) -> float:
@@ -264,10 +279,12 @@ class RunningEpisode:
         found = finite_number(value)
         if found is not None:
             return found
-        raise UnusableTask(
-            f"reward {one.name!r} of task {self._task.name!r} returned {shown(value)!r} for "
-            f"{transcript.episode.split} episode {transcript.episode.index}: return a finite number"
-        )
+        with returned_by(one.function):
+            raise UnusableTask(
+                f"reward {one.name!r} of task {self._task.name!r} returned {shown(value)!r} for "
+                f"{transcript.episode.split} episode {transcript.episode.index}: return a finite "
+                "number"
+            )
 
     async def _call(self, what: str, function: Any, *args: Any) -> Any:
         return await self._calls(f"{what} of task {self._task.name!r}", function, *args)
@@ -292,12 +309,6 @@ class RunningEpisode:
         return ErrorSite(turn, failure.kind, "tool_error", {**facts, "text": failure.text})
 
 
-def _place(method: Callable[..., Any]) -> str:
-    """Return where a task's method is written; its name where that is unknown."""
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    return f"{code.co_filename}, line {code.co_firstlineno}" if code else shown(method)
-
-
 def _reply(returned: Any, what: str) -> Reply:
     if returned is None:
         return Reply()
@@ -312,7 +323,7 @@ def _messages(value: Any, what: str) -> list[Message]:
     if isinstance(value, Sequence) and all(_is_message(one) for one in value):
         return [_bounded(_carried(dict(one), what)) for one in value]
     raise UnusableTask(
-        f"{what} is {str(value)[:60]!r}: return a text, or messages with a role and a content"
+        f"{what} is {shown(value, 60)!r}: return a text, or messages with a role and a content"
     )
 
 
@@ -394,11 +405,12 @@ async def _values(
     found = await calls(what, one.function, list(transcripts))
     numbers = list(map(finite_number, found)) if isinstance(found, Sequence) else [None]
     kept = [number for number in numbers if number is not None]
-    if len(kept) < len(numbers):
-        raise UnusableTask(f"{what} returned {shown(found)!r}: return a list of finite numbers")
-    if len(kept) != len(transcripts):
-        raise UnusableTask(
-            f"{what} returned {len(kept)} numbers for {len(transcripts)} transcripts: return one "
-            "for each, in their order"
-        )
+    with returned_by(one.function):
+        if len(kept) < len(numbers):
+            raise UnusableTask(f"{what} returned {shown(found)!r}: return a list of finite numbers")
+        if len(kept) != len(transcripts):
+            raise UnusableTask(
+                f"{what} returned {len(kept)} numbers for {len(transcripts)} transcripts: return "
+                "one for each, in their order"
+            )
     return kept

@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from composer_mesh.rollouts.hints import TEMPLATES
+from composer_mesh.rollouts.hints import hint_templates
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import ToolError, UnusableTask
@@ -275,7 +275,7 @@ class Task:
     @cached_property
     def hint_keys(self) -> frozenset[str]:
         """Keys of all hint templates that its errors may name."""
-        return frozenset((*TEMPLATES, *self.hint_templates, *self.settings.hint_templates))
+        return frozenset(hint_templates(self.hint_templates, self.settings.hint_templates))
 
     @property
     def states_answers(self) -> bool:

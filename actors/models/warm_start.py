@@ -25,7 +25,7 @@ from composer_mesh.mesh.progress import made_progress
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.packing import microbatches
 from composer_mesh.tasks.loading import source_of
-from composer_mesh.tasks.playing import Demonstration, conversations, encode
+from composer_mesh.tasks.playing import Demonstration, Piece, conversations, encode
 from composer_mesh.tasks.task import Task
 
 CACHE_FORMAT = 3
@@ -34,11 +34,13 @@ MUON_RATE_RATIO = 7.0
 IGNORE = -100
 
 
-Report = Callable[[int, float], None]
-"""Called with the step and its loss from time to time."""
+Report = Callable[[str], None]
+"""Called with what is being done, such as `step 20 of 540, loss 1.32`."""
+TOLD_EVERY = 100
+"""Demonstrations between two reports."""
 
 
-def _silent(_step: int, _loss: float) -> None:
+def _silent(_text: str) -> None:
     pass
 
 
@@ -98,17 +100,32 @@ def warm_start(config: Config, task: Task, report: Report) -> tuple[Any, Any]:
     settings = config.policy.warm_start
     rng = random.Random(f"{config.run.seed}:demonstrations")
     flawless = settings.model_copy(update={"error_rate": 0.0})
-    right, imperfect = (conversations(task, phase, rng) for phase in (flawless, settings))
+    phases = {"flawless": flawless, "imperfect": settings}
+    right, imperfect = (_played(task, *phase, rng, report) for phase in phases.items())
+    report("training the tokenizer")
     corpus = [text for conversation in imperfect for _, text in conversation]
     corpus += [frame(task.tools)] * len(imperfect)
     tokenizer = build_tokenizer(corpus, config.policy.vocab_size)
     chat = ChatFormat(tokenizer, task.tools)
-    phases = [
+    report("encoding the demonstrations")
+    encoded = [
         [encode(chat, conversation) for conversation in phase] for phase in (right, imperfect)
     ]
     model = build_model(config.policy, tokenizer, config.run.seed)
-    imitate(model, phases, settings, config.run.seed, tokenizer.pad_token_id, report)
+    imitate(model, encoded, settings, config.run.seed, tokenizer.pad_token_id, report)
     return model, tokenizer
+
+
+def _played(
+    task: Task, kind: str, settings: WarmStartConfig, rng: random.Random, report: Report
+) -> list[list[Piece]]:
+    """Return the demonstrations of one phase."""
+    found: list[list[Piece]] = []
+    for conversation in conversations(task, settings, rng):
+        if len(found) % TOLD_EVERY == 0:
+            report(f"{len(found):,} of {settings.demonstrations:,} {kind} demonstrations")
+        found.append(conversation)
+    return found
 
 
 def imitate(
@@ -140,8 +157,7 @@ def imitate(
             optimizer.zero_grad()
             schedule.step()
         made_progress(f"step {step + 1} of {settings.steps} of the warm start")
-        if step % 20 == 0 or step == settings.steps - 1:
-            report(step, loss)
+        report(f"step {step + 1} of {settings.steps}, loss {loss:.2f}")
     model.eval()
 
 

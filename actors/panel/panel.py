@@ -367,7 +367,7 @@ class TeacherPanel:
             about = self._settings
             text = error.for_role(about.role, about.section, about.budget_repair)
             sent = error.verdict is not BreakerVerdict.NOTHING
-            reply = TeacherFailure(teacher.name, error.kind, text, took, usd, sent)
+            reply = TeacherFailure(teacher.name, error.kind, text, took, usd, sent, error.status)
         except StoreError as error:  # else each query would pay again
             took = self._clock() - began
             reply = TeacherFailure(teacher.name, FailureKind.BUDGET, str(error), took)

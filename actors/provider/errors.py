@@ -51,7 +51,8 @@ class BreakerVerdict(StrEnum):
 class ProviderError(Exception):
     """A teacher's provider failed; `retry_after_s` is its Retry-After, if it sent one.
 
-    `charged` is the cost of the query with all its attempts, in nano-dollars.
+    `charged` is the cost of the query with all its attempts, in nano-dollars. `status` is that of
+    the HTTP response that refused it, None for any other failure.
     """
 
     failure_class: ClassVar[str] = "provider"
@@ -60,10 +61,16 @@ class ProviderError(Exception):
     transient: ClassVar[bool] = False
     verdict: ClassVar[BreakerVerdict] = BreakerVerdict.FAILED
 
-    def __init__(self, teacher: str, text: str, retry_after_s: float | None = None) -> None:
-        super().__init__(teacher, text, retry_after_s)
+    def __init__(
+        self,
+        teacher: str,
+        text: str,
+        retry_after_s: float | None = None,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(teacher, text, retry_after_s, status)
         self.teacher, self.text, self.retry_after_s = teacher, text, retry_after_s
-        self.charged = 0
+        self.status, self.charged = status, 0
 
     def __str__(self) -> str:
         return self.for_role("teacher", "replay")

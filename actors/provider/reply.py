@@ -62,7 +62,7 @@ NO_MONEY_CODES = {"insufficient_quota", "billing_hard_limit_reached"}
 
 def refusal(teacher: str, status: int, error: Any, wait_s: float | None) -> ProviderError:
     """Return the error of a response with this status."""
-    return _kind(status, error)(teacher, f"status {status}: {error_text(error)}", wait_s)
+    return _kind(status, error)(teacher, f"status {status}: {error_text(error)}", wait_s, status)
 
 
 def refusal_in_answer(teacher: str, error: Any, wait_s: float | None) -> ProviderError:
@@ -242,7 +242,7 @@ def read_reply(
     except ProviderError as error:
         found = provider_id(reply.headers, body, reply.request_id)
         named = f"{error.text} (request {found})" if found else error.text
-        return Reading(type(error)(teacher.name, named, error.retry_after_s), charge)
+        return Reading(type(error)(teacher.name, named, error.retry_after_s, error.status), charge)
 
 
 def read_completion(

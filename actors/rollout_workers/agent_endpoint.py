@@ -1,6 +1,6 @@
 """The endpoint that captures agents, one base URL for each episode.
 
-    agent -- /e/TOKEN/v1/chat/completions | completions | responses | models --> AgentEpisode
+    agent -- /e/TOKEN/v1/chat/completions | completions | responses | messages --> AgentEpisode
     agent -- /e/TOKEN/inference/v1/generate --> AgentEpisode
 
 It listens on 127.0.0.1 only. The base URL and the API key of an episode cannot be guessed, and both
@@ -18,11 +18,11 @@ import secrets
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from composer_mesh.actors.rollout_workers.agent_episode import (
     AgentEpisode,
@@ -31,13 +31,23 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
     NoRoomForAnswer,
     TooManyTurns,
 )
+from composer_mesh.actors.rollout_workers.anthropic_messages import (
+    CountRequest,
+    MessagesAnswer,
+    error_body,
+)
 from composer_mesh.actors.rollout_workers.openai_chat import (
     ChatAnswer,
     CompletionAnswer,
     GenerateAnswer,
 )
 from composer_mesh.actors.rollout_workers.openai_responses import ResponsesAnswer
-from composer_mesh.actors.rollout_workers.openai_wire import ReadRequest, WireAnswer, bad_request
+from composer_mesh.actors.rollout_workers.openai_wire import (
+    ReadRequest,
+    WireAnswer,
+    bad_request,
+    read_as,
+)
 from composer_mesh.mesh.json_server import LOOPBACK, JsonHandler, JsonServer, Refusal
 from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.captured_episode import CaptureFormat
@@ -50,6 +60,9 @@ from composer_mesh.tasks.workflow import Trajectory
 RETRY_WAIT_S = 10.0
 """Seconds for which a request without a connection is sampled on; the client of OpenAI waits up to
 8 before it tries again."""
+STREAM_WAIT_S = 5.0
+"""Seconds after which a stream begins without its answer, and between the signs that it lives.
+Errors until then have a status of their own."""
 LARGEST_REQUEST = 8 * 2**20
 MOST_ENDED = 4096
 """Ended episodes whose requests are answered as such."""
@@ -57,11 +70,18 @@ APIS: dict[str, ReadRequest] = {
     "POST v1/chat/completions": ChatAnswer.read,
     "POST v1/completions": CompletionAnswer.read,
     "POST v1/responses": ResponsesAnswer.read,
+    "POST v1/messages": MessagesAnswer.read,
     "POST inference/v1/generate": GenerateAnswer.read,
 }
+COUNT_TOKENS = "POST v1/messages/count_tokens"
 RETRY_HEADER = "x-stainless-retry-count"
 SESSION_HEADER = "x-session-id"
+KEY_HEADER = "x-api-key"
+"""In which clients of Anthropic send the key."""
 LONGEST_SESSION = 256
+
+
+R = TypeVar("R")
 
 
 class AgentEndpoint:
@@ -75,8 +95,10 @@ class AgentEndpoint:
         *,
         model: str = "policy",
         retry_wait_s: float = RETRY_WAIT_S,
+        stream_wait_s: float = STREAM_WAIT_S,
     ) -> None:
         """Token ids are below `vocabulary`; `model` is the name under `/v1/models`."""
+        self._stream_wait_s = stream_wait_s
         self._generation, self._chat, self._vocabulary = generation, chat, vocabulary
         self._model, self._retry_wait_s = model, retry_wait_s
         self._server: _Server | None = None
@@ -88,7 +110,8 @@ class AgentEndpoint:
             if self._server is None:
                 of = CaptureFormat.of
                 self._format = await asyncio.to_thread(of, self._chat, self._vocabulary)
-                self._server = _Server(asyncio.get_running_loop(), self._model)
+                loop = asyncio.get_running_loop()
+                self._server = _Server(loop, self._model, self._stream_wait_s)
                 self._server.start()
         return self
 
@@ -125,8 +148,8 @@ class AgentEndpoint:
 
 
 class _Server(JsonServer):
-    def __init__(self, loop: asyncio.AbstractEventLoop, model: str) -> None:
-        self.loop, self.model = loop, model
+    def __init__(self, loop: asyncio.AbstractEventLoop, model: str, stream_wait_s: float) -> None:
+        self.loop, self.model, self.stream_wait_s = loop, model, stream_wait_s
         self.episodes: dict[str, AgentEpisode] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         super().__init__(_Handler, (LOOPBACK, 0))
@@ -147,6 +170,8 @@ class _Handler(JsonHandler):
     server_version = "composer-mesh-agents"
     largest_request = LARGEST_REQUEST
     episode: AgentEpisode
+    _streaming = False
+    """Whether a stream has begun and not ended."""
 
     def authorize(self) -> None:
         token = self._token_and_route(self.path)[0]
@@ -155,8 +180,9 @@ class _Handler(JsonHandler):
                 raise _ended()
             raise Refusal(HTTPStatus.NOT_FOUND, "no such episode", "episode_not_found")
         self.episode = self.server.episodes[token]
-        given = self.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, f"Bearer {self.episode.api_key}".encode()):
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = (self.headers.get(KEY_HEADER) or bearer).encode(errors="replace")
+        if not hmac.compare_digest(given, self.episode.api_key.encode()):
             raise Refusal(
                 HTTPStatus.UNAUTHORIZED, "send the API key of the episode", "invalid_api_key"
             )
@@ -169,22 +195,42 @@ class _Handler(JsonHandler):
         name = f"{method} {self._token_and_route(path)[1]}"
         if name == "GET v1/models":
             return _models(self.server.model, self.episode.max_context)
+        if name == COUNT_TOKENS:
+            counting = self.episode.prompt_tokens(
+                read_as(CountRequest, body).question(), self._session()
+            )
+            return {"input_tokens": self._awaited(counting)}
         if name not in APIS:
             raise Refusal(HTTPStatus.NOT_FOUND, f"no route {name!r}: one of {', '.join(APIS)}")
         answer = APIS[name](body, self.episode, self.server.model)
         key = hashlib.sha256(f"{name} ".encode() + body).digest()
         retry = self.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        exchange = self._sampled(answer, key, retry, self._session())
+        answering = self.episode.answer(answer.ask, key, retry, self._session())
+        asking = _while_connected(self.connection, answering)
+        future = asyncio.run_coroutine_threadsafe(asking, self.server.loop)
+        try:
+            if answer.stream:
+                self._send_signs_of_life(answer, future)
+            exchange = self._result(future)
+        except Refusal as refusal:
+            if not self._streaming:
+                raise
+            self._send_chunks([answer.refused(refusal)], last=True)
+            return None
         sent = False
         try:
             if answer.stream:
-                self._send_events(answer.events(exchange))
+                self._send_chunks(answer.events(exchange), last=True)
             else:
                 self.send_json(HTTPStatus.OK, answer.reply(exchange))
             sent = True
         finally:
             self.server.loop.call_soon_threadsafe(self.episode.release, exchange, sent)
         return None
+
+    def error_body(self, refusal: Refusal) -> dict[str, Any]:
+        of_anthropic = self._token_and_route(self.path)[1].startswith("v1/messages")
+        return error_body(refusal) if of_anthropic else refusal.body()
 
     def _token_and_route(self, path: str) -> tuple[str, str]:
         """Return the token and the rest of `/e/TOKEN/REST`."""
@@ -197,12 +243,22 @@ class _Handler(JsonHandler):
             raise bad_request(f"{SESSION_HEADER} has more than {LONGEST_SESSION} characters")
         return session
 
-    def _sampled(self, answer: WireAnswer, key: bytes, retry: bool, session: str) -> Exchange:
-        """Return the answers. Waits for the last token; a lost connection is a ConnectionError."""
-        answering = self.episode.answer(answer.ask, key, retry, session)
-        asking = _while_connected(self.connection, answering)
+    def _send_signs_of_life(self, answer: WireAnswer, sampling: Future[Exchange]) -> None:
+        """Begin the stream of an answer that takes long, so that its client does not give up."""
+        while not wait([sampling], self.server.stream_wait_s).done:
+            with contextlib.suppress(OSError):  # the lost connection ends the sampling
+                self._send_chunks([answer.waiting()])
+
+    def _awaited(self, asking: Coroutine[Any, Any, R]) -> R:
+        return self._result(asyncio.run_coroutine_threadsafe(asking, self.server.loop))
+
+    def _result(self, future: Future[R]) -> R:
+        """Return what the episode answers; raise its errors as those of HTTP.
+
+        Waits for the last token; a lost connection is a ConnectionError.
+        """
         try:
-            return asyncio.run_coroutine_threadsafe(asking, self.server.loop).result()
+            return future.result()
         except CancelledError:
             raise ConnectionAbortedError from None
         except UnusableMessages as error:
@@ -217,16 +273,20 @@ class _Handler(JsonHandler):
             text = f"the answer could not be sampled ({type(error).__name__})"
             raise Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, text) from None
 
-    def _send_events(self, events: Iterable[bytes]) -> None:
-        """Send a stream, each event as a chunk of its own."""
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+    def _send_chunks(self, events: Iterable[bytes], last: bool = False) -> None:
+        """Send events of a stream, each as a chunk of its own; the first ones begin it."""
+        if not self._streaming:
+            self._streaming = True
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Cache-Control", "no-cache")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
         for event in events:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
-        self.wfile.write(b"0\r\n\r\n")
+        if last:
+            self.wfile.write(b"0\r\n\r\n")
+            self._streaming = False
         self.wfile.flush()
 
 
@@ -288,8 +348,13 @@ class CapturedAgent:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment variables that clients of OpenAI read."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        """The environment variables that clients of OpenAI and of Anthropic read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
 
     def trajectories(
         self,

@@ -161,6 +161,13 @@ class AgentEpisode:
             turn.deliver()
         return exchange
 
+    async def prompt_tokens(self, question: ChatQuestion, session: str = "") -> int:
+        """Return how many tokens the prompt of a question has; raises UnusableMessages."""
+        if self._ended:
+            raise EpisodeEnded
+        captured = self._captured.get(session) or CapturedEpisode(self._format)
+        return len(_prompt(captured, question, ()).ids)
+
     def release(self, exchange: Exchange, sent: bool) -> None:
         """Say that a connection has sent the answers of an exchange, or was lost before."""
         exchange.listeners -= 1

@@ -27,6 +27,7 @@ from composer_mesh.actors.rollout_workers.openai_wire import (
     read_as,
     sse,
 )
+from composer_mesh.mesh.json_server import Refusal
 from composer_mesh.rollouts.agent_messages import TEXT_PARTS
 from composer_mesh.rollouts.captured_turns import CapturedTurn
 from composer_mesh.rollouts.traces import Message
@@ -88,8 +89,11 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the tools of a request as those of chat completions; other kinds stay as they are."""
-    return [_chat_tool(tool) if tool.get("type") == "function" else tool for tool in tools or []]
+    """Return the functions of a request as those of chat completions.
+
+    Other kinds are run by OpenAI's servers, or are of no chat template, and are left out.
+    """
+    return [_chat_tool(tool) for tool in tools or [] if tool.get("type") == "function"]
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +203,10 @@ class ResponsesAnswer(WireAnswer):
         ]
         for event in events:
             yield sse({**event, "sequence_number": next(numbers)}, event["type"])
+
+    def refused(self, refusal: Refusal) -> bytes:
+        error = refusal.body()["error"]
+        return sse({**error, "type": "error"}, "error")
 
     def _response(
         self, exchange: Exchange, status: str, output: list[Any], usage: Any

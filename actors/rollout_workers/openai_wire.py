@@ -33,7 +33,13 @@ Stops = str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_len
 SAMPLING_OF_THE_RUN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 """Ignored: an agent is trained on what the run's own sampling parameters give."""
 WITHOUT_EFFECT = frozenset(
-    {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"}
+    {
+        "client_metadata",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
     | {"safety_identifier", "service_tier", "store", "tool_choice", "user", "verbosity"}
     | {"reasoning_effort", "max_tool_calls", "include", "reasoning"}
 )
@@ -97,6 +103,14 @@ class WireAnswer(ABC):
     @abstractmethod
     def events(self, exchange: Exchange) -> Iterable[bytes]:
         """Return the answer as a stream."""
+
+    def waiting(self) -> bytes:
+        """Return what a stream sends while its answer is sampled, which clients ignore."""
+        return b": sampling\n\n"
+
+    def refused(self, refusal: Refusal) -> bytes:
+        """Return the last event of a stream whose answer could not be sampled."""
+        return sse(refusal.body())
 
 
 ReadRequest = Callable[[bytes, AgentEpisode, str], WireAnswer]

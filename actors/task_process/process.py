@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from composer_mesh.configs.user_code import PACKAGE, is_library
 from composer_mesh.mesh.call_server import Endpoint, OpenCall, PipeCalls
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.processes import cpu_seconds, end_of_child, kill_group
@@ -35,7 +36,7 @@ from composer_mesh.mesh.supervision import SessionLost, heard
 from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.tasks.calls import MARKS_BYTES, STACKS_SIGNAL, CallMark, read_marks
-from composer_mesh.tasks.errors import PACKAGE, TaskProcessEnded, calls_tasks, is_library
+from composer_mesh.tasks.errors import TaskProcessEnded, calls_tasks
 
 ACTORS = str(PACKAGE / "actors")
 THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)")

@@ -40,6 +40,8 @@ NOT_COPIED = (".pyc", ".whl", ".egg")
 OWN_FILES = ("records.py", "runner.py")
 OWN_PLACE = "usr/lib/composer-mesh/composer_mesh/mesh/sandboxes"
 PACKAGES = "packages"
+OF_EXTRA = {"pytest": "'composer-mesh[sandbox]'"}
+"""What installs the package that boxes have by default."""
 EMPTY = ("proc", "dev", "w", "tmp", "packages", "usr/bin", "usr/lib", "etc")
 USERS = "agent:x:1000:1000:agent:/w:/bin/sh\n"
 LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
@@ -146,7 +148,7 @@ def _required(name: str) -> Iterator[str]:
     except importlib.metadata.PackageNotFoundError:
         raise UnusableTask(
             f"boxes should have the package {name!r}, which is not installed here: pip install "
-            f"{name}, or take it out of environment.sandbox.options.packages"
+            f"{OF_EXTRA.get(name, name)}, or take it out of environment.sandbox.options.packages"
         ) from None
     for text in wanted:
         one = Requirement(text)

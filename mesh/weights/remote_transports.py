@@ -70,8 +70,8 @@ class RdmaReceiver(TransportReceiver):
 CHUNK_BYTES = 16 << 20
 """Bytes per key: torchstore sends a key as one message, of which several copies are made."""
 REPAIR = (
-    "install its extra and then, because its metadata asks for another torch, "
-    "`pip install --no-deps torchstore==0.1.2`; or choose another weights.transport"
+    "pip install 'composer-mesh[torchstore]' && pip install --no-deps torchstore==0.1.2, as its "
+    "metadata requires another torch; or choose another weights.transport"
 )
 
 

@@ -22,16 +22,20 @@ from composer_mesh.services.checks.accepting import (
     listed,
     numbers,
 )
-from composer_mesh.services.commands.parser import add_set, command
+from composer_mesh.services.commands.parser import add_set, command, output
 from composer_mesh.services.commands.training import refuse_an_island, start
-from composer_mesh.services.directory.claim import RUNS, claimed, output_path
+from composer_mesh.services.directory.claim import RUNS, claimed
 from composer_mesh.services.directory.resume import pinned
 from composer_mesh.services.schedule.stopping import CommandSignals
 
 
 def _add_ablate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", type=Path, nargs="+", metavar="CONFIG", help="a TOML file; several are compared"
+        "config",
+        type=Path,
+        nargs="+",
+        metavar="CONFIG",
+        help="a TOML file or preset; several are compared",
     )
     add_set(parser)
     arms = ",".join(CHANNELS_OF)
@@ -87,16 +91,19 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be run, and what it can see"
     )
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help="where the runs are; runs/NAME-ablation when not given; finished runs there are kept, "
-        "half ones resumed",
-    )
+    output(
+        "where the runs are (default: runs/NAME-ablation); finished runs there are kept, half ones "
+        "resumed"
+    )(parser)
 
 
-@command("compare a run with and without its channels", _add_ablate, signals=True)
+@command(
+    "compare a run with and without its channels",
+    _add_ablate,
+    signals=True,
+    group="train",
+    example="ablate quickstart --arms none,both --seeds 0,1 --dry-run",
+)
 def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept every run of the ablation, train the unfinished ones, then print the tables."""
     study = plan_study(
@@ -119,18 +126,18 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
             )
     commits, *_ = [accepted(run.config) for run in study.runs]
     first = study.settings[0]
-    output = arguments.output or RUNS / f"{first.base.run.name}-ablation"
-    refuse_other_runs(study.runs, output)
+    folder = arguments.output or RUNS / f"{first.base.run.name}-ablation"
+    refuse_other_runs(study.runs, folder)
     from composer_mesh.plugins.ablation.command import merged_runs
     from composer_mesh.plugins.ablation.report import power_before, study_lines
 
     merged = merged_runs(study, arguments.merge)
-    power, price = power_before(arguments, len(first.seeds), output), _price(arguments)
+    power, price = power_before(arguments, len(first.seeds), folder), _price(arguments)
     if arguments.dry_run:
-        for line in study_lines(study, output, power, merged):
+        for line in study_lines(study, folder, power, merged):
             print(line)
         return 0
-    with claimed(output):
+    with claimed(folder):
         signals.hold()
         from composer_mesh.plugins.ablation.command import ablate_command
 

@@ -376,7 +376,10 @@ def _combinations(varied: Sequence[Varied]) -> Iterator[tuple[tuple[str, str], .
 
 def _name(file: Path, values: Sequence[tuple[str, str]]) -> str:
     """Return the name of a setting, which is that of its directory."""
-    parts = [file.stem, *(f"{key.rpartition('.')[2]}-{value}" for key, value in values)]
+    parts = [
+        file.name.removesuffix(".toml"),
+        *(f"{key.rpartition('.')[2]}-{value}" for key, value in values),
+    ]
     return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
 
 

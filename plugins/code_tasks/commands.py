@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import command, seconds
+from composer_mesh.services.commands.parser import command, output, seconds
 
 
 def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="a package of the index as NAME or NAME==VERSION, or an archive or folder of one",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where tasks are written")
+    output("where tasks are written", metavar="FILE")(parser)
     parser.add_argument(
         "--limit", type=int, metavar="N", help="features of a package that are tried at most"
     )
@@ -88,7 +88,12 @@ def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command("make coding tasks of source distributions", _add_make_code_tasks)
+@command(
+    "make coding tasks of source distributions",
+    _add_make_code_tasks,
+    group="tasks",
+    example="make-code-tasks --built-in --output tasks.jsonl",
+)
 def make_code_tasks(arguments: argparse.Namespace) -> int:
     """Make coding tasks of source distributions, or check those of a file."""
     from composer_mesh.plugins.code_tasks.command import command

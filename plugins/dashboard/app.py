@@ -26,7 +26,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from composer_mesh.actors.sqlite_file import StoreError
-from composer_mesh.plugins.dashboard import rollout_views, run_views
+from composer_mesh.plugins.dashboard import mesh_tree, rollout_views, run_views, timeline
 from composer_mesh.plugins.dashboard.access import Guard, Sessions, UserOf, local_path
 from composer_mesh.plugins.dashboard.catalog import Catalog, RunSummary, differing
 from composer_mesh.plugins.dashboard.charts import charts_of_run, charts_of_runs
@@ -186,9 +186,9 @@ class _Pages:
                 )
             },
             "choices": lambda: _chart_choices(options),
-            "actors": lambda: run_views.mesh(summary, run),
-            "mesh": lambda: run_views.mesh(summary, run),
-            "timeline": lambda: run_views.timeline(run, query.get("steps")),
+            "actors": lambda: mesh_tree.mesh(summary, run),
+            "mesh": lambda: mesh_tree.mesh(summary, run),
+            "timeline": lambda: timeline.last_steps(run, query.get("steps")),
             "events": lambda: run_views.events(run, query.get("kind", ""), page_of(query)),
             "rollouts": lambda: rollout_views.rollout_list(root, RolloutFilter.of(query)),
             "rollout": lambda: rollout_views.rollout(

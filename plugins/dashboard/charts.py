@@ -26,7 +26,10 @@ COLOURS = 8
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its title, what its numbers are, and its curves; `low` and `high` bound its axis."""
+    """A chart: its title, what its numbers are, and its curves; `low` and `high` bound its axis.
+
+    One with `costs` is empty where nothing was paid.
+    """
 
     title: str
     curves: Sequence[Curve]
@@ -35,9 +38,12 @@ class Chart:
     low: float | None = None
     high: float | None = None
     note: str = ""
+    costs: bool = False
 
     @property
     def empty(self) -> bool:
+        if self.costs:
+            return not any(y for one in self.curves for y in one.ys)
         return not any(one.xs for one in self.curves)
 
     def svg(self) -> Markup:
@@ -85,6 +91,11 @@ class Chart:
         """Return the last value of a chart of one curve."""
         known = [one for one in self.curves if one.ys]
         return figure(known[0].ys[-1]) + self.unit if len(known) == 1 else ""
+
+    def median(self) -> str:
+        """Return the recent median of a chart of one curve."""
+        known = [one for one in self.curves if one.ys]
+        return recent(known[0], self.unit) if len(known) == 1 else ""
 
     def text_alternative(self) -> str:
         """Return the chart in words."""
@@ -196,6 +207,11 @@ def ticks(low: float, high: float, most: int = TICKS) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
+def recent(one: Curve, unit: str = "") -> str:
+    """Format a curve's recent median; empty without one."""
+    return "" if one.median is None else f"median {figure(one.median)}{unit}"
+
+
 def figure(value: float) -> str:
     """Format a number in few characters: 1.2k, 0.034, 12."""
     size = abs(value)
@@ -229,6 +245,7 @@ class Spec:
     low: float | None = None
     high: float | None = None
     note: str = ""
+    costs: bool = False
 
 
 SPECS = (
@@ -243,11 +260,11 @@ SPECS = (
         note="failed turns of a rollout, mean",
     ),
     Spec(
-        "Teacher agreement",
-        (("replay/agreement", "states with a pair"),),
+        "Teacher pairs",
+        (("replay/pair_share", "states with a pair"),),
         low=0.0,
         high=1.0,
-        note="share of the states queried that gave a pair",
+        note="share of the decided states that gave a pair",
     ),
     Spec(
         "Sampled tokens",
@@ -282,7 +299,7 @@ SPECS = (
         note="|trainer - generator|, nats",
     ),
     Spec("Gradient norm", (("policy/grad_norm", "before clipping"),), low=0.0),
-    Spec("Dollars", (("usd/total", "teachers and judges"),), low=0.0),
+    Spec("Dollars", (("usd/total", "teachers and judges"),), low=0.0, costs=True),
 )
 SUCCESS = "Held-out success"
 
@@ -337,7 +354,8 @@ def _charts(
 
 def _chart(spec: Spec, curves: Sequence[Curve], axis: Axis) -> Chart:
     title = AXIS_TITLES[axis]
-    return Chart(spec.title, curves, title, spec.unit, spec.low, spec.high, spec.note)
+    bounds = spec.low, spec.high
+    return Chart(spec.title, curves, title, spec.unit, *bounds, spec.note, spec.costs)
 
 
 def _success(runs: Sequence[tuple[str, Columns, Sequence[Evaluation], int]], axis: Axis) -> Chart:

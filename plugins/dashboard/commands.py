@@ -7,8 +7,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import add_listen, command, first_refused_option
-from composer_mesh.services.directory.claim import RUNS, output_path
+from composer_mesh.services.commands.parser import (
+    add_listen,
+    command,
+    first_refused_option,
+    output,
+)
+from composer_mesh.services.directory.claim import RUNS
+from composer_mesh.services.directory.status import run_or_newest
 
 
 def _add_dashboard(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +32,18 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command("runs, rollouts and comparisons in a browser, live", _add_dashboard, many_files=True)
+@command(
+    "show runs, rollouts and comparisons in a browser, live",
+    _add_dashboard,
+    many_files=True,
+    group="runs",
+    example="dashboard runs --port 8200",
+)
 def dashboard(arguments: argparse.Namespace) -> int:
     """Serve a page of the runs below a folder until Ctrl-C."""
-    from composer_mesh.services.web.options import ServeRefused, check_installed
+    from composer_mesh.services.web.options import ServeRefused
 
     try:
-        check_installed({name: name for name in ("starlette", "uvicorn")}, "dashboard")
         from composer_mesh.plugins.dashboard.app import DashboardOptions, dashboard_command
 
         options = DashboardOptions(
@@ -52,10 +63,14 @@ def dashboard(arguments: argparse.Namespace) -> int:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs")
     parser.add_argument(
-        "--out", type=output_path, default=Path("report.html"), metavar="FILE", help="report.html"
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help=f"run directories (default: the newest in {RUNS}/)",
     )
+    output("where the page is written (default: report.html)", metavar="FILE")(parser)
     parser.add_argument(
         "--rollout",
         action="append",
@@ -75,7 +90,13 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title", default="", metavar="TEXT", help="names of the runs by default")
 
 
-@command("runs as one HTML file to send to somebody", _add_report, many_files=True)
+@command(
+    "write runs as one HTML file to send to somebody",
+    _add_report,
+    many_files=True,
+    group="runs",
+    example="report runs/quickstart --output report.html",
+)
 def report(arguments: argparse.Namespace) -> int:
     """Write runs as one HTML file."""
     from composer_mesh.plugins.dashboard.report import (
@@ -86,8 +107,8 @@ def report(arguments: argparse.Namespace) -> int:
 
     try:
         options = ReportOptions(
-            tuple(arguments.runs),
-            arguments.out,
+            tuple(arguments.runs or [run_or_newest(None)]),
+            arguments.output or Path("report.html"),
             arguments.x,
             arguments.smooth,
             tuple(arguments.rollout),

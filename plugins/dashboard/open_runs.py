@@ -17,6 +17,7 @@ from typing import Any
 
 from composer_mesh.configs.regular_files import UnusableFile
 from composer_mesh.plugins.dashboard.series import Columns
+from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.report import TIMELINE_FILE
 from composer_mesh.services.directory.status import EVENTS_FILE, RunUnavailable
 from composer_mesh.services.inspection.events_command import FollowedLines, event_of
@@ -56,6 +57,14 @@ class OpenRun:
     def changes_of_mesh(self) -> list[dict[str, Any]]:
         """Return the events that report deaths, restarts and new sizes, newest first."""
         return [one for one in self.events() if str(one.get("event", "")).endswith(MESH_CHANGES)]
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """Return the newest event of each kind of warning, newest first."""
+        found: dict[str, dict[str, Any]] = {}
+        for one in self.events():
+            if (kind := str(one.get("event", ""))) in WARNINGS:
+                found.setdefault(kind, one)
+        return list(found.values())
 
 
 class PacedLook:

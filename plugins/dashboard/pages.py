@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from composer_mesh.plugins.dashboard.charts import figure, sparkline
+from composer_mesh.plugins.dashboard.charts import figure, recent, sparkline
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.services.inspection.events_command import clock
 from composer_mesh.services.inspection.page import plain_text
@@ -124,4 +124,5 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "action": action,
     "broken": linked,
     "spark": sparkline,
+    "recent": recent,
 }

@@ -11,6 +11,7 @@ The sampled tokens of a turn are shown as text, each with a colour by one of its
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,7 @@ from composer_mesh.plugins.dashboard.requests import (
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.inspection.page import plain_text
+from composer_mesh.services.store.group_files import read_group
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import DamagedRecord, TraceRow
 from composer_mesh.services.traces.command import config_of, find
@@ -51,6 +53,10 @@ Divergences = dict[int, Sequence[float]]
 """Those of a rollout's tokens, by turn."""
 
 
+PROMPTS_S = 0.3
+PROMPTS_KEPT = 5000
+
+
 def rollout_list(root: Path, wanted: RolloutFilter) -> dict[str, Any]:
     """Return a page of the rollouts that fit, and the totals of all that do."""
     sort, descending = SORTS[wanted.sort]
@@ -61,8 +67,11 @@ def rollout_list(root: Path, wanted: RolloutFilter) -> dict[str, Any]:
         totals = reader.totals(where)
         kinds = reader.totals().errors if wanted.error else totals.errors
         listed = [_listed(reader, row) for row in rows]
+        prompts = _prompts(reader, root, [row.group_id for row in rows])
     return {
-        "rows": [{"one": one, **_row(one)} for one in listed],
+        "rows": [
+            {"one": one, "prompt": prompts.get(one.row.group_id, ""), **_row(one)} for one in listed
+        ],
         "totals": totals,
         "kinds": [kind for kind in kinds if kind.isprintable()],
         "wanted": wanted,
@@ -75,6 +84,27 @@ def rollout_list(root: Path, wanted: RolloutFilter) -> dict[str, Any]:
 def _listed(reader: RunReader, row: TraceRow) -> Listed:
     group = reader.group(row.group_id)
     return Listed(row, group.trained if group else None)
+
+
+def _prompts(reader: RunReader, root: Path, groups: Sequence[int]) -> dict[int, str]:
+    """Return the prompt of each group, as many as can be read in `PROMPTS_S`.
+
+    A file that was read once is not read again, so the page has the rest when it is next shown.
+    """
+    until, found = time.monotonic() + PROMPTS_S, dict[int, str]()
+    for group_id in dict.fromkeys(groups):
+        row = reader.group(group_id) if time.monotonic() < until else None
+        if row is not None and row.traces:
+            found[group_id] = _prompt(root, group_id, row.bytes, row.crc)
+    return found
+
+
+@lru_cache(maxsize=PROMPTS_KEPT)
+def _prompt(root: Path, group_id: int, size: int, crc: int) -> str:
+    try:
+        return question(read_group(root, group_id, size, crc)[0])
+    except DamagedRecord:  # the page of the rollout says what is wrong with its file
+        return ""
 
 
 def _row(one: Listed) -> dict[str, Any]:

@@ -1,177 +1,32 @@
-"""What the pages of one run show, from its files: figures, charts, mesh, timeline, events.
+"""What the pages of one run show, from its files: figures, charts, events, config, teacher replay.
 
-The timeline has a lane for each actor: what it did in the last steps, and its idle time. The page
-about teacher replay shows what was queried, agreed, dropped and paid, and what came of it.
+The page about teacher replay shows what was queried, agreed, dropped and paid, and what came of it.
+`mesh_tree` and `timeline` have the mesh and what it did.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup, escape
 
 from composer_mesh.configs.regular_files import TomlRefused, read_text
 from composer_mesh.plugins.dashboard.catalog import RunSummary
 from composer_mesh.plugins.dashboard.charts import Chart
 from composer_mesh.plugins.dashboard.open_runs import OpenRun
-from composer_mesh.plugins.dashboard.series import Columns, curve
+from composer_mesh.plugins.dashboard.series import OUTCOMES, RECENT, Columns, curve
+from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.resume import CONFIG_FILE
 from composer_mesh.services.inspection.events_command import further
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import stored_pair
 from composer_mesh.services.store.rows import PairRow
 
-KINDS = {
-    "play": "rollout",
-    "score_group": "rollout",
-    "train": "train",
-    "publish": "sync",
-    "pull": "sync",
-    "adopt": "sync",
-    "query": "ask",
-    "score": "score",
-    "write": "hint",
-    "teacher_output": "teach",
-    "take_teacher_output": "teach",
-    "save": "checkpoint",
-    "saved": "checkpoint",
-    "keep": "checkpoint",
-}
-"""What is drawn for an endpoint; others are `other`."""
-LEGEND = {
-    "rollout": "plays rollouts",
-    "train": "trains",
-    "teach": "SDPO teacher's output",
-    "ask": "asks teachers",
-    "score": "reference log-probs",
-    "hint": "writes hints",
-    "sync": "weight sync",
-    "checkpoint": "checkpoint",
-    "other": "other calls",
-}
-HEIGHT = 18
-MOST_LANES = 64
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One actor: its bars, and the share of the time in which it worked for the controller."""
-
-    actor: str
-    busy: float
-    bars: Sequence[tuple[str, float, float, str]]
-    """Kind, begin and length as shares of the whole, and what a pointer shows."""
-    edges: Sequence[float]
-
-    def svg(self) -> Markup:
-        """Draw the lane over the width of the page."""
-        parts = [
-            f'<rect class="bar {kind}" x="{begin:.3%}" width="{max(length, 0.001):.3%}" '
-            f'height="{HEIGHT}"><title>{escape(label)}</title></rect>'
-            for kind, begin, length, label in self.bars
-        ]
-        parts += [
-            f'<line class="edge" x1="{edge:.3%}" x2="{edge:.3%}" y2="{HEIGHT}"/>'
-            for edge in self.edges
-        ]
-        label = f"{escape(self.actor)} worked {self.busy:.0%} of the time"
-        return Markup(
-            f'<svg class="lane" width="100%" height="{HEIGHT}" role="img" aria-label="{label}">'
-            f"{''.join(parts)}</svg>"
-        )
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Lanes over some steps, `seconds` long."""
-
-    lanes: Sequence[Lane]
-    first: int
-    last: int
-    seconds: float
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        """The kinds that are drawn, with what they mean."""
-        drawn = {kind for lane in self.lanes for kind, *_ in lane.bars}
-        return {kind: meaning for kind, meaning in LEGEND.items() if kind in drawn}
-
-
-def timeline_of(lines: Sequence[Mapping[str, Any]]) -> Timeline | None:
-    """Return the lanes of consecutive steps, as `timeline.jsonl` has them; None without any."""
-    steps = [line for line in lines if _is_line(line)]
-    if not steps:
-        return None
-    began = min(float(line["began"]) for line in steps)
-    ended = max(float(line["ended"]) for line in steps)
-    length = max(ended - began, 1e-9)
-    edges = [(float(line["began"]) - began) / length for line in steps[1:]]
-    spans: dict[str, list[tuple[str, float, float]]] = {}
-    for line in steps:
-        for actor, endpoint, begin, end in filter(_is_span, line["busy"]):
-            begin, end = max(begin, began), min(end, ended)
-            if end > begin and (actor in spans or len(spans) < MOST_LANES):
-                spans.setdefault(actor, []).append((endpoint, begin, end))
-    lanes = [_lane(actor, found, began, length, edges) for actor, found in sorted(spans.items())]
-    return Timeline(lanes, int(steps[0]["step"]), int(steps[-1]["step"]), length)
-
-
-def _lane(
-    actor: str,
-    spans: Sequence[tuple[str, float, float]],
-    began: float,
-    length: float,
-    edges: Sequence[float],
-) -> Lane:
-    bars = [
-        (
-            KINDS.get(endpoint, "other"),
-            (begin - began) / length,
-            (end - begin) / length,
-            f"{endpoint}, {end - begin:.3f} s",
-        )
-        for endpoint, begin, end in spans
-    ]
-    return Lane(actor, _covered([(a, b) for _, a, b in spans]) / length, bars, edges)
-
-
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds that intervals cover together."""
-    total, until = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
-
-
-def _is_line(line: Mapping[str, Any]) -> bool:
-    numbers = all(isinstance(line.get(key), int | float) for key in ("step", "began", "ended"))
-    return numbers and isinstance(line.get("busy"), list)
-
-
-def _is_span(span: Any) -> bool:
-    return (
-        isinstance(span, list)
-        and len(span) == 4
-        and all(isinstance(one, str) for one in span[:2])
-        and all(isinstance(one, int | float) for one in span[2:])
-    )
-
-
 BAD = ("_died", "_hung", "_given_up", "_failed")
 GOOD = ("_restarted", "_finished", "_started")
 EVENTS_OF_A_PAGE = 200
-LATELY = 8
-DEAD_SHOWN_S = 10.0
-"""Seconds for which a process that has died is shown, also when another one has its place."""
-UNKNOWN = ("version", "memory", "cpu", "queue", "calls", "pid")
-"""What is not known of a process that is gone."""
-TIMELINE_STEPS = (1, 3, 6, 12)
+WARNINGS_SHOWN = 3
 
 
 def figures_of(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
@@ -181,87 +36,15 @@ def figures_of(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
     return {
         "summary": summary,
         "last": last,
+        "median": run.columns.median,
+        "recent": min(RECENT, len(run.columns.steps)),
         "first_success": evaluations[0] if evaluations else None,
         "success": evaluations[-1] if evaluations else None,
         "seconds": sum(one for one in run.columns.column("time/step_s") if one == one),
         "tokens": sum(one for one in run.columns.column("tokens/trained") if one == one),
         "usd": summary.usd,
+        "warnings": [event_view(one) for one in run.warnings()[:WARNINGS_SHOWN]],
     }
-
-
-def mesh(summary: RunSummary, run: OpenRun) -> dict[str, Any]:
-    """Return the tree of a live run, and what happened to its actors lately."""
-    about = run.mesh() if summary.live or summary.state == "silent" else None
-    changes = run.changes_of_mesh()
-    return {
-        "summary": summary,
-        "about": about,
-        "hosts": [] if about is None else with_dead(hosts_of(about), changes, time.time()),
-        "lately": [event_view(one) for one in changes[:LATELY]],
-    }
-
-
-def hosts_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the hosts of a mesh with all of their processes, also those that do not answer."""
-    hosts = {host["name"]: list(host["processes"]) for host in about["hosts"]}
-    for process in about["missing"]:
-        actors = process["actors"]
-        name = (actors[0].get("host") if actors else None) or "localhost"
-        hosts.setdefault(name, []).append(process)
-    return [
-        {"name": name, "processes": [_process(one) for one in processes]}
-        for name, processes in hosts.items()
-    ]
-
-
-def with_dead(
-    hosts: list[dict[str, Any]], events: Sequence[Mapping[str, Any]], now: float
-) -> list[dict[str, Any]]:
-    """Return the hosts with the processes that died lately as dead ones, replaced or not."""
-    died = {
-        str(one.get("actor")): one
-        for one in events
-        if one.get("event") == "actor_died" and now - _time(one) < DEAD_SHOWN_S
-    }
-    shown = {process["name"]: process for host in hosts for process in host["processes"]}
-    for name, event in died.items():
-        if name in shown:
-            shown[name]["state"] = "dead"
-        elif hosts:
-            fields = event.get("fields")
-            of = fields.get("host") if isinstance(fields, dict) else None
-            host = next((one for one in hosts if one["name"] == of), hosts[0])
-            gone = {"name": name, "state": "dead", "doing": "", "restarts": 0}
-            host["processes"].append(dict.fromkeys(UNKNOWN) | gone)
-    return hosts
-
-
-def _time(event: Mapping[str, Any]) -> float:
-    found = event.get("time")
-    return float(found) if isinstance(found, int | float) else 0.0
-
-
-def _process(process: Mapping[str, Any]) -> dict[str, Any]:
-    actor = process["actors"][0] if process["actors"] else {}
-    return {
-        "name": process["name"],
-        "state": process["state"],
-        "doing": actor.get("activity") or "",
-        "version": actor.get("policy_version"),
-        "restarts": process["restarts"],
-        "memory": process["rss_bytes"],
-        "cpu": process["cpu_percent"],
-        "queue": process["queue_depth"],
-        "calls": actor.get("outstanding"),
-        "pid": process["pid"],
-    }
-
-
-def timeline(run: OpenRun, wanted: str | None) -> dict[str, Any]:
-    """Return the lanes of the last steps, as many as are wanted if that is one of the choices."""
-    steps = next((one for one in TIMELINE_STEPS if str(one) == wanted), TIMELINE_STEPS[1])
-    found = timeline_of(run.timeline(steps))
-    return {"timeline": found, "timeline_steps": steps, "choices": TIMELINE_STEPS}
 
 
 def events(run: OpenRun, kind: str, page: int) -> dict[str, Any]:
@@ -289,8 +72,14 @@ def event_view(event: Mapping[str, Any]) -> dict[str, Any]:
         "actor": event.get("actor", ""),
         "detail": event.get("detail", ""),
         "fields": further(event),
-        "tone": "bad" if kind.endswith(BAD) else "good" if kind.endswith(GOOD) else "",
+        "tone": _tone(kind),
     }
+
+
+def _tone(kind: str) -> str:
+    if kind in WARNINGS:
+        return "warning"
+    return "bad" if kind.endswith(BAD) else "good" if kind.endswith(GOOD) else ""
 
 
 def config_text(root: Path) -> str:
@@ -305,7 +94,7 @@ PAIRS = 25
 """Pairs of a page."""
 PARTS = 5
 """The first and the last of so many parts of the steps are compared."""
-OUTCOMES, DROPPED, FAILED, HINTS = "replay/outcome/", "replay/dropped/", "replay/failed/", "hints/"
+DROPPED, FAILED, HINTS = "replay/dropped/", "replay/failed/", "hints/"
 
 
 def replay(root: Path, run: OpenRun, page: int) -> dict[str, Any]:
@@ -373,20 +162,26 @@ def _totals(columns: Columns) -> dict[str, Any]:
 def _charts(columns: Columns) -> list[Chart]:
     places = columns.axis("step")
 
-    def drawn(title: str, keys: Sequence[tuple[str, str]], note: str = "") -> Chart:
+    def drawn(
+        title: str, keys: Sequence[tuple[str, str]], note: str = "", costs: bool = False
+    ) -> Chart:
         curves = [
             curve(label, places, columns.column(key), colour)
             for colour, (key, label) in enumerate(keys)
         ]
-        return Chart(title, curves, low=0.0, note=note)
+        return Chart(title, curves, low=0.0, note=note, costs=costs)
 
     return [
         drawn(
             "Queried", (("replay/states", "states queried"), ("replay/skipped", "not worth asking"))
         ),
-        drawn("Agreement", (("replay/agreement", "share with a pair"),), "of the states queried"),
+        drawn(
+            "Pairs of states",
+            (("replay/pair_share", "share with a pair"),),
+            "of the states decided",
+        ),
         drawn("Pairs", (("replay/pairs", "trained"), ("replay/waiting", "waiting"))),
-        drawn("Dollars", (("usd/total", "teachers and judges"),)),
+        drawn("Dollars", (("usd/total", "teachers and judges"),), costs=True),
         drawn("DPO accuracy", (("replay/accuracy", "chosen above rejected"),)),
         drawn("Hints", (("sdpo/views", "error sites with a hint"),)),
     ]

@@ -7,6 +7,7 @@ axis, smoothed and reduced to as many points as a chart can show.
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 from array import array
 from bisect import bisect_left
@@ -30,6 +31,10 @@ AXIS_TITLES = {
 }
 MOST_POINTS = 300
 MOST_COLUMNS = 600
+OUTCOMES = "replay/outcome/"
+"""Metrics of the states that teachers decided; one query may decide several equal states."""
+RECENT = 20
+"""Number of the last steps whose median is shown with the last value."""
 NAN = math.nan
 
 
@@ -56,6 +61,10 @@ class Columns:
         """Return the numbers of a metric, one for each step; empty if no step has it."""
         with self._lock:
             return array("d", self._columns.get(key, ()))
+
+    def median(self, key: str) -> float | None:
+        """Return the median of a metric over the last `RECENT` steps that have it."""
+        return recent_median(self.column(key))
 
     def names(self) -> list[str]:
         """Return the names of all metrics."""
@@ -97,7 +106,10 @@ class Columns:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart; `colour` is the number of a colour, `bands` the ends of intervals."""
+    """A line of a chart; `colour` is the number of a colour, `bands` the ends of intervals.
+
+    `median` is that of the last `RECENT` steps, before smoothing.
+    """
 
     label: str
     xs: Sequence[float]
@@ -105,6 +117,13 @@ class Curve:
     colour: int = 0
     bands: Sequence[tuple[float, float]] = ()
     dots: bool = False
+    median: float | None = None
+
+
+def recent_median(values: Sequence[float]) -> float | None:
+    """Return the median of the last `RECENT` finite values; None of fewer than two."""
+    recent = [one for one in values if math.isfinite(one)][-RECENT:]
+    return statistics.median(recent) if len(recent) > 1 else None
 
 
 def curve(
@@ -121,7 +140,8 @@ def curve(
     """
     points = [(x, y) for x, y in zip(xs, ys, strict=False) if math.isfinite(x) and math.isfinite(y)]
     kept = reduced(points, most, smoothing)
-    return Curve(label, [x for x, _ in kept], [y for _, y in kept], colour)
+    shape = [x for x, _ in kept], [y for _, y in kept]
+    return Curve(label, *shape, colour, median=recent_median([y for _, y in points]))
 
 
 def reduced(
@@ -151,11 +171,12 @@ def _smoothed(points: Sequence[tuple[float, float]], weight: float) -> list[tupl
 
 def derived(step: dict[str, Any]) -> dict[str, float]:
     """Return the figures of a step that follow from others: rates and shares, NaN without any."""
-    states, rollouts = step.get("replay/states") or 0, step.get("rollouts/count") or 0
+    rollouts = step.get("rollouts/count") or 0
+    decided = sum(n for key, n in step.items() if key.startswith(OUTCOMES) and _is_number(n))
     return {
         "usd/total": usd_of(step),
         "tokens/per_s": tokens_per_s(step) or NAN,
-        "replay/agreement": (step.get("replay/outcome/pair") or 0) / states if states else NAN,
+        "replay/pair_share": (step.get("replay/outcome/pair") or 0) / decided if decided else NAN,
         "rollouts/error_sites_each": (step.get("rollouts/error_sites") or 0) / rollouts
         if rollouts
         else NAN,

@@ -37,8 +37,8 @@ def response_class() -> Any:
         from areal.api import ModelResponse  # type: ignore[import-not-found]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error.name} is not installed: AReaL asks for another torch, so `make test-areal` "
-            "makes an environment that has both, .venv-areal: start the run in it",
+            f"{error.name} is not installed: AReaL requires another torch, so install it without "
+            "its dependencies in an environment of its own, as the guide 'AReaL' shows",
             name=error.name,
         ) from None
     return ModelResponse

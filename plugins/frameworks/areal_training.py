@@ -1,6 +1,6 @@
 """Three channels on AReaL's `TrainEngine`: decoupled PPO, JSD at hinted tokens, and pairs.
 
-    figures = three_channel_step(engine, rows, views, pairs, settings)
+    figures = areal_step(engine, rows, views, pairs, settings)
 
 `train_batch` of an engine hands log-probs to a loss; JSD needs whole logits, so the step is made of
 `forward_backward_batch`, whose function gets them. An engine packs rows into microbatches as it
@@ -56,7 +56,7 @@ class LogitsRow:
         return scores.log_softmax(-1).gather(-1, ids).squeeze(-1)
 
 
-def three_channel_step(
+def areal_step(
     engine: Any,
     rows: Sequence[Mapping[str, Tensor]],
     views: Mapping[int, Sequence[HintedView]],

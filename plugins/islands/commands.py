@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from composer_mesh.services.commands.parser import add_set, command
+from composer_mesh.services.commands.parser import add_set, command, output
 from composer_mesh.services.commands.training import train
-from composer_mesh.services.directory.claim import output_path
 from composer_mesh.services.schedule.stopping import CommandSignals
 
 
@@ -15,7 +14,7 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="CONFIG",
-        help="a TOML file for all, or one for each",
+        help="a TOML file or preset for all, or one for each",
     )
     add_set(parser)
     parser.add_argument("-n", type=int, required=True, metavar="N", help="number of islands")
@@ -30,12 +29,7 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="torchft_lighthouse by which islands meet that reach each other: http://HOST:PORT",
     )
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help="the runs' directories are written below it; runs/NAME-islands when not given",
-    )
+    output("where the runs' directories are written (default: runs/NAME-islands)")(parser)
     parser.add_argument(
         "--resume", action="store_true", help="continue the islands that have not finished"
     )
@@ -82,7 +76,13 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command("train several runs that average their weights", _add_islands, signals=True)
+@command(
+    "train several runs that average their weights",
+    _add_islands,
+    signals=True,
+    group="train",
+    example="islands quickstart -n 2 --store file:///shared/run --dry-run",
+)
 def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Start several runs that average their weights, and follow them."""
     from composer_mesh.plugins.islands.jobs.command import islands_command
@@ -96,7 +96,13 @@ def _add_island_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command("what a job of `islands --on` runs", _add_island_job, signals=True)
+@command(
+    "train the island of a cloud's job, which `islands --on` starts",
+    _add_island_job,
+    signals=True,
+    example="island-job --output runs/island",
+    hidden=True,
+)
 def island_job(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Train the island of a cloud's job, or continue it, and copy its records to the store."""
     from composer_mesh.plugins.islands.jobs.jobs import train_in_job

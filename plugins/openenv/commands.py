@@ -20,7 +20,7 @@ def _add_serve_env(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "task",
         metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
     )
     add_listen(parser, 8000)
     parser.add_argument(
@@ -39,7 +39,13 @@ def _add_serve_env(parser: argparse.ArgumentParser) -> None:
     add_set(parser)
 
 
-@command("offer a task to others as an OpenEnv and MCP server", _add_serve_env, many_files=True)
+@command(
+    "offer a task to others as an OpenEnv and MCP server",
+    _add_serve_env,
+    many_files=True,
+    group="servers",
+    example="serve-env my_task/my_task/task.py:ShopTask --port 8000",
+)
 def serve_env(arguments: argparse.Namespace) -> int:
     """Serve a task to OpenEnv and MCP clients."""
     from composer_mesh.plugins.openenv.server.command import ServeOptions

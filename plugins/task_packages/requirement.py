@@ -39,8 +39,7 @@ class Requirement:
             return importlib.import_module(name)
         except ImportError as error:
             raise UnusableTask(
-                f"task {self.task!r} cannot import {name} ({error}): install what it needs with "
-                f"{self.install}, or everything for tasks of packages with make tasks"
+                f"task {self.task!r} cannot import {name} ({error}): run {self.install}"
             ) from error
 
     def _check_version(self) -> None:
@@ -49,7 +48,7 @@ class Requirement:
         except PackageNotFoundError:
             raise UnusableTask(
                 f"task {self.task!r} needs the package {self.distribution}, which is not "
-                f"installed: run {self.install}, or make tasks"
+                f"installed: run {self.install}"
             ) from None
         if found not in self.versions:
             raise UnusableTask(

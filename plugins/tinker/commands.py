@@ -23,8 +23,9 @@ from composer_mesh.services.commands.parser import (
     add_config,
     command,
     first_refused_option,
+    output,
 )
-from composer_mesh.services.directory.claim import RUNS, claimed, output_path
+from composer_mesh.services.directory.claim import RUNS, claimed
 from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.pool.process_placement import ProcessPlacements
 from composer_mesh.services.web.options import ListenOptions, ServeRefused
@@ -32,13 +33,10 @@ from composer_mesh.services.web.options import ListenOptions, ServeRefused
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help="clients' models and the log of their operations, with which a server continues after "
-        "any end; runs/NAME-serve when not given",
-    )
+    output(
+        "where clients' models and the log of their operations are, with which a server continues "
+        "after any end (default: runs/NAME-serve)"
+    )(parser)
     add_address(parser, port=8100)
     parser.add_argument(
         "--key-env",
@@ -53,11 +51,17 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command("train and sample models of clients of the Tinker protocol", _add_serve, many_files=True)
+@command(
+    "train and sample models of clients of the Tinker protocol",
+    _add_serve,
+    many_files=True,
+    group="servers",
+    example="serve quickstart --port 8100",
+)
 def serve(arguments: argparse.Namespace) -> int:
     """Serve models of clients until Ctrl-C."""
     config = load_config(arguments.config, arguments.set)
-    output = arguments.output or RUNS / f"{config.run.name}-serve"
+    folder = arguments.output or RUNS / f"{config.run.name}-serve"
     if config.run.import_paths:
         add_import_paths(config.run.import_paths)
     try:
@@ -72,26 +76,28 @@ def serve(arguments: argparse.Namespace) -> int:
             checked_keys,
             with_noted_commit,
         )
+        from composer_mesh.services.web.http_server import listening_socket
 
         keys = checked_keys(options, arguments.key_env)
         check_serves(config)
-        config = with_models(with_noted_commit(started(config), output))
+        config = with_models(with_noted_commit(started(config), folder))
         # A served trainer stores activations where it is not configured to recompute them.
         config = with_checkpointing(config, False)
         check_policy_files(config)
         ProcessPlacements.of(config)
         if arguments.check:
-            print(f"{config.run.name} can be served from {output}")
+            print(f"{config.run.name} can be served from {folder}")
             return 0
+        listening_socket(options.host, options.port).close()  # refused before long imports
         if download_models(config):
             check_policy_files(config)
         use_umask(config)
-        with claimed(output), held_keys(config):
-            _prepare(output)
+        with claimed(folder), held_keys(config):
+            _prepare(folder)
             from composer_mesh.plugins.tinker.server.command import serve_command
 
             say = functools.partial(print, flush=True)
-            return serve_command(config, output, options, keys, say)
+            return serve_command(config, folder, options, keys, say)
     except ValidationError as error:
         raise UsageError(first_refused_option(error)) from None
     except ServeRefused as refused:

@@ -38,9 +38,8 @@ class ServedTrainerActor(RankActor):
     async def prepare(self, config: Config) -> Path:
         """Make or find the policy that clients train; return its folder. Waits for a warm start."""
 
-        def report(step: int, loss: float) -> None:
-            total = config.policy.warm_start.steps
-            self.activity = f"warm start {step + 1}/{total}, loss {loss:.2f}"
+        def report(text: str) -> None:
+            self.activity = f"warm start: {text}"
 
         def work() -> Path:
             if config.policy.folder is not None:

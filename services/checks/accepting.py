@@ -19,12 +19,11 @@ from composer_mesh.actors.engines.vllm_settings import check_vllm_fits, check_vl
 from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs import plugins
-from composer_mesh.configs.base import CustomFunction
 from composer_mesh.configs.hub import id_of
-from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.configs.paths import TEACHER_KEY
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking
+from composer_mesh.configs.user_code import CustomFunctionError
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_teaches
 from composer_mesh.planning.model_folder import UnfitModelFolder, check_model_folder, has_weights
@@ -34,39 +33,25 @@ from composer_mesh.services.checks.keys import check_keys
 from composer_mesh.services.checks.task import check_task
 from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
+from composer_mesh.services.steps.custom_functions import try_custom_functions
 from composer_mesh.services.trackers.port import TrackerRefused, check_trackers, custom_class
 from composer_mesh.tasks.loading import make_task, make_workflow
 
 
 def check_custom_functions(config: Config) -> None:
-    """Import the configured functions and check their signatures; raises CustomFunctionError.
+    """Import the configured functions and call them on examples; raises CustomFunctionError.
 
-    They are also searched in `run.import_paths`, here and in processes started later. Without a
-    custom function nothing is imported.
+    They are also searched in `run.import_paths`, here and in processes started later. A loss and an
+    advantage are called in a process of their own; channels and a backend are imported here.
     """
-    sections = [
-        section
-        for section in (config.loss, config.advantage)
-        if isinstance(section, CustomFunction)
-    ]
-    backend = config.trainer.backend
-    if not sections and not config.channels and backend is None:
-        return
     add_import_paths(config.run.import_paths)
-    from composer_mesh.losses.custom import check_needs
-    from composer_mesh.losses.custom_function import check_signature, load_function
-
-    for section in sections:
-        function = load_function(section.import_path)
-        check_signature(function, section.import_path, section.kwargs)
-        if isinstance(section, CustomLoss):
-            check_needs(function, section.import_path, section.needs)
+    try_custom_functions(config)
     if config.channels:
         from composer_mesh.channels.port import make_channel
 
         for name, channel in config.channels.items():
             make_channel(name, channel)
-    if backend is not None:
+    if (backend := config.trainer.backend) is not None:
         from composer_mesh.actors.models.backend import check_backend
 
         check_backend(backend)
@@ -190,6 +175,8 @@ def accept(config: Config) -> ProcessPlacements:
     try:
         check_custom_functions(config)
         check_run_trackers(config)
+    except CustomFunctionError:
+        raise
     except (TrackerRefused, ValueError) as error:
         raise UsageError(str(error)) from error
     placements = ProcessPlacements.of(config)
@@ -209,15 +196,20 @@ def startable(config: Config, *, here: bool = True) -> None:
     """
     refuse_other_hosts(config)
     if not config.cluster.remote:  # remote hosts are checked when the run attaches to them
-        check_vllm_installed(config)
-        if config.trainer.lora is not None and find_spec("peft") is None:
-            raise LoraMissing()
-        if config.trainer.optimizer == "adamw_8bit" and find_spec("torchao") is None:
-            raise LowbitMissing()
-        if config.islands.on:
-            plugins.load("checks", "islands")(config.islands)
+        check_packages(config)
     if here and download_models(config):
         accept(config)
+
+
+def check_packages(config: Config) -> None:
+    """Raise where this machine lacks a package that a config needs; the message names its extra."""
+    check_vllm_installed(config)
+    if config.trainer.lora is not None and find_spec("peft") is None:
+        raise LoraMissing()
+    if config.trainer.optimizer == "adamw_8bit" and find_spec("torchao") is None:
+        raise LowbitMissing()
+    if config.islands.on:
+        plugins.load("checks", "islands")(config.islands)
 
 
 def items(text: str) -> list[str]:

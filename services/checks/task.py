@@ -28,11 +28,17 @@ from typing import Any, Self, TypeVar
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_background
 from composer_mesh.planning.model_sizes import UnknownSizes, parameter_count, sizes_of
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
+from composer_mesh.rollouts.hints import HintTemplateError, HintTemplates, hint_templates
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import ErrorSite, Message
-from composer_mesh.tasks.errors import TaskError, UnusableTask, code_of_task
+from composer_mesh.tasks.errors import (
+    TaskError,
+    UnusableTask,
+    code_of_task,
+    returned_by,
+    shown,
+)
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.loading import heldout_indices
 from composer_mesh.tasks.running import RunningEpisode, score_group
@@ -88,6 +94,17 @@ class TimedEpisode:
         """Return the action of the task's expert."""
         what = f"the expert of task {self._task.name!r}"
         return str(self._run(self._runner.calls(what, self._task.expert, self.messages)))
+
+    def check_gold(self) -> None:
+        """Raise UnusableTask where the task states gold actions that are no texts."""
+        part = self._opened.task
+        if type(part).gold is Task.gold:
+            return
+        what = f"the gold actions of task {part.name!r}"
+        found = self._run(self._runner.calls(what, part.gold, self._opened.episode.payload))
+        if isinstance(found, str) or not all(isinstance(one, str) for one in found):
+            with returned_by(part.gold):
+                raise UnusableTask(f"{what} are {shown(found)!r}: return a list of texts")
 
     def step(self, text: str) -> StepResult:
         """Apply an action of the agent."""
@@ -268,8 +285,11 @@ class DryRun:
     success: bool
 
 
-def describe_task(config: Config, task: Task) -> Iterator[str]:
-    """Yield lines that describe the task; plays a dry episode of it, and raises its errors."""
+def describe_task(config: Config, task: Task, index: int = 0) -> Iterator[str]:
+    """Yield lines that describe the task; plays a dry episode of each part, and raises its errors.
+
+    `index` is the number of the training episode that is played.
+    """
     judges = ExampleJudges()
     task.use_judges(judges)
     for server in config.environment.mcp:
@@ -278,7 +298,18 @@ def describe_task(config: Config, task: Task) -> Iterator[str]:
     for sandbox in {id(one): one for part in task.parts if (one := part.sandbox)}.values():
         if isinstance(sandbox, DescribedSandbox):
             yield from sandbox.describe()
-    dry = dry_run(config, task)
+    for part in task.parts:
+        yield from _describe(config, part, index, judges)
+        yield from part.remarks()
+    if not task.states_answers:
+        yield (
+            f"task {task.name!r} has no verified_answer, so hints are not checked for leaks of the "
+            "answer"
+        )
+
+
+def _describe(config: Config, task: Task, index: int, judges: ExampleJudges) -> Iterator[str]:
+    dry = dry_run(config, task, index)
     success = "a success" if dry.success else "no success"
     yield (
         f"task {task.name!r}: a dry episode by {dry.policy} took {dry.turns} turns, reward "
@@ -297,38 +328,37 @@ def describe_task(config: Config, task: Task) -> Iterator[str]:
             f"task {task.name!r} has no reward functions, so each rollout earns 0 until one is "
             "posted: mark methods with @reward"
         )
-    for part in task.parts:
-        yield from part.remarks()
-    if not task.states_answers:
-        yield (
-            f"task {task.name!r} has no verified_answer, so hints are not checked for leaks of the "
-            "answer"
-        )
 
 
-def dry_run(config: Config, task: Task) -> DryRun:
-    """Play the task's first training episode by its expert, or by a call of each tool.
+def dry_run(config: Config, task: Task, index: int = 0) -> DryRun:
+    """Play a training episode of the task by its expert, and by a call of each tool.
 
-    Raises what the task's code raises, and UnusableTask for a hint that cannot be filled.
+    Tools of MCP servers are called only where there is no expert. Raises what the task's code
+    raises, and UnusableTask for a hint that cannot be filled.
     """
+    expert, tools = None, task.tools
     if task.has_expert:
-        return _play(config, task, TimedEpisode.expert, "its expert")
-    actions = deque([*map(_call, task.tools), ""])
-    policy = "one call of each tool and an empty answer" if task.tools else "an empty answer"
-    while True:  # an episode may end before all tools were called
-        played = _play(config, task, lambda _: actions.popleft() if actions else None, policy)
-        if not actions:
-            return played
+        expert = _play(config, task, index, TimedEpisode.expert, "its expert")
+        tools = [one.schema for one in task.own_tools.values()]
+        if not tools:
+            return expert
+    actions = deque([*map(_call, tools), ""])
+    policy = "one call of each tool and an empty answer" if tools else "an empty answer"
+    while actions:  # an episode may end before all tools were called
+        act = lambda _: actions.popleft() if actions else None  # noqa: E731
+        played = _play(config, task, index, act, policy)
+    return expert or played
 
 
 def _play(
-    config: Config, task: Task, act: Callable[[TimedEpisode], str | None], policy: str
+    config: Config, task: Task, index: int, act: Callable[[TimedEpisode], str | None], policy: str
 ) -> DryRun:
     """Play an episode until it ends, or no action is left."""
-    templates = TEMPLATES.extended({**task.hint_templates, **config.sdpo.hints.templates})
+    templates = hint_templates(task.hint_templates, config.sdpo.hints.templates)
     turns, done = 0, False
-    with TimedEpisode(task, task.pick("train", 0), config.environment.call_s) as episode:
+    with TimedEpisode(task, task.pick("train", index), config.environment.call_s) as episode:
         episode.begin()
+        episode.check_gold()
         while not done and (action := act(episode)) is not None:
             step = episode.step(action)
             turns, done = turns + 1, step.done

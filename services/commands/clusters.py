@@ -7,22 +7,25 @@ import argparse
 from pathlib import Path
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import add_config, argument, command, seconds
-from composer_mesh.services.directory.claim import output_path
+from composer_mesh.services.commands.parser import (
+    RUN,
+    add_config,
+    argument,
+    command,
+    output,
+    seconds,
+)
 
 
 @command(
-    "bring a run to its hosts, a cluster or the background",
+    "start a run on its hosts, on a cluster or in the background",
     add_config,
-    argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help="the run's directory, the same on all hosts; runs/NAME when not given",
-    ),
+    output("the run's directory, the same on all hosts (default: runs/NAME)"),
     argument("--resume", action="store_true", help="continue the run in that directory"),
     argument("--dry-run", action="store_true", help="print every file and command; change nothing"),
     argument("--detach", action="store_true", help="do not follow the run's output until it ends"),
+    group="servers",
+    example="launch configs/qwen3-8b.toml --dry-run",
 )
 def launch(arguments: argparse.Namespace) -> int:
     """Launch a run on its configured cluster, and follow its output."""
@@ -76,6 +79,8 @@ def launch(arguments: argparse.Namespace) -> int:
         help="listen on public addresses too, where whoever gets through may run any code",
     ),
     many_files=True,
+    group="servers",
+    example="worker --listen tls://auto:0 --roster runs/quickstart/roster",
 )
 def worker(arguments: argparse.Namespace) -> int:
     """Offer this machine to a run as a worker, until the run releases it."""
@@ -102,8 +107,10 @@ def worker(arguments: argparse.Namespace) -> int:
 
 @command(
     "let a run write a checkpoint and end",
-    argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
+    RUN,
     argument("--now", action="store_true", help="without a checkpoint, in the middle of the step"),
+    group="runs",
+    example="stop runs/quickstart",
 )
 def stop(arguments: argparse.Namespace) -> int:
     """Make a run write a checkpoint and end."""
@@ -114,10 +121,12 @@ def stop(arguments: argparse.Namespace) -> int:
 
 @command(
     "add a host to a live run",
-    argument("run", type=Path, metavar="RUN", help="the directory of a live run"),
+    RUN,
     argument(
         "address", metavar="ADDRESS", help="where a worker listens, such as tls://10.0.0.7:22300"
     ),
+    group="servers",
+    example="join runs/quickstart tls://10.0.0.7:22300",
 )
 def join(arguments: argparse.Namespace) -> int:
     """Add a host to a running run."""

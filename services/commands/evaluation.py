@@ -19,7 +19,14 @@ from composer_mesh.services.checks.accepting import (
 )
 from composer_mesh.services.checks.keys import check_judge_keys
 from composer_mesh.services.checks.task import heldout_of
-from composer_mesh.services.commands.parser import add_set, argument, command, dollars, seconds
+from composer_mesh.services.commands.parser import (
+    add_set,
+    argument,
+    command,
+    dollars,
+    output,
+    seconds,
+)
 from composer_mesh.services.commands.training import prepare, refuse_or_set_aside
 from composer_mesh.services.directory.claim import RUNS, claimed, output_path
 from composer_mesh.services.directory.resume import pinned, with_chat_date
@@ -37,21 +44,16 @@ KEYS_OF_URLS = ("model", "api_key_env", "max_usd", "prompt_usd", "completion_usd
     argument(
         "target",
         metavar="CONFIG|RUN|CHECKPOINT|URL",
-        help="a TOML file, the directory of a run, a model folder, or an OpenAI-compatible URL",
+        help="a TOML file, a preset, a run directory, a model folder, or an OpenAI-compatible URL",
     ),
     argument(
         "--task",
         metavar="TASK|CONFIG",
-        help="as in data.task, or a TOML file; for URLs, and model folders outside of a run",
+        help="as in data.task, a TOML file or a preset; for URLs and model folders outside of runs",
     ),
     argument("--samples", type=int, default=1, metavar="K", help="of each episode; 1 by default"),
-    argument("--json", type=output_path, metavar="FILE", help="write the figures there"),
-    argument(
-        "--output",
-        type=output_path,
-        metavar="DIR",
-        help="where traces are stored; runs/NAME-eval when not given, an earlier one moves aside",
-    ),
+    argument("--report", type=output_path, metavar="FILE", help="write the figures there as JSON"),
+    output("where traces are stored (default: runs/NAME-eval; an earlier one moves aside)"),
     argument(
         "--resume", action="store_true", help="play only what is not stored in that directory"
     ),
@@ -74,6 +76,8 @@ KEYS_OF_URLS = ("model", "api_key_env", "max_usd", "prompt_usd", "completion_usd
     argument("--timeout", type=seconds, default=120.0, metavar="S", help="of a URL's answer; 120"),
     add_set,
     signals=True,
+    group="train",
+    example="eval runs/quickstart --samples 4 --set eval.temperature=1.0",
 )
 def evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Evaluate a config, a run, a checkpoint or an endpoint on held-out episodes."""
@@ -127,7 +131,7 @@ def _evaluate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
                     timeout_s=arguments.timeout,
                     max_usd=arguments.max_usd,
                 )
-        command.report(output, description, indices, arguments.samples, arguments.json)
+        command.report(output, description, indices, arguments.samples, arguments.report)
         return code
 
 

@@ -4,8 +4,7 @@ import argparse
 import textwrap
 
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.load import nearest_key
-from composer_mesh.configs.reference import Key, explained, keys
+from composer_mesh.configs.reference import Key, explained, keys, nearest_key
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.commands.parser import argument, command
 
@@ -20,6 +19,8 @@ WIDTH = 100
         metavar="KEY",
         help="as in --set: trainer.lr, or a table; all when not given",
     ),
+    group="configs",
+    example="explain trainer.lr",
 )
 def explain(arguments: argparse.Namespace) -> int:
     """Print a key, or a table and its keys; the tables of a config if none is named."""

@@ -1,21 +1,45 @@
 """What a command is, the argument parser that `cli` uses, and arguments that commands share.
 
-Commands are registered (`configs.plugins`); only the one that is run is imported.
+Commands are registered (`configs.plugins`); only the one that is run is imported. An optional RUN,
+`--output` and `--json` are the same in every command: `RUN`, `output`, `as_json`.
 """
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 from pydantic import ValidationError
 
 from composer_mesh.configs import plugins
+from composer_mesh.configs.errors import did_you_mean, nearest
 from composer_mesh.configs.validation import first_error
 from composer_mesh.rollouts.budget import LARGEST_USD
+from composer_mesh.services.directory.claim import RUNS, output_path
+
+PROGRAM = "composer-mesh"
+Group = Literal["train", "runs", "configs", "tasks", "servers", "others"]
+GROUPS: Mapping[Group, str] = {
+    "train": "train and evaluate",
+    "runs": "look at a run and steer it",
+    "configs": "configs",
+    "tasks": "data and tasks",
+    "servers": "servers and clusters",
+    "others": "others",
+}
+"""Titles of the groups of commands, in the order of the help."""
+EXAMPLES = {
+    "train quickstart": "train a small model on this machine",
+    "tree --watch": "look at the newest run while it trains",
+    "traces --failed": "list the rollouts that failed",
+    "explain trainer.lr": "what a key of a config means",
+    "train quickstart --resume": "continue a run that was stopped",
+}
+USAGE_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -24,7 +48,8 @@ class Command:
 
     `run` gets the parsed arguments; with `signals` also the `CommandSignals`, for a command that
     records its results when a signal ends it. `many_files` is for one that starts actors or opens
-    several runs.
+    several runs. `example` has the words after `composer-mesh`. A `hidden` command is one that
+    another command runs: no list has it.
     """
 
     about: str
@@ -32,6 +57,9 @@ class Command:
     run: Callable[..., int]
     signals: bool = False
     many_files: bool = False
+    group: Group = "others"
+    example: str = ""
+    hidden: bool = False
 
 
 Add = Callable[[argparse.ArgumentParser], object]
@@ -55,7 +83,13 @@ def one_of(*arguments: Add) -> Add:
 
 
 def command(
-    about: str, *arguments: Add, signals: bool = False, many_files: bool = False
+    about: str,
+    *arguments: Add,
+    signals: bool = False,
+    many_files: bool = False,
+    group: Group = "others",
+    example: str = "",
+    hidden: bool = False,
 ) -> Callable[[Callable[..., int]], Command]:
     """Return a decorator that makes a function the `run` of a command with these arguments."""
 
@@ -63,7 +97,43 @@ def command(
         for one in arguments:
             one(parser)
 
-    return lambda run: Command(about, add, run, signals, many_files or signals)
+    files = many_files or signals
+    return lambda run: Command(about, add, run, signals, files, group, example, hidden)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are a line or two: what is wrong, and an example of what is right."""
+
+    example = ""
+    of_one_command = False
+    _parsing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse options and positional arguments in any order.
+
+        Refuses unknown options, with the options that may be meant.
+        """
+        if not self.of_one_command or self._parsing:
+            return super().parse_known_args(args, namespace)
+        self._parsing = True  # `parse_known_intermixed_args` calls this method
+        try:
+            found, unknown = self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._parsing = False
+        if unknown:
+            options = re.findall(r"--[a-z][a-z-]*", self.format_help())
+            word = unknown[0].partition("=")[0]
+            near = nearest(word, options) if word.startswith("--") else []
+            question = f": {did_you_mean(near)}" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)[:200]}{question}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error without the usage, which may fill a screen, and exit with status 2."""
+        lines = [f"{self.prog}: {message}", f"{self.prog} --help explains its arguments"]
+        if self.example:
+            lines[1] += f"; an example: {PROGRAM} {self.example}"
+        self.exit(USAGE_ERROR, "\n".join(lines) + "\n")
 
 
 @cache
@@ -74,22 +144,56 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     other packages without their arguments, since a list of names imports none of them. Raises
     RegistrationError for a command that there is not.
     """
-    parser = argparse.ArgumentParser(
-        prog="composer-mesh",
+    if only is not None and not only.startswith("-"):
+        found: dict[str, Command] = {only: plugins.load("commands", only)}
+    else:
+        found = {name: one.load() for name, one in plugins.own("commands").items()}
+    others = [] if only in found else plugins.names("commands")[len(found) :]
+    parser = Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND [ARGUMENTS]",
         description="Train agentic language models in one supervised Monarch mesh.",
+        epilog=_overview(found, others),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    if only is not None and not only.startswith("-"):
-        shown: dict[str, Command] = {only: plugins.load("commands", only)}
-    else:
-        shown = {name: one.load() for name, one in plugins.own("commands").items()}
-    for name, one in shown.items():
-        one.add(commands.add_parser(name, help=one.about, allow_abbrev=False))
-    for name in [] if only in shown else plugins.names("commands")[len(shown) :]:
-        commands.add_parser(name, help="of another package", allow_abbrev=False)
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", dest="command", prog=PROGRAM, help=argparse.SUPPRESS
+    )
+    for name, one in found.items():
+        own = commands.add_parser(
+            name,
+            description=f"{one.about[:1].upper()}{one.about[1:]}.",
+            epilog=f"example:\n  {PROGRAM} {one.example}" if one.example else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        own.example, own.of_one_command = one.example, True
+        one.add(own)
+    for name in others:
+        commands.add_parser(name, allow_abbrev=False)
     return parser
+
+
+def _overview(found: Mapping[str, Command], others: Sequence[str]) -> str:
+    """Return the list of commands by group, and examples."""
+    lines: list[str] = []
+    for group, title in GROUPS.items():
+        shown = {
+            name: one.about for name, one in found.items() if one.group == group and not one.hidden
+        }
+        if group == "others":
+            shown |= dict.fromkeys(others, "a command of another package")
+        if shown:
+            lines += [f"{title}:", *_columns(shown), ""]
+    examples = {f"{PROGRAM} {words}": about for words, about in EXAMPLES.items()}
+    return "\n".join([*lines, "examples:", *_columns(examples)])
+
+
+def _columns(rows: Mapping[str, str]) -> Iterable[str]:
+    width = max(map(len, rows))
+    return (f"  {name:<{width}}  {about}" for name, about in rows.items())
 
 
 def _version() -> str:
@@ -97,6 +201,26 @@ def _version() -> str:
         return version("composer-mesh")
     except PackageNotFoundError:
         return "of a folder on PYTHONPATH, which is not installed"
+
+
+RUN = argument(
+    "run",
+    nargs="?",
+    type=Path,
+    metavar="RUN",
+    help=f"a run directory (default: the newest in {RUNS}/)",
+)
+"""The run that a command is about; `cli` fills in the newest one."""
+
+
+def output(text: str, metavar: str = "DIR") -> Add:
+    """Return the option of the place that a command writes; `text` says what is written."""
+    return argument("--output", type=output_path, metavar=metavar, help=text)
+
+
+def as_json(text: str) -> Add:
+    """Return the option by which a command prints JSON; `text` says what one object is."""
+    return argument("--json", action="store_true", help=f"print {text} as JSON")
 
 
 add_set = argument(
@@ -109,7 +233,9 @@ add_set = argument(
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="a TOML file, or the name of a preset"
+    )
     add_set(parser)
 
 

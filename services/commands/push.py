@@ -15,7 +15,7 @@ from composer_mesh.configs.hub import HubId
 from composer_mesh.planning import hub
 from composer_mesh.planning.model_folder import CONFIG, folder_weights, has_weights
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import argument, command
+from composer_mesh.services.commands.parser import RUN, argument, command
 from composer_mesh.services.directory.model_card import model_card
 
 CARD = "README.md"
@@ -27,7 +27,7 @@ OWN_NAMES = ("_name_or_path", "_model_name_or_path")
 
 @command(
     "upload a checkpoint of a run to a hub, with a model card",
-    argument("run", type=Path, metavar="RUN", help="the directory of a run"),
+    RUN,
     argument("repository", metavar="ORG/NAME", help="the model's id on the hub"),
     argument(
         "--checkpoint", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
@@ -37,6 +37,8 @@ OWN_NAMES = ("_name_or_path", "_model_name_or_path")
     argument(
         "--dry", action="store_true", help="print the model card and the files; upload nothing"
     ),
+    group="tasks",
+    example="push runs/quickstart ORG/NAME --dry",
 )
 def push(arguments: argparse.Namespace) -> int:
     """Upload the exported model of a run's checkpoint; prints where it is."""

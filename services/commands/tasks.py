@@ -7,26 +7,22 @@ import argparse
 import sys
 
 from composer_mesh.services.checks.accepting import UsageError
-from composer_mesh.services.commands.parser import add_set, argument, command
-from composer_mesh.services.directory.claim import output_path
+from composer_mesh.services.commands.parser import add_set, argument, command, output
 
 
 @command(
     "write a package with a task of your own, ready to run",
     argument("name", metavar="NAME", help="of the package, such as my_task"),
-    argument(
-        "--folder",
-        type=output_path,
-        metavar="DIR",
-        help="where it is written; ./NAME when not given; must be new or empty",
-    ),
+    output("where it is written, a new or empty folder (default: ./NAME)"),
+    group="tasks",
+    example="new-task my_task",
 )
 def new_task(arguments: argparse.Namespace) -> int:
     """Write a package with a runnable task."""
     from composer_mesh.services.new_task.command import NewTaskRefused, new_task_command
 
     try:
-        return new_task_command(arguments.name, arguments.folder)
+        return new_task_command(arguments.name, arguments.output)
     except NewTaskRefused as refused:
         raise UsageError(str(refused)) from refused
 
@@ -36,7 +32,7 @@ def new_task(arguments: argparse.Namespace) -> int:
     argument(
         "task",
         metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file",
+        help="as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
     ),
     argument(
         "--episode",
@@ -54,6 +50,8 @@ def new_task(arguments: argparse.Namespace) -> int:
     ),
     add_set,
     many_files=True,
+    group="tasks",
+    example="play my_task/my_task/task.py:ShopTask --episode 3",
 )
 def play(arguments: argparse.Namespace) -> int:
     """Play an episode of a task in the terminal."""

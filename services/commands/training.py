@@ -7,15 +7,14 @@ loads neither torch nor Monarch.
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from composer_mesh.actors.engines.vllm_settings import check_vllm_installed
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.changes import Change
-from composer_mesh.configs.load import dump_toml, load_config
+from composer_mesh.configs.load import changed_tables, dump_toml, load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.monarch_log import LOGS, open_log
@@ -26,17 +25,25 @@ from composer_mesh.services.checks.accepting import (
     accept,
     accepted,
     chat_remarks,
+    check_packages,
     listed,
     startable,
     use_umask,
 )
 from composer_mesh.services.checks.hub import hub_remarks
-from composer_mesh.services.checks.task import describe_task, facts_of, heldout_of
-from composer_mesh.services.commands.parser import Add, add_config, argument, command, one_of
+from composer_mesh.services.checks.rehearsal import refuse_unplayable, rehearse
+from composer_mesh.services.checks.task import facts_of, heldout_of
+from composer_mesh.services.commands.parser import (
+    Add,
+    add_config,
+    argument,
+    command,
+    one_of,
+    output,
+)
 from composer_mesh.services.directory.claim import (
     RUNS,
     claimed,
-    output_path,
     refuse_a_used,
     set_aside,
 )
@@ -50,13 +57,25 @@ from composer_mesh.services.directory.resume import (
     with_chat_date,
 )
 from composer_mesh.services.directory.sft_start import SUFFIX, NoStart
-from composer_mesh.services.inspection.placement_table import print_placement, print_plan
+from composer_mesh.services.inspection.events_command import clock
+from composer_mesh.services.inspection.placement_table import (
+    channels_line,
+    print_placement,
+    print_plan,
+    print_tables,
+)
 from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.sft.config import sft_config
 from composer_mesh.tasks.loading import fewer_episodes, make_task
 
 
-@command("print the resolved run and its mesh; plays a dry episode, starts nothing", add_config)
+@command(
+    "check a config: what it changes, its mesh and memory, one dry episode; starts nothing",
+    add_config,
+    argument("--all", action="store_true", help="print every key of the resolved config"),
+    group="configs",
+    example="check quickstart --set trainer.lr=1e-4",
+)
 def check(arguments: argparse.Namespace) -> int:
     """Print the resolved run, its mesh and its placement; plays one dry episode.
 
@@ -71,20 +90,24 @@ def check(arguments: argparse.Namespace) -> int:
         config, start = listed(given.model_copy(update={"policy": policy})), [str(missing)]
     placements = accept(config)
     if not config.placement.hosts:  # described hosts need not include this one
-        check_vllm_installed(config)
+        check_packages(config)
     task, episodes = make_task(config), config.eval.episodes
-    with serving(config, task):
-        lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools)]
-        lines += describe_task(config, task)
+    lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools), *rehearse(config)]
     heldout = heldout_of(task, episodes)
     lines += facts_of(config, task, len(heldout))
     if fewer := fewer_episodes(heldout, episodes):
         lines.append(fewer)
-    print(dump_toml(config))
-    print_plan(plan_mesh(config), Console())
+    plan, console = plan_mesh(config), Console()
+    if arguments.all:
+        print(dump_toml(config))
+        print_plan(plan, console)
+    else:
+        print(f"{arguments.config}: keys that differ from their defaults; --all prints all keys")
+        print_tables(changed_tables(config), console)
+        print(channels_line(plan))
     for line in lines:
         print(line)
-    print_placement(placements, Console())
+    print_placement(placements, console)
     return 0
 
 
@@ -92,13 +115,7 @@ def _of_run(name: str, *alone: Add) -> tuple[Add, ...]:
     """Return the config of a run, and where it is written and resumed; `alone` exclude resuming."""
     return (
         add_config,
-        argument(
-            "--output",
-            type=output_path,
-            metavar="DIR",
-            help=f"where the run is written; {name} when not given, an earlier run there moves "
-            "aside",
-        ),
+        output(f"where the run is written (default: {name}; an earlier run there moves aside)"),
         one_of(
             argument(
                 "--resume",
@@ -133,18 +150,28 @@ def _of_run(name: str, *alone: Add) -> tuple[Add, ...]:
         ),
     ),
     signals=True,
+    group="train",
+    example="train quickstart --set run.steps=20 --output runs/short",
 )
 def train(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config, claim the run directory, then start the run."""
     config = load_config(arguments.config, arguments.set)
     config = accepted(_as_before(arguments, config))
     use_umask(config)
+    if not arguments.from_traces:
+        refuse_unplayable(config)
     if arguments.rollout_only or arguments.from_traces:
         return _half(config, arguments.output, arguments.from_traces, signals)
     return _whole(config, arguments, signals)
 
 
-@command("fine-tune on conversations, before train", *_of_run(f"runs/NAME{SUFFIX}"), signals=True)
+@command(
+    "fine-tune on conversations, before train",
+    *_of_run(f"runs/NAME{SUFFIX}"),
+    signals=True,
+    group="train",
+    example="sft gsm8k --set data.path=FILE.jsonl --set sft.path=CHATS.jsonl --set sft.steps=100",
+)
 def sft(arguments: argparse.Namespace, signals: CommandSignals) -> int:
     """Accept the config of a supervised run, claim its directory, then start it."""
     config = sft_config(load_config(arguments.config, arguments.set))
@@ -229,6 +256,7 @@ def prepare(output: Path, signals: CommandSignals) -> None:
     own_private_folder()
     os.environ[LOGS] = str((output / "logs").absolute())
     signals.hold()
+    print(f"{clock(time.time())} phase loading PyTorch and Monarch", flush=True)
     open_log("controller")
 
 

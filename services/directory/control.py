@@ -21,7 +21,7 @@ from typing import Any, Self
 from composer_mesh.mesh.tcp_peer import peer_user
 from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.mesh.waiting import BackgroundTasks, Failed, reported_to_loop
-from composer_mesh.services.directory.status import RunUnavailable
+from composer_mesh.services.directory.status import NotRunning, RunUnavailable
 
 CONTROL_FILE = "control.sock"
 LONGEST_REPLY = 64 << 20
@@ -98,9 +98,10 @@ async def ask(run: Path, command: str, **arguments: Any) -> Any:
     try:
         reader, writer = await _connected(run / CONTROL_FILE)
     except OSError as error:
-        raise RunUnavailable(
-            f"{run} takes no commands ({error.strerror or error}): has the run ended, or not yet "
-            "begun to train?"
+        raise NotRunning(
+            run,
+            f"{run} takes no commands ({error.strerror or error}): it is not running, or does not "
+            "train yet",
         ) from error
     try:
         _refuse_another_user(run, writer)

@@ -1,4 +1,4 @@
-"""Reward curve of a run as a PNG: reward, held-out success, and the loss of each channel.
+"""Reward curve of a run as a PNG: reward, held-out success, deaths, and each channel's loss.
 
 Draws with matplotlib objects and no global state, so it needs no display.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from composer_mesh.mesh.open_folder import OpenFolder
-from composer_mesh.services.directory.report import Evaluation, channels_of
+from composer_mesh.services.directory.channel_activity import channels_of
+from composer_mesh.services.directory.report import Evaluation
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 MARGIN = 0.1  # share of the steps, left and right of the curve
-REWARD, SUCCESS = "#2563eb", "#d97706"
+REWARD, SUCCESS, DEATH = "#2563eb", "#d97706", "#dc2626"
+MOST_DEATHS, MOST_LABELS = 200, 8
+ABOVE_LEGEND = 0.29
+"""Height of the lower end of names, as a share of the axes."""
 CHANNEL_COLORS = {"policy": "#2563eb", "sdpo": "#7c3aed", "replay": "#059669"}
 CHANNEL_TITLES = {
     "policy": "policy loss (GRPO)",
@@ -31,20 +36,34 @@ CHANNEL_TITLES = {
 }
 
 
+@dataclass(frozen=True)
+class Death:
+    """A process that died after `step` optimizer steps, such as `generator-1 killed`."""
+
+    step: int
+    label: str
+
+
 def draw_reward_curve(
     metrics: Sequence[Mapping[str, Any]],
     path: Path,
     *,
     evaluations: Sequence[Evaluation] = (),
+    deaths: Sequence[Death] = (),
     title: str = "Reward over the run",
 ) -> None:
-    """Write the curve to `path`; a channel that was off in a step leaves a gap there."""
+    """Write the curve to `path`; a channel that was off in a step leaves a gap there.
+
+    Of very many deaths the first `MOST_DEATHS` are marked, and `MOST_LABELS` at most are named.
+    """
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(9, 6), dpi=150, layout=layout, facecolor="white")
     canvas = FigureCanvasAgg(figure)
     channels = channels_of(metrics)
     grid = figure.add_gridspec(2, len(channels), height_ratios=(2.3, 1))
-    _draw_reward(figure.add_subplot(grid[0, :]), metrics, evaluations, title)
+    reward = figure.add_subplot(grid[0, :])
+    _draw_deaths(reward, deaths)
+    _draw_reward(reward, metrics, evaluations, title)
     for column, channel in enumerate(channels):
         _draw_channel(figure.add_subplot(grid[1, column]), metrics, channel)
     last = max([1, *(int(step["step"]) for step in metrics), *(e.step for e in evaluations)])
@@ -83,7 +102,32 @@ def _draw_reward(
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
     axes.set_ylabel("reward · success (share)", color=INK)
     axes.set_xlabel("optimizer step", color=INK)
-    axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    axes.legend(
+        loc="lower right", fontsize=9, labelcolor=INK, edgecolor="none", framealpha=1, borderpad=0
+    )
+
+
+def _draw_deaths(axes: Axes, deaths: Sequence[Death]) -> None:
+    """Draw a line in the step in which each process died, with its name along it."""
+    for number, death in enumerate(deaths[:MOST_DEATHS]):
+        label = None if number else "a process died"
+        axes.axvline(
+            death.step + 0.5, color=DEATH, linewidth=1.3, linestyle=(0, (4, 3)), label=label
+        )
+        if len(deaths) <= MOST_LABELS:
+            axes.annotate(
+                death.label,
+                (death.step + 0.5, ABOVE_LEGEND),
+                xycoords=("data", "axes fraction"),
+                xytext=(-3, 0),
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                va="bottom",
+                fontsize=9,
+                color=DEATH,
+                parse_math=False,
+            )
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[Evaluation]) -> None:

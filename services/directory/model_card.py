@@ -45,7 +45,7 @@ def model_card(run: Path, checkpoint: Checkpoint, repository: str) -> str:
     config = load_config(run / CONFIG_FILE, files_gone=True)
     parts = [_front(config), f"# {escaped(repository.partition('/')[2])}", _about(config)]
     metrics = [one for one in read_metrics(run / METRICS_FILE) if one["step"] <= checkpoint.step]
-    found = summarize(metrics, wall_s=0.0)
+    found = summarize(metrics, wall_s=0.0, configured=config.configured_channels)
     active = {name: one["active_steps"] for name, one in found["channels"].items()}
     channels = ", ".join(f"{escaped(name)} ({steps})" for name, steps in active.items() if steps)
     parts.append(

@@ -5,7 +5,7 @@ Pure functions over the run's files; every figure comes from the metrics.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,16 +19,24 @@ from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
+from composer_mesh.services.directory.channel_activity import (
+    activity_of,
+    activity_text,
+    failed_queries,
+    named_totals,
+)
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.file_checksums import FileChecksums
 
-CHANNELS = ("policy", "sdpo", "replay")
-REPLAY_TOTALS = ("usd", "pairs", "states", "skipped", "cached", "expired", "saved_usd")
+REPLAY_TOTALS = ("usd", "pairs", "states", "skipped", "answers", "cached", "expired", "saved_usd")
 STORE_FILE = "run.sqlite"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
+ABOUT_EVALUATION_FILE = "evaluation.json"
+"""Only an evaluation's directory has it."""
 TIMELINE_FILE = "timeline.jsonl"
+HINT_TEMPLATES_FILE = "hint_templates.json"
 
 LONGEST_FILE = 1 << 30
 """Size in bytes of the largest file of lines that is read as a whole."""
@@ -48,6 +56,13 @@ class Evaluation:
     episodes: Episodes
     tasks: dict[str, tuple[Share, Episodes]] = field(default_factory=dict)
     """Success and episodes of each task, where there are several."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """Temperature at which actions were sampled, 0 for greedy decoding; None if unknown."""
+
+    @property
+    def decoding(self) -> str:
+        """How actions were chosen: "greedy" or "sampled at 0.7"; empty if unknown."""
+        return _decoding(self.temperature)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -113,25 +128,29 @@ def summarize(
     metrics: Sequence[Mapping[str, Any]],
     *,
     wall_s: float,
+    configured: Collection[str],
     evaluations: Sequence[Evaluation] = (),
     restarts: int = 0,
     rest: Mapping[str, Any] | None = None,
+    sessions: int = 1,
 ) -> dict[str, Any]:
     """Return the figures of `summary.json`; counts per step are summed.
 
+    `wall_s` and `restarts` are those of all `sessions`, the starts of the run.
+
     The first evaluation is the initial one and the last of several the final one; a missing one is
-    None. `rest` holds the teachers' figures after the last step.
+    None. `configured` names the channels that are on, and `rest` holds the teachers' figures after
+    the last step.
     """
     return {
         "steps": len(metrics),
         "wall_s": round(wall_s, 3),
+        "sessions": sessions,
         "eval": {
             "initial": _evaluation(evaluations[0]) if evaluations else None,
             "final": _evaluation(evaluations[-1]) if len(evaluations) > 1 else None,
         },
-        "channels": {
-            name: {"active_steps": _active_steps(metrics, name)} for name in channels_of(metrics)
-        },
+        "channels": activity_of(metrics, configured, rest or {}),
         "replay": _replay([*metrics, rest or {}]),
         "restarts": restarts,
         **_hints(metrics),
@@ -142,28 +161,25 @@ def summarize(
     }
 
 
-def channels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the names of the run's channels: ours, then those that only its metrics have."""
-    losses = (key for step in metrics for key in step if key.startswith("loss/"))
-    found = dict.fromkeys([*CHANNELS, *(key.removeprefix("loss/") for key in losses)])
-    return tuple(name for name in found if name != "total")
-
-
 def write_summary(
     run: Path,
     *,
     wall_s: float,
+    configured: Collection[str],
     evaluations: Sequence[Evaluation] = (),
     restarts: int = 0,
     rest: Mapping[str, Any] | None = None,
+    sessions: int = 1,
 ) -> dict[str, Any]:
     """Write the `summary.json` of a run directory atomically, and return it."""
     summary = summarize(
         read_metrics(run / METRICS_FILE),
         wall_s=wall_s,
+        configured=configured,
         evaluations=evaluations,
         restarts=restarts,
         rest=rest,
+        sessions=sessions,
     )
     with OpenFolder(run) as folder:
         content = json.dumps(summary, indent=2).encode() + b"\n"
@@ -186,15 +202,15 @@ def summary_table(name: str, summary: Mapping[str, Any]) -> Table:
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     steps, replay = summary["steps"], summary["replay"]
     return [
-        ("steps", f"{steps:,} in {duration(summary['wall_s'])}"),
+        ("steps", f"{steps:,} in {duration(summary['wall_s'])}{_in_sessions(summary)}"),
         ("held-out success before", _success(summary["eval"]["initial"])),
         ("held-out success after", _success(summary["eval"]["final"])),
         *(
-            (f"{name} channel", _activity(summary["channels"][name]["active_steps"], steps))
-            for name in summary["channels"]
+            (f"{name} channel", activity_text(channel, steps))
+            for name, channel in summary["channels"].items()
         ),
         ("replay", f"{replay['pairs']:,} pairs for ${replay['usd']:.2f}"),
-        *_queries(replay),
+        *_queries(replay, summary["channels"]["replay"]["active_steps"]),
         *([("hints", _shown_hints(summary["hints"]))] if "hints" in summary else []),
         *([("judges", _shown_judges(summary["judges"]))] if "judges" in summary else []),
         ("largest lag", f"{summary['lag_max']} versions"),
@@ -203,21 +219,32 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _in_sessions(summary: Mapping[str, Any]) -> str:
+    return f", {summary['sessions']} sessions" if summary["sessions"] > 1 else ""
+
+
 def _replay(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the totals of the teacher queries; `pairs` counts those that were trained on."""
     totals = {name: _total(metrics, f"replay/{name}") for name in REPLAY_TOTALS}
     named = {
-        name: _totals(metrics, f"replay/{prefix}/")
-        for name, prefix in (("outcomes", "outcome"), ("failed", "failed"), ("dropped", "dropped"))
+        name: named_totals(metrics, f"replay/{prefix}/")
+        for name, prefix in (
+            *(("outcomes", "outcome"), ("failed", "failed"), ("failed_by", "failed_by")),
+            ("dropped", "dropped"),
+        )
     }
     return {**totals, **named}
 
 
-def _queries(replay: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the table rows that apply only if teachers were queried."""
+def _queries(replay: Mapping[str, Any], active_steps: int) -> list[tuple[str, str]]:
+    """Return the table rows that apply only if teachers were queried.
+
+    Where the channel was never active, its own row states the failed queries.
+    """
     if not replay.get("states"):
         return []
     dropped = ", ".join(f"{count:,} {name}" for name, count in replay["dropped"].items())
+    failed = "; ".join(failed_queries(replay["failed_by"], replay["answers"]))
     rows = [
         (
             "queried about",
@@ -227,6 +254,7 @@ def _queries(replay: Mapping[str, Any]) -> list[tuple[str, str]]:
             "gate",
             f"{replay['skipped']:,} states not queried, about ${replay['saved_usd']:.2f} saved",
         ),
+        *([("failed queries", failed)] if failed and active_steps else []),
         ("filters dropped", dropped or "none"),
     ]
     if replay["expired"]:
@@ -234,16 +262,12 @@ def _queries(replay: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _totals(metrics: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, int]:
-    keys = sorted({key for step in metrics for key in step if key.startswith(prefix)})
-    return {key.removeprefix(prefix): _total(metrics, key) for key in keys}
-
-
 def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
     (low, high), tasks = evaluation.interval, evaluation.tasks
     return {
         "success": evaluation.success,
         "episodes": evaluation.episodes,
+        **({} if evaluation.temperature is None else {"temperature": evaluation.temperature}),
         "interval_95": [round(low, 4), round(high, 4)],
         **({"tasks": {name: _task(*one) for name, one in sorted(tasks.items())}} if tasks else {}),
     }
@@ -257,14 +281,17 @@ def _success(evaluation: Mapping[str, Any] | None) -> str:
     if evaluation is None:
         return "not measured"
     low, high = evaluation["interval_95"]
+    decoding = _decoding(evaluation.get("temperature"))
     return (
         f"{evaluation['success']:.1%}  (95 % interval {low:.1%} to {high:.1%},"
-        f" {evaluation['episodes']:,} episodes)"
+        f" {evaluation['episodes']:,} episodes{', ' if decoding else ''}{decoding})"
     )
 
 
-def _activity(active: int, steps: int) -> str:
-    return f"active in {active:,} of {steps:,} steps" if active else "off"
+def _decoding(temperature: float | None) -> str:
+    if temperature is None:
+        return ""
+    return f"sampled at {temperature:g}" if temperature else "greedy"
 
 
 def duration(seconds: float) -> str:
@@ -274,21 +301,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
-
-
-def _active_steps(metrics: Sequence[Mapping[str, Any]], channel: str) -> int:
-    """Count the steps to which a channel added a gradient."""
-    on = [step for step in metrics if step.get(f"loss/{channel}") is not None]
-    return sum(map(has_policy_gradient, on)) if channel == "policy" else len(on)
-
-
-def has_policy_gradient(step: Mapping[str, Any]) -> bool:
-    """Whether the rewards of any group of a step differ, by its metrics.
-
-    Steps of earlier versions have no count of their groups: it is taken to be so.
-    """
-    groups = step.get("rollouts/groups")
-    return groups is None or step["rollouts/flat_groups"] < groups
 
 
 def _hints(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

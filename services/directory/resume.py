@@ -3,6 +3,8 @@
 Reads files only and does not import torch. `resume_loader` restores the run; `claim` locks it.
 """
 
+import os
+import shlex
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -23,6 +25,9 @@ from composer_mesh.services.directory.report import (
 )
 
 CONFIG_FILE = "config.toml"
+LAUNCH_FILE = "launch.json"
+THERE = "COMPOSER_MESH_REACHED"
+"""Environment variable of a command forwarded to the controller: the user's path of the run."""
 MOST_CHANGES = 8
 """Maximum number of changes that an error message lists."""
 
@@ -135,3 +140,17 @@ def describe_resume(output: Path, steps: int) -> str:
     where = f"step {newest}'s checkpoint" if newest else "the beginning"
     times = "1 step is" if done - newest == 1 else f"{done - newest} steps are"
     return f"{reached}: a resume continues from {where}, so {times} trained again"
+
+
+def called(run: Path) -> Path:
+    """Return the user's path of a run, which may be on another machine than this process."""
+    return Path(os.environ.get(THERE) or run)
+
+
+def resume_command(run: Path) -> str:
+    """Return the command line that resumes a stopped run."""
+    place, program, config = called(run), "train", "config.toml"
+    if (run / LAUNCH_FILE).exists() or THERE in os.environ:
+        program, config = "launch", "launch/config.toml"
+    words = ["composer-mesh", program, str(place / config), "--output", str(place), "--resume"]
+    return shlex.join(words)

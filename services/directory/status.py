@@ -15,8 +15,9 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -29,6 +30,7 @@ from composer_mesh.mesh.untrusted_json import MIB
 from composer_mesh.services.directory.claim import RUNS, locker
 
 STATUS_FILE = "status.json"
+EVENTS_FILE = "events.jsonl"
 MOST = 16 * MIB
 """Size in bytes of the largest status file that is read."""
 ENDED = frozenset({"finished", "stopped", "failed"})
@@ -73,7 +75,8 @@ class RunStatus:
     """Current status of a run; `state` is a phase of the controller, or one of `ENDED`.
 
     `host` identifies the controller's machine and container (`mesh.machine.this_host`), `hostname`
-    is its name. `admin_tls` holds the paths of the fields of `mesh.admin.TlsFiles`, if the admin
+    is its name. `wall_s` and `restarts` are those of all `sessions`, the starts of the run so far.
+    `admin_tls` holds the paths of the fields of `mesh.admin.TlsFiles`, if the admin
     server requires a certificate. `hosts` maps Monarch addresses to the run's names for hosts.
     """
 
@@ -86,6 +89,8 @@ class RunStatus:
     transport: str
     actors: tuple[ActorStatus, ...] = ()
     restarts: int = 0
+    sessions: int = 1
+    wall_s: float = 0.0
     telemetry_socket: str | None = None
     host: str = ""
     hostname: str = ""
@@ -104,6 +109,26 @@ class RunStatus:
         For a process on another machine only its state is checked.
         """
         return self.state not in ENDED and (not self.here or is_alive(self.pid))
+
+
+class Progress(NamedTuple):
+    """How far a run is: steps done, replaced processes, sessions, and seconds of all of them."""
+
+    step: int = 0
+    restarts: int = 0
+    sessions: int = 0
+    wall_s: float = 0.0
+
+
+def earlier_progress(run: Path) -> Progress:
+    """Return the progress that the last session of a run wrote; zeros without a status.
+
+    A killed session wrote it `STATUS_EVERY_S` before its end, or less.
+    """
+    status = read_status(run)
+    if status is None:
+        return Progress()
+    return Progress(status.step, status.restarts, status.sessions, status.wall_s)
 
 
 _STATUS = fail_fast(RunStatus)
@@ -125,15 +150,18 @@ def read_status(path: Path) -> RunStatus | None:
         return None
 
 
-def newest_live_run(runs: Path) -> Path | None:
-    """Return the run directory under `runs` with the newest live status, including ablations."""
-    found = [*runs.glob(f"*/{STATUS_FILE}"), *runs.glob(f"*/*/*/{STATUS_FILE}")]
-    files = sorted(found, key=_modified, reverse=True)
-    for file in files:
-        status = read_status(file)
-        if status is not None and status.live:
-            return file.parent
-    return None
+def newest_run(runs: Path) -> Path | None:
+    """Return the newest run directory under `runs`, live ones first, including ablations."""
+    names = (STATUS_FILE, EVENTS_FILE)
+    found = [*chain(*(runs.glob(f"{depth}/{name}") for name in names for depth in ("*", "*/*/*")))]
+    folders = list(dict.fromkeys(one.parent for one in sorted(found, key=_modified, reverse=True)))
+    return next((one for one in folders if is_live(one)), next(iter(folders), None))
+
+
+def is_live(run: Path) -> bool:
+    """Return whether the status of a run directory is that of a live run."""
+    status = read_status(run)
+    return status is not None and status.live
 
 
 def _modified(file: Path) -> float:
@@ -147,21 +175,40 @@ def _file(path: Path) -> Path:
     return path if path.suffix == ".json" else path / STATUS_FILE
 
 
-EVENTS_FILE = "events.jsonl"
-
-
 class RunUnavailable(Exception):
     """A run cannot serve the request now; the message says why and what to do about it."""
 
 
-def live_run(run: Path | None) -> Path:
-    """Return the named run directory, or the newest one; raise RunUnavailable if it is not live."""
-    found = newest_live_run(RUNS) if run is None else run
-    if found is not None and (status := read_status(found)) is not None and status.live:
+class NotRunning(RunUnavailable):
+    """A command needs a live run, and this one is not; `run` is its directory."""
+
+    def __init__(self, run: Path, message: str) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+def live_run(run: Path) -> Path:
+    """Return a run directory; raise NotRunning if its run is not live."""
+    if is_live(run):
+        return run
+    if goes_on(run):
+        raise NotRunning(run, f"{run} is starting: try again in a moment")
+    if (run / STATUS_FILE).exists() or (run / EVENTS_FILE).exists():
+        raise NotRunning(run, f"{run} is not running")
+    raise NotRunning(
+        run,
+        f"{run} holds no run: name the directory of one, or start one with "
+        f"composer-mesh train CONFIG --output {shlex.quote(str(run))}",
+    )
+
+
+def run_or_newest(run: Path | None) -> Path:
+    """Return the named run directory, or the newest one; raise RunUnavailable without any."""
+    if (found := newest_run(RUNS) if run is None else run) is not None:
         return found
-    looked = f"status.json of a live run in {run}" if run else f"a live run under {RUNS}/"
     raise RunUnavailable(
-        f"looked for {looked} and found none: start one with composer-mesh train CONFIG"
+        f"{RUNS}/ holds no run: name the directory of one, or start one with "
+        "composer-mesh train CONFIG"
     )
 
 

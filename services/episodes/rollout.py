@@ -92,12 +92,17 @@ T = TypeVar("T")
 
 
 class RolloutsFail(Worded, MeshError):
-    """Too few rollouts succeed to continue the run: what was found, and the last failure."""
+    """Too few rollouts succeed to continue the run: what was found, the last failure, its frame."""
 
     message = (
         "{0}; the last failure was {1}: mend what failed (poisoned.jsonl in the run directory has "
         "the episodes that were set aside), or raise supervision.rollout_retries"
     )
+
+    @property
+    def frame(self) -> str:
+        """The line of the user's code that failed last; empty where it was none."""
+        return str(self.args[2]) if len(self.args) > 2 else ""
 
 
 class EpisodeRetries:
@@ -115,7 +120,7 @@ class EpisodeRetries:
         self._set_aside: set[tuple[Split, int]] = set()
         self._counts: Counter[str] = Counter()
         self._shortage = Shortage()
-        self._last = "none"
+        self._last: Exception | None = None
         self._lost_processes = 0
 
     def restore(self, poisoned: Iterable[Mapping[str, Any]], sizes: list[int], wanted: int) -> None:
@@ -158,21 +163,26 @@ class EpisodeRetries:
         """Raise `RolloutsFail` where most groups of two steps in a row lack most rollouts."""
         if self._shortage.step(sizes, wanted):
             short = short_groups(sizes, wanted)
-            raise RolloutsFail(
+            raise self._fail(
                 f"step {step} has less than half of its rollouts in {short} of {len(sizes)} "
-                "groups, after a step like that",
-                self._last,
-            )
+                "groups, after a step like that"
+            ) from self._last
 
     def check_evaluation(self, step: int, measured: int, requested: int) -> None:
         """Raise `RolloutsFail` where an evaluation has no episode to measure."""
         if not measured:
             what = f"none of {requested} held-out episodes could be run after step {step}"
-            raise RolloutsFail(what, self._last)
+            raise self._fail(what) from self._last
+
+    def _fail(self, what: str) -> RolloutsFail:
+        last = self._last
+        return RolloutsFail(
+            what, "none" if last is None else one_line(last), getattr(last, "frame", "")
+        )
 
     def failed(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:
         """Handle a failed attempt: quarantine the episode, give up the sample, or retry it."""
-        self._last = one_line(attempt.error)
+        self._last = attempt.error
         if self.is_set_aside(trial.episode):
             return
         most = (

@@ -28,7 +28,6 @@ from typing import Any
 from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer, Peers, Round
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
-from composer_mesh.mesh.heartbeat import ActivityLog
 from composer_mesh.mesh.supervision import ActorDied, Recorder
 from composer_mesh.mesh.waiting import BackgroundTasks, unless
 from composer_mesh.rollouts.episode import Played, Sample
@@ -180,11 +179,10 @@ class RolloutWorkers:
         *,
         lockstep: bool,
         open_stream: OpenStream | None = None,
-        activity: ActivityLog | None = None,
     ) -> None:
         longest_wait_s = ROUNDS_WAIT_S if lockstep else EPISODES_WAIT_S
         open_one = open_stream or partial(_open_stream, longest_wait_s)
-        self._pools, self._activity = pools, activity or ActivityLog()
+        self._pools = pools
         self._workers = Peers(lambda name, ref: open_one(name, ref, partial(self._broken, name)))
         self._serving: list[str] = []
         self._connected: set[str] = set()
@@ -217,8 +215,7 @@ class RolloutWorkers:
         worker = await self._worker_for(sample.group)
         self._playing[worker][sample.group] += 1
         try:
-            with self._activity.call(worker, "play"):
-                played: Played = await self._workers.call(worker, "play", sample, session)
+            played: Played = await self._workers.call(worker, "play", sample, session)
             return played
         finally:
             self._playing[worker] -= Counter([sample.group])

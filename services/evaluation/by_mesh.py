@@ -41,8 +41,8 @@ class EvaluationRun(PartialRun):
             await rollouts.close()
         self.summary = f"{len(self.indices)} episodes played"
 
-    def _progress(self) -> tuple[int, int]:
-        return (0, self.restarts)
+    def _steps_done(self) -> int:
+        return 0
 
 
 async def play_heldout(

@@ -400,7 +400,7 @@ def report(
             write_json(json_file, evaluation_json(about, figures, failed))
         except OSError as error:
             raise EvalRefused(
-                f"--json {json_file} cannot be written ({error.strerror}): name another file"
+                f"--report {json_file} cannot be written ({error.strerror}): name another file"
             ) from None
 
 

@@ -29,7 +29,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.directory.report import wilson_interval
+from composer_mesh.services.directory.report import ABOUT_EVALUATION_FILE, wilson_interval
 from composer_mesh.services.evaluation.target import EvalRefused, Target
 from composer_mesh.services.inspection.page import plain_text
 
@@ -186,7 +186,6 @@ def _share(share: Share) -> str:
     return f"{share.mean:.1%}  ({low:.1%} to {high:.1%})"
 
 
-ABOUT_FILE = "evaluation.json"
 LONGEST = 1 << 20
 SECTIONS = ("data", "environment", "policy", "generator", "rollouts")
 """Sections of the config on which results depend."""
@@ -215,13 +214,13 @@ def open_output(output: Path, now: Mapping[str, Any], resume: bool) -> str:
     today = date.today().isoformat()
     if resume:
         return str(_same(output, now).get("begun", today))
-    write_json(output / ABOUT_FILE, {**now, "begun": today})
+    write_json(output / ABOUT_EVALUATION_FILE, {**now, "begun": today})
     return today
 
 
 def _same(output: Path, now: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a directory says its evaluation is about, which has to be the same."""
-    path = output / ABOUT_FILE
+    path = output / ABOUT_EVALUATION_FILE
     try:
         before = parsed_json(read_regular(path, LONGEST))
     except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from composer_mesh.actors.checkpoints.folder import FOLDER, newest
 from composer_mesh.configs.hub import GGUF, HubId
 from composer_mesh.configs.load import Table, read_table, resolve_config
+from composer_mesh.configs.presets import is_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import own_content
 from composer_mesh.services.directory.report import STORE_FILE
@@ -63,9 +64,12 @@ def target_of(named: str, task: str | None, overrides: Sequence[str]) -> Target:
         return _of_folder(path, task, overrides)
     if HubId.parse(named) is not None and task is not None:
         return _with_policy(named, _table_of(task), overrides)
+    if is_config(named):
+        _refuse_task(task, "a preset", named)
+        return Target(named, _resolved(read_table(path), overrides, named))
     raise EvalRefused(
-        f"{named} is neither a config (.toml), the directory of a run, a model folder (with "
-        f"{MODEL_FILE}), a URL, nor an id of a hub (ORG/NAME) with --task: correct it"
+        f"{named} is neither a config (.toml), a preset, the directory of a run, a model folder "
+        f"(with {MODEL_FILE}), a URL, nor an id of a hub (ORG/NAME) with --task: correct it"
     )
 
 
@@ -101,7 +105,7 @@ def _with_policy(folder: Path | str, table: Table, overrides: Sequence[str]) -> 
 
 
 def _table_of(task: str) -> Table:
-    if task.endswith(".toml"):
+    if is_config(task):
         return read_table(Path(task))
     return {**TASK_ALONE, "data": {"task": task}}
 

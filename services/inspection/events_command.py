@@ -21,7 +21,7 @@ from rich.text import Text
 
 from composer_mesh.configs.regular_files import UnusableFile, open_regular
 from composer_mesh.mesh.untrusted_json import MIB, parsed_json
-from composer_mesh.services.directory.status import EVENTS_FILE, RunUnavailable, goes_on, live_run
+from composer_mesh.services.directory.status import EVENTS_FILE, RunUnavailable, goes_on
 from composer_mesh.services.inspection.page import plain_text
 
 POLL_S = 0.2
@@ -36,9 +36,8 @@ STYLES = {
 }
 
 
-def events_command(run: Path | None, follow: bool = False, as_json: bool = False) -> int:
+def events_command(run: Path, follow: bool = False, as_json: bool = False) -> int:
     """Print the events of a run; with `follow`, wait for new ones until the run ends."""
-    run = run or live_run(None)
     if not (run / EVENTS_FILE).exists() and not (follow and goes_on(run)):
         raise RunUnavailable(f"{run} holds no {EVENTS_FILE}: name the directory of a run")
     show = print_json if as_json else partial(print_event, Console(highlight=False))

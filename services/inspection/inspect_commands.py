@@ -78,17 +78,20 @@ def _thread(about: dict[str, Any]) -> Thread:
     )
 
 
-def stack_lines(stacks: ProcessStacks) -> Iterator[Text]:
-    """Format the stacks of a process as terminal lines."""
+def stack_lines(stacks: ProcessStacks, idle: bool = False) -> Iterator[Text]:
+    """Format the stacks of a process as terminal lines; `idle` threads are counted if not shown."""
     pid = "" if stacks.pid is None else f"  pid {stacks.pid}"
     yield Text.assemble((plain_text(stacks.process), "bold"), pid)
     if about := stacks.error or stacks.note:
         yield Text(f"  {plain_text(about)}", style="yellow")
-    for thread in stacks.threads:
+    shown = [one for one in stacks.threads if idle or one.active or one.holds_gil]
+    for thread in shown:
         state = "active" if thread.active else "idle"
         gil = ", holds the GIL" if thread.holds_gil else ""
         yield Text(f"  thread {thread.id} {plain_text(thread.name)}  {state}{gil}", style="cyan")
         yield from (Text(f"    {plain_text(frame)}") for frame in thread.frames)
+    if hidden := len(stacks.threads) - len(shown):
+        yield Text(f"  {hidden} idle thread{'s' * (hidden > 1)}: --all shows them", style="dim")
 
 
 LONGEST_CELL = 200
@@ -96,8 +99,13 @@ CONTROLLER_S = 100.0
 """Longest wait for stacks of another host: its agent answers within 90 s, or is lost."""
 
 
-def stacks_command(run: Path | None, native: bool = False, as_json: bool = False) -> int:
-    """Print the Python stacks of every process of a live run; return 1 if any is missing."""
+def stacks_command(
+    run: Path, native: bool = False, as_json: bool = False, idle: bool = False
+) -> int:
+    """Print the Python stacks of every process of a live run; return 1 if any is missing.
+
+    Idle threads are shown on request only; the JSON objects have all threads.
+    """
     found_run = live_run(run)
     status = status_of(found_run)
     if holder(found_run) != status.pid:  # a stranger's directory could name any process
@@ -113,7 +121,7 @@ def stacks_command(run: Path | None, native: bool = False, as_json: bool = False
         if as_json:
             _write_json(asdict(stacks))
         else:
-            for line in stack_lines(stacks):
+            for line in stack_lines(stacks, idle):
                 console.print(line, soft_wrap=True)
     return int(any(stacks.error for stacks in found))
 
@@ -191,7 +199,7 @@ def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
         raise RunUnavailable(f"the query was refused: {plain_text(str(error))}") from error
 
 
-def tui_command(run: Path | None) -> int:
+def tui_command(run: Path) -> int:
     """Open Monarch's own terminal interface on a live run, until the user quits it."""
     status = status_of(live_run(run))
     if status.admin_url is None:

@@ -19,11 +19,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from composer_mesh.services.directory.report import Evaluation, channels_of
+from composer_mesh.services.directory.channel_activity import channels_of
+from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.directory.status import ActorStatus
 
 WIDE = 128
+TRAINING = "training"
+"""The phase in which a run prints a line for each step."""
 EVENTS_SHOWN = 5
+WARNINGS_SHOWN = 3
 ACTORS_SHOWN = 12
 SPARKS = "▁▂▃▄▅▆▇█"
 STATE_STYLES = {
@@ -74,6 +78,8 @@ class PageData:
     evaluations: list[Evaluation] = field(default_factory=list)
     actors: Sequence[ActorStatus] = ()
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
+    warnings: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """The newest warning of each kind, with its time."""
 
     @property
     def elapsed_s(self) -> float:
@@ -125,7 +131,7 @@ def page_of(shown: PageData, width: int) -> RenderableType:
     else:
         parts = [_metrics(shown, inner), _actors(shown)]
     return Panel(
-        Group(_progress(shown), Text(), *parts, *_events(shown)),
+        Group(_progress(shown), Text(), *parts, *_warnings(shown), *_events(shown)),
         title=Text.assemble("composer-mesh · ", (shown.name, "bold")),
         title_align="left",
         border_style="dim",
@@ -173,7 +179,9 @@ def _success(evaluations: Sequence[Evaluation]) -> str:
     if not evaluations:
         return "not measured yet"
     path = " → ".join(f"{e.success:.1%}" for e in (evaluations[0], *evaluations[1:][-1:]))
-    return f"{path} of {evaluations[-1].episodes} held-out episodes"
+    last = evaluations[-1]
+    decoding = f", {last.decoding}" if last.decoding else ""
+    return f"{path} of {last.episodes} held-out episodes{decoding}"
 
 
 def _losses(step: Mapping[str, Any]) -> Text:
@@ -236,6 +244,11 @@ def _actors(shown: PageData) -> RenderableType:
     if hidden := len(shown.actors) - ACTORS_SHOWN:
         table.caption = f"and {hidden} more" if hidden > 0 else None
     return table
+
+
+def _warnings(shown: PageData) -> list[Text]:
+    newest = list(shown.warnings.values())[-WARNINGS_SHOWN:]
+    return [Text.assemble((f"{at:7.1f} s  ", "dim"), (text, "yellow")) for at, text in newest]
 
 
 def _events(shown: PageData) -> list[Text]:

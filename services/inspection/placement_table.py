@@ -1,17 +1,20 @@
 """Prints a run's placement: each process with its host, cores, GPUs and memory.
 
-Prints a run's mesh as tables: its actors, channels and transports.
+Prints a run's mesh as tables: its actors, channels and transports; and keys of its config.
 
 `planning.mesh_layout` computes them; `placement_table` shows where they run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
+from composer_mesh.configs.errors import shown
 from composer_mesh.planning.host_capacity import WHOLE, HostResources, Placed
 from composer_mesh.planning.memory import SHARED_CODE, in_gb, total
 from composer_mesh.planning.mesh_layout import MeshPlan
@@ -36,6 +39,25 @@ def print_plan(plan: MeshPlan, console: Console) -> None:
     console.print("transports", style="italic")
     for transport in plan.transports:
         console.print(f"  {transport}", markup=False, highlight=False, soft_wrap=True)
+
+
+def channels_line(plan: MeshPlan) -> str:
+    """Return the channels of a run with their weights, and what is off."""
+    states = (
+        f"{one.name} {one.weight:g}" if one.on else f"{one.name} off" for one in plan.channels
+    )
+    return f"channels and their weights: {', '.join(states)}"
+
+
+def print_tables(tables: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """Print one row per table of a config, with its keys and values as in TOML."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column()
+    for path, table in tables.items():
+        keys = (f"{name} = {shown(value)}" for name, value in table.items())
+        grid.add_row(Text(f"  {path}"), Text(", ".join(keys)))
+    console.print(grid)
 
 
 def _state(on: bool) -> str:

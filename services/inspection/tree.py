@@ -41,6 +41,7 @@ from composer_mesh.services.directory.status import (
     EVENTS_FILE,
     ActorStatus,
     RunStatus,
+    is_live,
     live_run,
     read_status,
     status_of,
@@ -247,10 +248,16 @@ MESH_CHANGES = (
 """Suffixes of the event kinds that report changes of the mesh."""
 
 
-def tree_command(run: Path | None, as_json: bool = False, watch: bool = False) -> int:
-    """Print the mesh of a live run, once or until it ends; return the exit status."""
-    console = Console()
-    viewer = Viewer(live_run(run))
+def tree_command(run: Path, as_json: bool = False, watch: bool = False) -> int:
+    """Print the mesh of a run, once or until it ends; return the exit status.
+
+    Of a run that is not live the last status is printed, then NotRunning is raised.
+    """
+    console, viewer = Console(), Viewer(run)
+    if not is_live(run):
+        if read_status(run) is not None:
+            _print(viewer, viewer.look(), console, as_json)
+        live_run(run)
     viewer.look()
     time.sleep(FIRST_LOOK_S)
     try:
@@ -276,7 +283,10 @@ class Viewer:
         self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
 
     def look(self) -> dict[str, Any]:
-        """Return the run and its mesh as one plain object. Waits for the admin server."""
+        """Return the run and its mesh as one plain object. Waits for the admin server.
+
+        Of a run that has ended it is what the controller wrote last.
+        """
         status = status_of(self.run)
         return merge(self.run.name, status, _mesh(status), self._usage(status))
 
@@ -289,7 +299,7 @@ class Viewer:
         return list(self._lately)
 
     def _usage(self, status: RunStatus) -> ProcessUsage:
-        if not status.here:
+        if not (status.here and status.live):
             return ProcessUsage()
         pids = pids_of(status)
         memory = {pid: used for pid in pids if (used := resident_bytes(pid)) is not None}
@@ -301,7 +311,7 @@ def _mesh(status: RunStatus) -> MeshTree | None:
     try:
         return (
             read_mesh(status.admin_url, TlsFiles.of_status(status.admin_tls))
-            if status.admin_url and status.here
+            if status.admin_url and status.here and status.live
             else None
         )
     except AdminUnreachable:

@@ -81,7 +81,9 @@ class MeshPage:
             yield _table(processes, width, longest)
             yield _line(f"  and {host['system']['actors']} actors of Monarch itself", "dim")
         if not self.about["mesh"]:
-            yield _line("the admin server does not answer: this is the run's own word", "yellow")
+            yield _line(
+                "no admin server answers: this is what the run itself reported last", "yellow"
+            )
         for name, processes in missing.items():
             if len(missing) > 1 and processes:
                 yield _line(f"host {name}", "bold")

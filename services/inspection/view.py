@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +21,9 @@ from rich.text import Text
 
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.directory.status import ActorStatus
+from composer_mesh.services.inspection.events_command import clock
 from composer_mesh.services.inspection.page import (
+    TRAINING,
     PageData,
     page_of,
     plain_line,
@@ -29,7 +31,13 @@ from composer_mesh.services.inspection.page import (
 )
 
 REFRESH_S = 0.25
+QUIET_S = 8.0
+QUIET_TRAINING_S = 60.0
+"""Longest silence, in seconds, while a run is prepared and while it trains, where a step may take
+minutes and prints its own line."""
+MOST_BUSY = 3
 LONGEST_HINT = 5000
+LONGEST_WARNING = 1000
 
 
 class RunConsole(Console):
@@ -42,6 +50,34 @@ class RunConsole(Console):
         raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
 
 
+class Silence:
+    """Decides when a line says that a silent phase continues, and what it says.
+
+    The first one comes after `QUIET_S` seconds without a line, `QUIET_TRAINING_S` while a run
+    trains; the next one after twice as long.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._since, self._patience_s = now(), QUIET_S
+
+    def broken(self, phase: str) -> None:
+        """Note that a line was printed."""
+        self._since = self._now()
+        self._patience_s = QUIET_TRAINING_S if phase == TRAINING else QUIET_S
+
+    def report(self, phase: str, actors: Sequence[ActorStatus]) -> str:
+        """Return what the busy actors do if a line is due, else an empty text."""
+        silent_s = self._now() - self._since
+        if silent_s < self._patience_s:
+            return ""
+        self._patience_s = 2 * silent_s
+        busy = [f"{one.name} {one.activity}" for one in actors if one.state == "busy"]
+        more = [f"and {len(busy) - MOST_BUSY} more"] if len(busy) > MOST_BUSY else []
+        doing = plain_text("; ".join([*busy[:MOST_BUSY], *more]))
+        return f"progress {phase}, {silent_s:.0f} s{': ' if doing else ''}{doing}"
+
+
 class RunView:
     """The terminal output of one run, as a context manager; thread-safe.
 
@@ -52,6 +88,9 @@ class RunView:
     On a terminal the page is redrawn after an update, at most every quarter of a second, and at
     least once a second for its clock. Elsewhere each update is printed as one line. A thread writes
     both, since a pipe that nobody reads and a terminal that is held up let a writer wait.
+
+    Each line begins with its time. In a phase that prints nothing for `QUIET_S` seconds, a line
+    says what the busy actors do; the next one comes after twice as long.
     """
 
     def __init__(
@@ -62,8 +101,10 @@ class RunView:
         transport: str = "",
         ceiling_usd: float | None = None,
         console: Console | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.failure = ""
+        self._now, self._silence = now, Silence(now)
         self._console = console or RunConsole()
         self._shown = PageData(
             plain_text(name), steps, plain_text(transport), time.monotonic(), ceiling_usd
@@ -118,10 +159,12 @@ class RunView:
         """Show a held-out evaluation."""
         with self._lock:
             self._shown.evaluations.append(evaluation)
-        low, high = evaluation.interval
+        (low, high), temperature = evaluation.interval, evaluation.temperature
         self._tell(
             f"evaluation after_step={evaluation.step} success={evaluation.success:.3f}"
             f" interval_95={low:.3f}..{high:.3f} episodes={evaluation.episodes}"
+            f" temperature={'-' if temperature is None else f'{temperature:g}'}"
+            f" decoding={evaluation.decoding.partition(' ')[0] or '-'}"
         )
 
     def phase(self, text: str) -> None:
@@ -135,6 +178,14 @@ class RunView:
         with self._lock:
             self._shown.events.append((self._shown.elapsed_s, plain_text(text)))
         self._tell(f"event {plain_text(text)}")
+
+    def warning(self, text: str) -> None:
+        """Show an event that reports a configured part without effect; its kind comes first."""
+        shown = plain_text(text, LONGEST_WARNING)
+        with self._lock:
+            self._shown.warnings.pop(kind := shown.partition(" ")[0], None)
+            self._shown.warnings[kind] = (self._shown.elapsed_s, shown)
+        self._tell(f"warning {shown}")
 
     def hints(self, commands: Sequence[str]) -> None:
         """Show the commands for inspecting the run, once: above the page, or as one line."""
@@ -152,7 +203,7 @@ class RunView:
         self._tell(f"transport {plain_text(text)}")
 
     def actors(self, rows: Sequence[ActorStatus]) -> None:
-        """Show the actors' states, on a live page only: they change too often for lines."""
+        """Show the actors' states; without a live page, only what they do in a silent phase."""
         with self._lock:
             self._shown.actors = tuple(rows)
         self._changed.set()
@@ -165,12 +216,26 @@ class RunView:
 
     def _tell(self, line: str) -> None:
         self._changed.set()
+        self._silence.broken(self._shown.phase)
         if self._live is None and not self._closed.is_set():
-            known = line.encode(self._console.encoding, "backslashreplace")
-            self._lines.put(Text(known.decode(self._console.encoding)))
+            self._lines.put(self._line(line))
+
+    def _line(self, line: str) -> Text:
+        known = f"{clock(self._now())} {line}".encode(self._console.encoding, "backslashreplace")
+        return Text(known.decode(self._console.encoding))
 
     def _print_lines(self) -> None:
-        while (line := self._lines.get()) is not None:
+        while True:
+            try:
+                line = self._lines.get(timeout=REFRESH_S)
+            except Empty:
+                with self._lock:
+                    report = self._silence.report(self._shown.phase, self._shown.actors)
+                if report:
+                    self._print(self._line(report))
+                continue
+            if line is None:
+                return
             self._print(line)
 
     def _print(self, text: Text) -> None:

@@ -40,20 +40,20 @@ from composer_mesh.services.directory.claim import (
 )
 from composer_mesh.services.directory.control import ControlRefused, ask
 from composer_mesh.services.directory.resume import (
+    THERE,
     RunFinished,
     describe_resume,
     may_be_resumed,
     pinned,
     refuse_unfit,
+    resume_command,
 )
 from composer_mesh.services.directory.status import RunUnavailable, read_status
 from composer_mesh.services.launch.handle import (
-    THERE,
     HandleNotOurs,
     follow,
     hints,
     read_handle,
-    resume_command,
     write_handle,
 )
 from composer_mesh.services.launch.ports import (

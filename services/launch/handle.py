@@ -31,13 +31,13 @@ from composer_mesh.mesh import programs
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.untrusted_json import MIB, short_reason
-from composer_mesh.services.directory.claim import RUNS, is_signed, sign
+from composer_mesh.services.directory.claim import is_signed, sign
+from composer_mesh.services.directory.resume import LAUNCH_FILE, THERE
 from composer_mesh.services.directory.status import (
     ENDED,
     STATUS_FILE,
     RunUnavailable,
     commands_for,
-    newest_live_run,
     read_status,
 )
 from composer_mesh.services.launch.ports import Handle, Launcher, LaunchRefused, launcher_of
@@ -51,7 +51,6 @@ ABOUT_A_RUN = frozenset(
 )
 OF_FILES = frozenset({"traces", "events", "verify"})
 """Commands that only read the run's directory, which they can do here too."""
-NEWEST_BY_DEFAULT = frozenset({"tree", "events", "stacks", "tui"})
 ENTER = 'cd "$1" && shift && exec "$@"'
 SSH_FAILED = 255
 ON_A_TERMINAL = {"ssh": (1, "-t"), "kubectl": (2, "-it")}
@@ -66,13 +65,10 @@ def reached(
     """Run a command on its run's host and return the exit status; None if that is this host."""
     if arguments.command not in ABOUT_A_RUN or THERE in os.environ:
         return None
-    named: Path | None = arguments.run
-    run = named
-    if named is None and arguments.command in NEWEST_BY_DEFAULT:
-        run = newest_live_run(RUNS)
-    if run is None or (handle := _usable(run, arguments.command)) is None:
+    run: Path = arguments.run
+    if (handle := _usable(run, arguments.command)) is None:
         return None
-    there = _renamed(words, run, handle.run) if named else [*words, str(handle.run)]
+    there = _renamed(words, run, handle.run)
     try:
         return _forwarded(run, handle, launchers(handle.kind), there, arguments.command == "stop")
     except programs.ProgramFailed as failed:
@@ -257,9 +253,6 @@ def _sh(script: str) -> str:
     return shlex.join(["sh", "-c", script])
 
 
-LAUNCH_FILE = "launch.json"
-THERE = "COMPOSER_MESH_REACHED"
-"""Environment variable of a command forwarded to the controller: the user's path of the run."""
 REPAIR = "put it back from a copy, or remove it where the run is on this machine"
 JOBS = {
     "local": re.compile(r"\d{1,10}@(\d{1,20}|\?)"),
@@ -313,20 +306,6 @@ def _check_kind(handle: Handle) -> None:
         raise ValueError(f"job is {handle.job[:80]!r}, which is none of {handle.kind}")
     if handle.destination and (why := unstorable(handle.destination, handle.options)):
         raise ValueError(why)
-
-
-def called(run: Path) -> Path:
-    """Return the user's path of a run, which may be on another machine than this process."""
-    return Path(os.environ.get(THERE) or run)
-
-
-def resume_command(run: Path) -> str:
-    """Return the command line that resumes a stopped run."""
-    place, program, config = called(run), "train", "config.toml"
-    if (run / LAUNCH_FILE).exists() or THERE in os.environ:
-        program, config = "launch", "launch/config.toml"
-    words = ["composer-mesh", program, str(place / config), "--output", str(place), "--resume"]
-    return shlex.join(words)
 
 
 def hints(place: Path, handle: Handle, telemetry: bool) -> list[str]:

@@ -92,7 +92,7 @@ def _refuse_used(place: Path) -> None:
         )
     except OSError as error:
         raise NewTaskRefused(
-            f"--folder {place} cannot be read ({error.strerror}): name another place"
+            f"--output {place} cannot be read ({error.strerror}): name another place"
         ) from None
     if used:
         raise NewTaskRefused(

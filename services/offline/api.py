@@ -20,10 +20,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, ParamSpec, TypeVar
 
 import httpx
+from pydantic import ValidationError
 
 from composer_mesh.actors.panel.configured import CACHE_FILE
+from composer_mesh.actors.panel.panel import content_key
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.teachers import TeacherConfig
+from composer_mesh.configs.validation import fail_fast, place_and_text
+from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.consensus import decide
 from composer_mesh.rollouts.pairs import (
     FrozenState,
@@ -37,7 +41,7 @@ from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.services.offline.config import offline_config, openrouter_teacher
 from composer_mesh.services.offline.job import OfflineJob
 from composer_mesh.services.offline.options import CONCURRENCY, ReplayRefused
-from composer_mesh.services.offline.session import TeacherClient, opened_panel
+from composer_mesh.services.offline.session import TeacherClient, opened_panel, refuse_builtin
 from composer_mesh.services.offline.traces import TraceIndex, index_of, index_traces
 from composer_mesh.tasks.loading import make_task
 
@@ -57,14 +61,48 @@ Teacher = TeacherConfig | Mapping[str, Any] | str
 
 Tools = Sequence[dict[str, Any]]
 NO_TRACES = TraceIndex(None, task="toolbox")
+EXAMPLE = '[{"role": "user", "content": "Hello"}]'
+_CHAT = fail_fast(list[Message])
 
 
 def chat_state(state_id: str, messages: Sequence[Message], action: str | Message) -> StudentState:
-    """Create a state from a chat: the messages before an assistant turn, and the turn's action."""
-    text = action if isinstance(action, str) else message_text(action)
-    seed = int.from_bytes(hashlib.sha256(state_id.encode()).digest()[:4]) >> 1
-    frozen = FrozenState(state_id, list(messages), seed)
+    """Create a state from a chat: the messages before an assistant turn, and the turn's action.
+
+    Raises UnusableMessages for messages or an action that are not those of a chat.
+    """
+    frozen = frozen_state(messages, state_id)
+    (said,) = ({"content": action},) if isinstance(action, str) else _messages([action], "action")
+    try:
+        text = message_text(said)
+    except ValueError as error:
+        raise UnusableMessages(f"action: {error}") from None
     return StudentState(frozen, state_id, 0, text, [], [], 0)
+
+
+def frozen_state(messages: Sequence[Message], state_id: str = "") -> FrozenState:
+    """Return the state of a teacher's input; without an id it has that of its messages.
+
+    Raises UnusableMessages for messages that are not those of a chat.
+    """
+    if not isinstance(state_id, str):
+        raise UnusableMessages(f"state_id is {state_id!r} but must be a text: pass a str")
+    chat = _messages(messages, "messages")
+    state_id = state_id or content_key(chat)
+    seed = int.from_bytes(hashlib.sha256(state_id.encode()).digest()[:4]) >> 1
+    return FrozenState(state_id, chat, seed)
+
+
+def _messages(given: Any, name: str) -> list[Message]:
+    """Return the messages of a chat; raise UnusableMessages."""
+    try:
+        chat: list[Message] = _CHAT.validate_python(given)
+    except ValidationError as error:
+        raise UnusableMessages(
+            f"{name} must be messages of a chat, such as {EXAMPLE}: {place_and_text(error)}"
+        ) from None
+    if not chat:
+        raise UnusableMessages(f"{name} is empty: pass one message or more, such as {EXAMPLE}")
+    return chat
 
 
 async def replay_trace(
@@ -87,13 +125,13 @@ async def replay_trace(
     that affect every query. Teachers of kind "builtin" need traces of a run: see
     `replay_and_normalize_trace`.
     """
-    config = _asking(teachers, overrides, max_total_usd)
+    config = query_config(teachers, overrides, max_total_usd)
     frozen = [state.state if isinstance(state, StudentState) else state for state in states]
     _refuse_repeated([state.state_id for state in frozen])
     count = len(config.replay.teachers) if n is None else n
     if not 1 <= count <= len(config.replay.teachers):
         raise ReplayRefused(f"n is {n}, but there are {len(teachers)} teachers: ask 1 to that many")
-    with _kept_in(folder) as place:
+    with kept_in(folder) as place:
         async with opened_panel(
             config,
             None,
@@ -162,7 +200,7 @@ async def replay_and_normalize_trace(
     needed = tools is None or config.replay.has_builtin_teachers
     task = make_task(config) if needed else None
     tools = task.tools if task is not None and tools is None else list(tools or ())
-    with _kept_in(folder) as place:
+    with kept_in(folder) as place:
         async with opened_panel(
             config,
             task,
@@ -220,9 +258,11 @@ def in_memory_config(
     return offline_config(NO_TRACES, _tables(teachers), overrides, max_total_usd)
 
 
-def _asking(teachers: Sequence[Teacher], overrides: Sequence[str], usd: float) -> Config:
-    """Return the config of a job without traces."""
-    return offline_config(NO_TRACES, _tables(teachers), overrides, usd, makes_pairs=False)
+def query_config(teachers: Sequence[Teacher], overrides: Sequence[str], usd: float) -> Config:
+    """Return the config of a job without traces; raise ReplayRefused for a builtin teacher."""
+    config = offline_config(NO_TRACES, _tables(teachers), overrides, usd, makes_pairs=False)
+    refuse_builtin(config)
+    return config
 
 
 def _tables(teachers: Sequence[Teacher]) -> list[dict[str, Any]]:
@@ -249,7 +289,8 @@ def _refuse_repeated(ids: Sequence[str]) -> None:
 
 
 @contextmanager
-def _kept_in(folder: Path | None) -> Iterator[Path]:
+def kept_in(folder: Path | None) -> Iterator[Path]:
+    """Yield the folder, or one that is deleted afterwards."""
     if folder is not None:
         yield folder
         return

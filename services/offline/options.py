@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_mesh.services.directory.claim import output_path
-
 CONCURRENCY = 64
 
 
@@ -48,76 +46,25 @@ class ReplayOptions:
                 )
         if self.out is None and not self.dry_run:
             raise ReplayRefused(
-                "--out is not given but the pairs need a place: add --out pairs.jsonl, or "
+                "--output is not given but the pairs need a place: add --output pairs.jsonl, or "
                 "--dry-run to see the price only"
             )
         if self.report is not None and not self.report.absolute().parent.is_dir():
             raise ReplayRefused(
-                f"--json {self.report} must be a file in a folder that is there: correct it"
+                f"--report {self.report} must be a file in a folder that is there: correct it"
             )
 
 
 def read_options(arguments: argparse.Namespace) -> ReplayOptions:
     """Convert the parsed command line to options; raise `ReplayRefused`."""
     return ReplayOptions(
-        arguments.traces,
-        arguments.out,
+        arguments.run,
+        arguments.output,
         arguments.teachers,
         arguments.max_usd,
         tuple(arguments.set),
         arguments.dry_run,
         arguments.limit,
         arguments.concurrency,
-        arguments.json,
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `composer-mesh replay` to a parser."""
-    parser.add_argument(
-        "traces",
-        type=Path,
-        metavar="TRACES",
-        help="a run directory, its traces folder, or a .jsonl file of traces",
-    )
-    parser.add_argument(
-        "--teachers",
-        metavar="SPEC",
-        help="a TOML file with [replay] and [[replay.teachers]], or OpenRouter model ids with "
-        "commas between them; the run's own teachers when not given",
-    )
-    parser.add_argument(
-        "--max-usd",
-        type=float,
-        metavar="USD",
-        help="most that this replay may cost, all its repetitions together; replay.budget.usd "
-        "when not given",
-    )
-    parser.add_argument(
-        "--out",
-        type=output_path,
-        metavar="FILE",
-        help="where the pairs are written, as JSON lines; what has been paid for is next to it in "
-        "FILE.replay, so that the same command continues",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=V",
-        help="override one key of the config; may be given many times",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="price the job and stop; asks no teacher"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask about the first N states only")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=CONCURRENCY,
-        metavar="N",
-        help=f"states under way at once; {CONCURRENCY} by default",
-    )
-    parser.add_argument(
-        "--json", type=output_path, metavar="REPORT", help="write the report there as well"
+        arguments.report,
     )

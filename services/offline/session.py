@@ -67,9 +67,7 @@ async def opened_panel(
     query: no key, no price, a file that is or becomes unusable.
     """
     with served_experts(config, task, environ) as (url, environ):
-        settings = patient(panel_settings(config, url, folder, tools))
-        if answers is not None and config.replay.cache is None:
-            settings = replace(settings, cache=answers)
+        settings = patient(cached_in(answers, config, panel_settings(config, url, folder, tools)))
         try:
             panel = await TeacherPanel.open(settings, environ=environ, transport=transport)
             try:
@@ -81,13 +79,20 @@ async def opened_panel(
             raise ReplayRefused(str(error)) from error
 
 
+def cached_in(answers: Path | None, config: Config, settings: PanelSettings) -> PanelSettings:
+    """Return the settings with a file of answers, where the config names none."""
+    if answers is None or config.replay.cache is not None:
+        return settings
+    return replace(settings, cache=answers)
+
+
 def refuse_unpayable(teachers: Sequence[TeacherEndpoint], usd: float) -> None:
     """Raise `ReplayRefused` for a teacher that costs money when the spending limit is 0."""
     for teacher in teachers if usd == 0 else ():
         if teacher.prices is None or not teacher.prices.free:
             raise ReplayRefused(
                 f"the ceiling is 0 dollars but teacher {teacher.name!r} costs money, so it could "
-                "never be queried: say with --max-usd what this may cost"
+                "never be queried: say with --max-usd (max_total_usd in Python) what this may cost"
             )
 
 
@@ -97,18 +102,24 @@ def served_experts(
 ) -> Iterator[tuple[str, Environ]]:
     """Serve the builtin teachers, if any; yield their URL and the environment with their key."""
     builtin = [teacher for teacher in config.replay.teachers if teacher.kind == "builtin"]
-    if not builtin:
+    if not builtin or task is None:
+        refuse_builtin(config)
         yield UNSERVED, environ
         return
-    if task is None:
-        raise ReplayRefused(
-            f"teacher {builtin[0].name!r} is builtin, and knows the answers to traces of a run "
-            "only: give such traces, or another teacher"
-        )
     token = new_token()
     experts = [Expert(teacher.name, teacher.error_rate or 0.0) for teacher in builtin]
     with ExpertServer(ExpertPanel(task, config.run.seed, experts), token) as server:
         yield server.base_url, {**environ, TOKEN_ENV: token}
+
+
+def refuse_builtin(config: Config) -> None:
+    """Raise `ReplayRefused` for a teacher that needs the task of a run."""
+    for teacher in config.replay.teachers:
+        if teacher.kind == "builtin":
+            raise ReplayRefused(
+                f"teacher {teacher.name!r} is builtin, and knows the answers to traces of a run "
+                "only: give such traces, or another teacher"
+            )
 
 
 def patient(settings: PanelSettings) -> PanelSettings:

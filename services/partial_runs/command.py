@@ -167,6 +167,7 @@ class PartialRun(TrainingRun, ABC):
 
     async def _train_on(self, mesh: RunMesh) -> None:
         task = make_task(self.config)
+        await self._keep_hint_templates(task)
         self.view.phase("preparing the policy")
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
@@ -207,8 +208,8 @@ class SamplingRun(PartialRun):
         where = f"{sampled.step} of {self.config.run.steps}"
         self.event("rollouts_sampled", "", f"{where}: {sampled}", **fields)
 
-    def _progress(self) -> tuple[int, int]:
-        return (len(self.rollouts.done) if self.rollouts else 0, self.restarts)
+    def _steps_done(self) -> int:
+        return len(self.rollouts.done) if self.rollouts else 0
 
 
 @dataclass
@@ -270,8 +271,8 @@ class TrainFromTracesRun(PartialRun):
         # Stored steps contain late-reward corrections, which this config may not enable.
         before = load_config(self.root / "config.toml", model_later=True)
         late = make_late_rewards(before, self.source.rewards, advantages, report)
-        unwritten = FirstReasons(partial(self.event, "hint_not_written", "trainer"))
+        unwritten = FirstReasons(partial(self.event, "hints_missing", "trainer"))
         return StepBuilder(Batcher(self.config, task, chat, advantages, unwritten), late)
 
-    def _progress(self) -> tuple[int, int]:
-        return (self.training.step if self.training else 0, self.restarts)
+    def _steps_done(self) -> int:
+        return self.training.step if self.training else 0

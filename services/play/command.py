@@ -7,19 +7,21 @@ Prints a played episode. What a task or a model wrote is printed as plain text.
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.actors.mcp_servers.servers import serving, with_tools
 from composer_mesh.actors.provider.errors import ProviderError
 from composer_mesh.configs.load import load_config, resolve_config
+from composer_mesh.configs.presets import is_config
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
-from composer_mesh.rollouts.hints import TEMPLATES, HintTemplateError, HintTemplates
+from composer_mesh.rollouts.hints import HintTemplateError, HintTemplates, hint_templates
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text, message_text
 from composer_mesh.rollouts.traces import ErrorSite, Message, Split
@@ -33,9 +35,13 @@ from composer_mesh.tasks.task import Task
 
 LONGEST_SCRIPT = 1 << 24
 HELP = (
-    'a line is an answer; /call NAME {"argument": 1} calls a tool, /state shows the conversation, '
-    "/quit ends; // begins an answer with a /"
+    '{example} or /call NAME {{"argument": 1}} calls a tool; /state shows the conversation, /quit '
+    "ends; any other line is an answer, and // begins one with a /"
 )
+CONSTANTS = {"true": True, "false": False, "null": None}
+"""Values of JSON that a call may have in place of Python's."""
+Tools = Mapping[str, Sequence[str]]
+"""The names of each tool's parameters, in order."""
 
 
 class PlayRefused(Exception):
@@ -53,13 +59,13 @@ Policy = Callable[[TimedEpisode], str | None]
 class Script:
     """The lines of a file, an action each; empty ones are skipped."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._lines = path, _numbered(path)
+    def __init__(self, path: Path, tools: Tools) -> None:
+        self._path, self._lines, self._tools = path, _numbered(path), tools
 
     def __call__(self, _episode: TimedEpisode) -> str | None:
         for number, line in self._lines:
             try:
-                return action_of(line)
+                return action_of(line, self._tools)
             except BadLine as bad:
                 raise PlayRefused(f"--scripted {self._path}, line {number}: {bad}") from None
         return None
@@ -72,35 +78,49 @@ class HumanPolicy:
     read: Callable[[str], str]
     show_state: Callable[[TimedEpisode], None]
     tell: Callable[[str], None]
+    tools: Tools
 
     def __call__(self, episode: TimedEpisode) -> str | None:
         turn = sum(message["role"] == "assistant" for message in episode.messages)
         while line := self.read(f"{turn}> "):
             match line.strip():
                 case "":
-                    self.tell(HELP)
+                    self.tell(syntax(self.tools))
                 case "/quit":
                     return None
                 case "/state":
                     self.show_state(episode)
                 case text:
                     try:
-                        return action_of(text)
+                        return action_of(text, self.tools)
                     except BadLine as bad:
                         self.tell(str(bad))
         return None
 
 
-def action_of(line: str) -> str:
+def tools_of(task: Task) -> Tools:
+    """Return the tools of a task and their parameters."""
+    functions = [tool["function"] for tool in task.tools]
+    return {one["name"]: list(one["parameters"]["properties"]) for one in functions}
+
+
+def syntax(tools: Tools) -> str:
+    """Return what can be typed, with a tool of the task as the example."""
+    name, parameters = next(iter(tools.items()), ("NAME", ["argument"]))
+    example = f"{name}({', '.join(f'{one}=…' for one in parameters)})"
+    return plain_text(HELP.format(example=example))
+
+
+def action_of(line: str, tools: Tools) -> str:
     """Return the action that a line stands for; raises BadLine."""
     if line.startswith("//"):
         return line[1:]
     if not line.startswith("/"):
-        return line
+        return _call(line.strip(), tools) or line
     word, _, rest = line.partition(" ")
     name, _, written = rest.strip().partition(" ")
     if word != "/call" or not name:
-        raise BadLine(f"{plain_text(line, 40)} is no command: {HELP}")
+        raise BadLine(f"{plain_text(line, 40)} is no command: {syntax(tools)}")
     try:
         arguments = json.loads(written or "{}")
     except (ValueError, RecursionError) as error:
@@ -111,6 +131,47 @@ def action_of(line: str) -> str:
             'an object: write them as {"name": value}'
         )
     return call_text(name, arguments)
+
+
+def _call(line: str, tools: Tools) -> str | None:
+    """Return the action of a line such as `add(by=2)`; None if it calls no tool of the task.
+
+    Values are literals, and nothing of the line is evaluated. Raises BadLine.
+    """
+    name, opened, _ = line.partition("(")
+    if not opened or name.strip() not in tools or not line.endswith(")"):
+        return None
+    parameters = tools[name.strip()]
+    try:
+        call = ast.parse(line, mode="eval").body
+        if not isinstance(call, ast.Call) or any(word.arg is None for word in call.keywords):
+            raise ValueError("it is no call of one tool")
+        if len(call.args) > len(parameters):
+            raise ValueError(f"it has {len(call.args)} values for {len(parameters)} parameters")
+        given = dict(zip(parameters, map(_value, call.args), strict=False))
+        named = {str(word.arg): _value(word.value) for word in call.keywords}
+        if twice := given.keys() & named.keys():
+            raise ValueError(f"{min(twice)} has two values")
+        return call_text(name.strip(), json.loads(json.dumps(given | named, allow_nan=False)))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        written = ", ".join(f"{one}=VALUE" for one in parameters)
+        raise BadLine(
+            plain_text(
+                f"{line[:60]} is no call ({reason[:80]}): write {name.strip()}({written}) with "
+                "literal values, or // before an answer that looks like one"
+            )
+        ) from None
+
+
+def _value(node: ast.expr) -> object:
+    """Return the value of a literal; raises ValueError for anything else."""
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)[:40]} is no literal value") from None
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -207,6 +268,8 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
     task = make_task(config)
     check_judge_keys(config)
     _print(title_lines(task, options.split, options.episode))
+    if not options.scripted:
+        _print([syntax(tools_of(task))])
     try:
         with serving(config, task), local_judges(config, task, None):
             play(config, task, options, _policy(task, options.scripted), _print)
@@ -216,8 +279,8 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
 
 
 def config_of(target: str, overrides: Sequence[str]) -> Config:
-    """Return the config at a path that ends in .toml, or one for a task alone."""
-    if target.endswith(".toml"):
+    """Return the config at a path that ends in .toml, that of a preset, or one for a task alone."""
+    if is_config(target):
         return load_config(Path(target), overrides, model_later=True)
     table = {"run": {"name": "play", "steps": 1}, "data": {"task": target}}
     return resolve_config(table, overrides, target)
@@ -231,7 +294,7 @@ def play(
     show: Callable[[Iterable[str]], None],
 ) -> None:
     """Play one episode to its end, or until the policy stops, and show each turn."""
-    templates = TEMPLATES.extended({**task.hint_templates, **config.sdpo.hints.templates})
+    templates = hint_templates(task.hint_templates, config.sdpo.hints.templates)
     chosen = task.pick(options.split, options.episode)
     turns, done = 0, False
     with TimedEpisode(task, chosen, config.environment.call_s) as episode:
@@ -253,10 +316,13 @@ def play(
 def _policy(task: Task, scripted: str) -> Policy:
     if not scripted:
         return HumanPolicy(
-            _read, lambda one: _print(message_lines(one.messages)), lambda t: _print([t])
+            _read,
+            lambda one: _print(message_lines(one.messages)),
+            lambda text: _print([text]),
+            tools_of(task),
         )
     if scripted != "expert":
-        return Script(Path(scripted))
+        return Script(Path(scripted), tools_of(task))
     if not task.has_expert:
         raise PlayRefused(
             f"--scripted is 'expert' but task {task.name!r} has none: define "

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from composer_mesh.mesh.failures import cause_of
+from composer_mesh.mesh.failures import cause_of, states_its_cause
 from composer_mesh.mesh.spawned import working_together
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy
 from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, together
@@ -265,7 +265,11 @@ class Membership:
 
     async def _without_failed(self, call: Call, found: dict[Replica, Any]) -> dict[Replica, Any]:
         """Drop the replicas that failed, unless the actor that they read from has died."""
-        failed = {one: error for one, error in found.items() if isinstance(error, Exception)}
+        failed = {
+            one: error
+            for one, error in found.items()
+            if isinstance(error, Exception) and not states_its_cause(error)
+        }
         if failed and (died := await source_ended(call)):
             raise died
         for replica, error in failed.items():

@@ -19,7 +19,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-from composer_mesh.mesh.failures import cause_of, classify, error_key, is_deterministic
+from composer_mesh.mesh.failures import (
+    cause_of,
+    classify,
+    error_key,
+    is_deterministic,
+    states_its_cause,
+)
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.services.pool.replicas import Replica, ReplicaSpec, RestartRules
@@ -81,7 +87,8 @@ class RestartsGivenUp(Exception):
 async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Awaitable[T]]) -> T:
     """Start a replacement, with the waits and retries that the budget allows.
 
-    Raises `RestartsGivenUp` once no restart is left, or when two fail by the same bug.
+    Raises `RestartsGivenUp` once no restart is left, or for a bug: at once where the error states
+    that it is one, as of a user's function, else when two fail alike.
     """
     loop, error = asyncio.get_running_loop(), died
     while (wait_s := budget.take(loop.time())) is not None:
@@ -90,6 +97,8 @@ async def restart(budget: RestartBudget, died: Exception, start: Callable[[], Aw
             started = await start()
         except Exception as failed:
             error = failed
+            if states_its_cause(failed):
+                raise RestartsGivenUp(failed, "another process would fail alike") from failed
             if budget.repeats_its_error(failed):
                 raise RestartsGivenUp(failed, "it failed in the same way twice") from failed
         else:

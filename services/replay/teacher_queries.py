@@ -25,6 +25,7 @@ from composer_mesh.rollouts.pairs import (
     PreferencePair,
     StudentState,
     TeacherAnswer,
+    TeacherFailure,
     TeacherReply,
     pair_from_json,
     pair_to_json,
@@ -160,4 +161,11 @@ def decided(state: StudentState, replies: Sequence[TeacherReply], threshold: int
         cached=sum(answer.cached for answer in answers),
         usd=sum(reply.usd for reply in replies),
         failures=Counter(failure.kind.value for failure in failures),
+        failed_by=Counter(map(_place, failures)),
+        answered_by=Counter(answer.teacher for answer in answers),
+        reasons={_place(failure): failure.text for failure in reversed(failures)},
     )
+
+
+def _place(failure: TeacherFailure) -> str:
+    return f"{failure.cause}/{failure.teacher}"

@@ -1,17 +1,13 @@
 """The train command: builds a run from its config, runs it and shuts it down.
 
 Owns the start and stop order and what is reported to the user; the controller runs the loop.
-
-What a run says of an error that no part of it has worded.
 """
 
 import asyncio
-import errno
 import os
 import secrets
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,41 +16,37 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from composer_mesh.actors.checkpoints.folder import (
-    CheckpointFailed,
-    UnreadableCheckpoint,
-)
-from composer_mesh.actors.learning.weight_update import GradientNotFinite
 from composer_mesh.actors.models.template_process import open_chat
 from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.sqlite_file import StoreError
 from composer_mesh.configs.changes import Change
-from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.plugins import PluginFailed
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.failures import recorded_by
 from composer_mesh.mesh.loop_watchdog import watch_this_loop
 from composer_mesh.mesh.open_folder import write_whole
 from composer_mesh.mesh.pyspy import StackDump
 from composer_mesh.mesh.spawn import START_DEADLINE_S, MeshHost
-from composer_mesh.mesh.supervision import MeshError, Supervisor
+from composer_mesh.mesh.supervision import Supervisor
 from composer_mesh.mesh.transport import transport_name
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.mesh.weights.choice import Transport
-from composer_mesh.mesh.weights.manifest import TransportUnavailable
-from composer_mesh.planning.placement_solver import NoCapacity
-from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError
+from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
+from composer_mesh.rollouts.hints import hint_templates
 from composer_mesh.services.checks.keys import held_keys
 from composer_mesh.services.controller import Controller
+from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
-from composer_mesh.services.inspection.census import failure_line, placed
+from composer_mesh.services.directory.status import Progress, earlier_progress
+from composer_mesh.services.inspection.census import placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import TakenPairs
+from composer_mesh.services.run.failure_report import FailureReport, report_failure
 from composer_mesh.services.run.hosts import RunHosts
 from composer_mesh.services.run.mesh import RunMesh
-from composer_mesh.services.run.parts import RunParts
+from composer_mesh.services.run.parts import RunParts, TimelineView
 from composer_mesh.services.run.preload import PRELOAD
 from composer_mesh.services.run.resume_loader import ResumeContents, load_resume_state
 from composer_mesh.services.run.tracking import RunTrackers, TrackedView, final_report
@@ -68,11 +60,8 @@ from composer_mesh.services.schedule.stopping import (
     grace_s,
     until_interrupted,
 )
-from composer_mesh.services.steps.step_manifest import UnreadableManifest
-from composer_mesh.services.store.rows import DamagedRecord
 from composer_mesh.services.store.writing import RunStore, disk_error
 from composer_mesh.services.training.fault_tolerant_trainer import FaultTolerantTrainer
-from composer_mesh.tasks.errors import TaskError
 from composer_mesh.tasks.loading import fewer_episodes, heldout_indices, make_task
 from composer_mesh.tasks.task import Task
 
@@ -102,29 +91,10 @@ def with_member(config: Config, root: Path) -> Config:
     return config.model_copy(update={"islands": islands})
 
 
-OF_DISKS = frozenset(
-    (errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
-)
-"""Errors of a disk that is full, forbidden or broken, whoever writes to it."""
-
-
-def unexpected(error: Exception, root: Path) -> str:
-    """Return one line for a disk that does not take what a run writes, else the traceback."""
-    if isinstance(error, OSError) and error.errno in OF_DISKS:
-        return str(disk_error(root, error))
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
 FAILED = 1
 UNGUARDED = (
     "task {} states no verified answer, so hints are not checked for it: define verified_answer()"
 )
-ONE_LINE = (
-    *(DamagedRecord, RunDirectoryError, StoreError, TransportUnavailable),
-    *(ChatTemplateError, CheckpointFailed, ConfigError, NoCapacity, TaskError),
-    *(GradientNotFinite, PluginFailed, UnreadableCheckpoint, UnreadableManifest),
-)
-"""Errors whose message is complete, so no traceback is printed."""
 
 
 def train_command(
@@ -139,7 +109,6 @@ def train_command(
     `resumed` is not None for a resumed run: its config changes, possibly none. However many signals
     arrive, the run is shut down and its summary written.
     """
-    began = time.monotonic()
     ceiling = config.replay.budget.usd if config.replay.on else None
     shown = RunView(config.run.name, config.run.steps, ceiling_usd=ceiling)
     with RunStore(output, config) as store, shown as view:
@@ -150,9 +119,9 @@ def train_command(
         final_report(
             output,
             config.run.name,
-            wall_s=time.monotonic() - began,
+            configured=run.channels,
+            progress=run.progress(),
             evaluations=run.evaluations,
-            restarts=run.restarts,
             rest=run.rest,
         )
     except OSError as error:
@@ -183,22 +152,31 @@ class TrainingRun:
     _past: ResumeContents = field(default_factory=ResumeContents)
     _watch: RunWatch = field(init=False)
     _trackers: RunTrackers = field(init=False)
+    _earlier: Progress = field(default_factory=Progress)
+    _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        if self.resumed is not None:
+            self._earlier = earlier_progress(self.store.root)
         self._trackers = RunTrackers(self.config, self.store.root, self.event)
         self._watch = RunWatch(
             self.store.root,
             self.config.run,
             self.view,
             self.event,
-            self._progress,
+            self.progress,
             {"stop": self.stop, "join": self.join, "stacks": self.stacks},
         )
 
     @property
     def restarts(self) -> int:
-        """Number of processes started as replacements."""
+        """Number of processes started as replacements in this session."""
         return sum(part.restarts for part in (self._mesh, self._trainer) if part is not None)
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the channels that the run trains."""
+        return self.config.configured_channels
 
     @property
     def evaluations(self) -> list[Any]:
@@ -216,7 +194,7 @@ class TrainingRun:
         """Start the mesh, run the controller, stop the mesh; returns the exit status."""
         watch_this_loop("controller")
         supervisor = Supervisor(self.event)
-        state = "failed"
+        state, reported = "failed", FailureReport()
         try:
             with held_keys(self.config) as self._keys:
                 await self._live_with_hosts(supervisor)
@@ -225,17 +203,12 @@ class TrainingRun:
         except asyncio.CancelledError:
             state = "stopped"
             raise
-        except MeshError as error:
-            self.failure = failure_line(error, MeshHost.name)
-            return FAILED
-        except ONE_LINE as error:
-            self.failure = str(error)
-            return FAILED
         except Exception as error:  # noqa: BLE001  supervision boundary: results are kept
-            self.failure = unexpected(error, self.store.root)
+            reported = report_failure(error, self.store.root)
+            self.failure = reported.text
             return FAILED
         finally:
-            self.event(f"run_{state}", "", self.failure.rpartition("\n")[2] or self._left(state))
+            self.event(f"run_{state}", "", reported.line or self._left(state))
             await self._watch.ended(state)
             await self._trackers.close(state)
 
@@ -324,9 +297,9 @@ class TrainingRun:
         self.view.transport(transport)
         detail = f"weights travel by {weights}, teacher signals by {signals}"
         self.event("transport", "", detail, weights=weights.name)
+        host.started = lambda one: self.event("actor_started", one.name, f"process {one.pid}")
         mesh = self._mesh = await self._start_mesh(config, host)
-        for actor in host.actors:
-            self.event("actor_started", actor.name, f"process {actor.pid}")
+        host.started = None  # replacements have events of their own
         try:
             async with self._watch.over(mesh):
                 try:
@@ -350,6 +323,7 @@ class TrainingRun:
             self.event("evaluation_smaller", "", fewer)
         if self.config.sdpo.on and not task.states_answers:
             self.event("hints_unguarded", "", UNGUARDED.format(task.name))
+        await self._keep_hint_templates(task)
         folder = await mesh.prepare()
         self.event("policy_ready", "trainer", str(folder))
         self.view.phase("loading the policy")
@@ -357,6 +331,11 @@ class TrainingRun:
             await asyncio.to_thread(check_chat, chat, hints=self.config.sdpo.on)
             self.event("chat_format", "trainer", chat.described)
             await self._train_from(mesh, folder, task, chat, heldout)
+
+    async def _keep_hint_templates(self, task: Task) -> None:
+        if self.config.sdpo.on:
+            known = hint_templates(task.hint_templates, self.config.sdpo.hints.templates)
+            await self.store.keep_hint_templates(known)
 
     async def _train_from(
         self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat, heldout: Sequence[int]
@@ -368,12 +347,16 @@ class TrainingRun:
         )
         parts = self._parts(mesh, task, chat)
         trainer = self._trainer = parts.trainer(resumed_from)
-        controller = self.controller = await parts.controller(
-            trainer, TrackedView(self.view, self._trackers), past, heldout
-        )
-        controller.stopping = self.stopping
-        self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
-        await trainer.during(self._train(trainer, controller))
+        async with TimelineView(
+            TrackedView(self.view, self._trackers),
+            mesh.take_activity,
+            self.store.add_timeline,
+            recorded_by(self.event),
+        ) as watch:
+            controller = await parts.controller(trainer, watch, past, heldout)
+            self.controller, controller.stopping = controller, self.stopping
+            self._past = ResumeContents(evaluations=past.evaluations)  # it may hold many rollouts
+            await trainer.during(self._train(trainer, controller))
 
     def _parts(self, mesh: RunMesh, task: Task, chat: ChatFormat) -> RunParts:
         return RunParts(self.config, self.store, mesh, task, chat, self.event)
@@ -385,11 +368,21 @@ class TrainingRun:
             controller.resume_state.past.clear()  # the trainer holds those it needs
         await controller.run()
 
-    def _progress(self) -> tuple[int, int]:
-        step = self.controller.step if self.controller else self._past.steps
-        return (step, self.restarts)
+    def progress(self) -> Progress:
+        """Return how far the run is, with what its earlier sessions took."""
+        earlier = self._earlier
+        return Progress(
+            self._steps_done(),
+            earlier.restarts + self.restarts,
+            earlier.sessions + 1,
+            earlier.wall_s + time.monotonic() - self._began,
+        )
+
+    def _steps_done(self) -> int:
+        return self.controller.step if self.controller else self._past.steps
 
     def event(self, kind: str, actor: str, detail: str, /, **fields: Any) -> None:
         """Record an event and show it."""
         self.store.add_event(kind, actor, detail, placed(actor, fields))
-        self.view.event(" ".join(part for part in (kind, actor, detail) if part))
+        show = self.view.warning if kind in WARNINGS else self.view.event
+        show(" ".join(part for part in (kind, actor, detail) if part))

@@ -6,6 +6,7 @@ The controller coordinates their work; the supervisor handles their deaths.
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from composer_mesh.actors.provider.endpoint import Keys
 from composer_mesh.actors.reference import ReferenceActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.failures import cause_of
-from composer_mesh.mesh.heartbeat import HeartbeatRules
+from composer_mesh.mesh.heartbeat import Busy, HeartbeatRules
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, Recorder
@@ -246,6 +247,15 @@ class RunMesh:
         used = {actor.name: seconds for actor, seconds in described if seconds is not None}
         percent = self._cpu.look(used)
         return [replace(actor, cpu_percent=percent.get(actor.name)) for actor, _ in described]
+
+    async def take_activity(self) -> list[Busy]:
+        """Return the actors' busy intervals since the last request.
+
+        These are the controller's own calls, and those that actors of any host served for others.
+        """
+        own = self.host.activity.take()
+        served = await asyncio.gather(*(actor.take_activity() for actor in self.host.actors))
+        return [*own, *chain.from_iterable(served)]
 
 
 async def _if(wanted: bool, start: Callable[..., Awaitable[Any]], *args: Any) -> Any:

@@ -1,10 +1,11 @@
 """Builds the controller and trainer of a run from its config, store and live actors.
 
-The timeline of a run: what each actor did for the controller, one line of a file for each step.
+The timeline of a run: what each actor did for its callers, one line of a file for each step.
 
-    {"step": 12, "began": ..., "ended": ..., "busy": [["trainer", "train", began, ended], ...]}
+    {"step": 12, "began": ..., "ended": ..., "worked": {"trainer": 1.25, ...},
+     "busy": [["trainer", "train", began, ended], ...]}
 
-Times are seconds since 1970. Calls that only ask how an actor is are left out.
+`worked` has seconds; other times are seconds since 1970. Calls that are no work are left out.
 
 Makes the order of a run's training episodes, with what the run has measured so far.
 """
@@ -13,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.heartbeat import Busy
-from composer_mesh.mesh.waiting import in_thread
+from composer_mesh.mesh.waiting import BackgroundTasks, Failed, in_thread
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, TaskSource
 from composer_mesh.rollouts.number_words import load_rules
@@ -73,29 +74,42 @@ def make_episode_order(config: Config, task: Task, past: ResumeContents) -> Epis
 
 
 NOT_WORK = frozenset({"describe", "close_calls", "forget", "hold", "waiting", "connect", "release"})
-SHORTEST_S = 0.001
+GAPS = 400
+"""Intervals of one endpoint are joined where less than this part of a step is between them."""
 MOST_OF_A_STEP = 400
-"""Intervals of a step that are written, the longest ones."""
+"""Intervals of a step that are written, the longest ones of each actor."""
 
 
 class TimelineView:
-    """The display of a run that also writes the timeline, by `write`, with each step."""
+    """The display of a run that also writes the timeline, by `write`, with each step.
+
+    `take` returns the busy intervals since the last call. It may wait for actors, so lines are
+    written in the background, in order; leaving the context waits for the last one.
+    """
 
     def __init__(
         self,
         view: Watcher,
-        take: Callable[[], Sequence[Busy]],
+        take: Callable[[], Awaitable[Sequence[Busy]]],
         write: Callable[[Mapping[str, Any]], None],
+        failed: Failed,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._view, self._take, self._write, self._clock = view, take, write, clock
-        self._take()  # what preparations did belongs to no step
+        self._lines, self._one = BackgroundTasks(failed), asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await self._take()  # what preparations did belongs to no step
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._lines.wait()
 
     def update(self, step: Mapping[str, Any]) -> None:
         self._view.update(step)
         ended = self._clock()
         began = ended - float(step.get("time/step_s") or 0.0)
-        self._write(timeline_of(int(step["step"]), began, ended, self._take()))
+        self._lines.start("timeline", self._add_line(int(step["step"]), began, ended))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._view.evaluation(evaluation)
@@ -103,22 +117,60 @@ class TimelineView:
     def phase(self, text: str) -> None:
         self._view.phase(text)
 
+    async def _add_line(self, step: int, began: float, ended: float) -> None:
+        async with self._one:
+            self._write(timeline_of(step, began, ended, await self._take()))
+
 
 def timeline_of(step: int, began: float, ended: float, busy: Sequence[Busy]) -> dict[str, Any]:
-    """Return the line of a step: its longest intervals, in order."""
-    work = [
-        one for one in busy if one.endpoint not in NOT_WORK and one.ended - one.began >= SHORTEST_S
-    ]
-    kept = sorted(work, key=lambda one: one.began - one.ended)[:MOST_OF_A_STEP]
+    """Return the line of a step: the time that each actor worked, and its longest intervals."""
+    actors: dict[str, list[Busy]] = {}
+    for one in busy:
+        if one.endpoint not in NOT_WORK:
+            actors.setdefault(one.actor, []).append(one)
+    most = max(1, MOST_OF_A_STEP // max(1, len(actors)))
+    kept: list[Busy] = []
+    for work in actors.values():
+        bars = joined(work, (ended - began) / GAPS)
+        kept += sorted(bars, key=lambda one: one.began - one.ended)[:most]
     kept.sort(key=lambda one: one.began)
     return {
         "step": step,
         "began": round(began, 3),
         "ended": round(ended, 3),
+        "worked": {
+            name: round(covered_s([(one.began, one.ended) for one in work], began, ended), 3)
+            for name, work in sorted(actors.items())
+        },
         "busy": [
             [one.actor, one.endpoint, round(one.began, 3), round(one.ended, 3)] for one in kept
         ],
     }
+
+
+def joined(busy: Sequence[Busy], gap_s: float) -> list[Busy]:
+    """Return the intervals of one actor, those of an endpoint that are less than a gap apart as
+    one."""
+    last: dict[str, Busy] = {}
+    found: list[Busy] = []
+    for one in sorted(busy, key=lambda one: one.began):
+        before = last.get(one.endpoint)
+        if before is not None and one.began - before.ended < gap_s:
+            last[one.endpoint] = replace(before, ended=max(before.ended, one.ended))
+            continue
+        if before is not None:
+            found.append(before)
+        last[one.endpoint] = one
+    return [*found, *last.values()]
+
+
+def covered_s(spans: Sequence[tuple[float, float]], began: float, ended: float) -> float:
+    """Return the seconds of a step that intervals cover together."""
+    total, until = 0.0, began
+    for begin, end in sorted(spans):
+        begin, end = max(begin, until), min(end, ended)
+        total, until = total + max(0.0, end - begin), max(until, end)
+    return total
 
 
 Event = Callable[..., None]
@@ -193,7 +245,7 @@ class RunParts:
             trainer,
             trainer,
             self.store,
-            TimelineView(watch, self.mesh.host.activity.take, self.store.add_timeline),
+            watch,
             trainer.save,
             trainer.saved,
             self._hint_writing(),
@@ -217,7 +269,7 @@ class RunParts:
         limit_s = self.config.supervision.custom_function_s
         advantages = make_advantages(self.config.advantage, limit_s)
         late = make_late_rewards(self.config, self.store.reading.rewards, advantages, report)
-        unwritten = FirstReasons(partial(self.event, "hint_not_written", "trainer"))
+        unwritten = FirstReasons(partial(self.event, "hints_missing", "trainer"))
         batcher = Batcher(self.config, self.task, self.chat, advantages, unwritten)
         return StepBuilder(batcher, late)
 
@@ -228,8 +280,7 @@ class RunParts:
         closed = self.config.schedule.max_lag == 0
         retries = EpisodeRetries(self.config.supervision, self.store.add_poisoned, self.event)
         retries.restore(past.poisoned, past.sizes, self.config.schedule.group_size)
-        activity = mesh.host.activity
-        workers = RolloutWorkers(pools, self.event, lockstep=closed, activity=activity)
+        workers = RolloutWorkers(pools, self.event, lockstep=closed)
         return Rollouts(workers, retries)
 
     def _pair_stream(self) -> PairStream | None:

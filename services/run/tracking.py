@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,15 @@ from composer_mesh.configs.tracking import TrackerSection
 from composer_mesh.mesh.supervision import Recorder
 from composer_mesh.services.directory.report import (
     METRICS_FILE,
+    TIMELINE_FILE,
     Evaluation,
     read_metrics,
     summary_table,
     write_summary,
 )
+from composer_mesh.services.directory.status import ENDED, EVENTS_FILE, Progress
+from composer_mesh.services.inspection.events_command import FollowedLines, event_of
+from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.steps.ports import Watcher
 from composer_mesh.services.trackers.delivery import Delivery, Names, of_evaluation, trained_tokens
 from composer_mesh.services.trackers.port import TrackedRun, TrackedStep, Tracker, make_tracker
@@ -37,24 +41,69 @@ def final_report(
     output: Path,
     name: str,
     *,
-    wall_s: float,
+    progress: Progress,
+    configured: Sequence[str],
     evaluations: Sequence[Evaluation],
-    restarts: int,
     rest: Mapping[str, Any],
 ) -> None:
     """Write and print the summary of a run, and draw its curve; raises OSError."""
     summary = write_summary(
-        output, wall_s=wall_s, evaluations=evaluations, restarts=restarts, rest=rest
+        output,
+        wall_s=progress.wall_s,
+        configured=configured,
+        evaluations=evaluations,
+        restarts=progress.restarts,
+        sessions=progress.sessions,
+        rest=rest,
     )
     # Imported late, since plotting is not needed before the end.
-    from composer_mesh.services.directory.curve import draw_reward_curve
+    from composer_mesh.services.directory.curve import Death, draw_reward_curve
 
     curve = output / CURVE_FILE
     metrics = read_metrics(output / METRICS_FILE)
-    draw_reward_curve(metrics, curve, evaluations=evaluations, title=name)
+    deaths = [Death(*one) for one in deaths_of(output)]
+    draw_reward_curve(metrics, curve, evaluations=evaluations, deaths=deaths, title=name)
     console = Console()
     console.print(summary_table(name, summary))
     console.print(f"reward curve: {curve}", markup=False, highlight=False, soft_wrap=True)
+
+
+ENDS = frozenset(f"run_{state}" for state in ENDED)
+KILLED = "Killed(sig=9)"
+LONGEST_NAME = 40
+
+
+def deaths_of(run: Path) -> list[tuple[int, str]]:
+    """Return each process of a run that died: the steps that were done by then, and its name.
+
+    A controller has died where a session has no last event. Without a timeline the step is 0.
+    """
+    died: list[tuple[float, str]] = []
+    last: dict[str, Any] = {}
+    for event in _lines(run / EVENTS_FILE):
+        kind, when = event.get("event"), event.get("time")
+        if kind == "actor_died" and isinstance(when, int | float):
+            how = "killed" if KILLED in str(event.get("detail")) else "died"
+            died.append((when, f"{plain_text(str(event.get('actor')), LONGEST_NAME)} {how}"))
+        elif kind == "run_started" and last.get("event", kind) not in (kind, *ENDS):
+            died += [(when, "controller killed")] if isinstance(when, int | float) else []
+        last = event
+    if not died:
+        return []
+    steps = [
+        (end, step)
+        for line in _lines(run / TIMELINE_FILE)
+        if isinstance(end := line.get("ended"), int | float)
+        and isinstance(step := line.get("step"), int)
+    ]
+    return [
+        (max((step for end, step in steps if end <= when), default=0), label)
+        for when, label in died
+    ]
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    return (found for line in FollowedLines(file).new() if (found := event_of(line)) is not None)
 
 
 FOLDER = "trackers"

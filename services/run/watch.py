@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.services.directory.control import Command, Control, ControlRefused
 from composer_mesh.services.directory.status import (
     ActorStatus,
+    Progress,
     RunStatus,
     commands_for,
     write_status,
@@ -122,6 +123,17 @@ class Scaling:
 STATUS_EVERY_S = 2.0
 
 
+def stopped(actors: Sequence[ActorStatus]) -> tuple[ActorStatus, ...]:
+    """Return the actors of a run after its end: dead ones stay so, with the reason."""
+    nothing: Any = dict.fromkeys(("pid", "outstanding", "rss_bytes", "cpu_percent"))
+    return tuple(
+        replace(one, **nothing)
+        if one.state == "dead"
+        else replace(one, **nothing, state="stopped", activity="")
+        for one in actors
+    )
+
+
 class Inspectable(Protocol):
     """The part of a mesh that is shown."""
 
@@ -132,7 +144,7 @@ class Inspectable(Protocol):
 
 
 class RunWatch:
-    """Status and control of one run; `progress` returns its steps and restarts so far.
+    """Status and control of one run; `progress` returns how far it is.
 
     `commands` are accepted in addition to `scale`.
     """
@@ -143,7 +155,7 @@ class RunWatch:
         config: RunConfig,
         view: RunView,
         record: Recorder,
-        progress: Callable[[], tuple[int, int]],
+        progress: Callable[[], Progress],
         commands: Mapping[str, Command] | None = None,
     ) -> None:
         self._root, self._config = root, config
@@ -184,15 +196,15 @@ class RunWatch:
             await watching.close()
 
     async def ended(self, state: str) -> None:
-        """Write the run's final state to its status file. Waits until it is written.
+        """Write the run's final state to its status file, with its last actors as stopped ones.
 
-        The write completes even if the caller is cancelled; a disk error is recorded.
+        Waits until it is written, even if the caller is cancelled; a disk error is recorded.
         """
         self._check_display()
         if not self._known:
             return
         try:
-            await asyncio.shield(self._write(state=state, actors=()))
+            await asyncio.shield(self._write(state=state, actors=stopped(self._shown)))
         except OSError as error:
             self._cannot_tell(error)
 
@@ -257,15 +269,14 @@ class RunWatch:
     def _write(self, **changes: Any) -> asyncio.Future[None]:
         """Write the status in a thread after earlier writes, since the disk may be remote."""
         self._known |= changes
-        step, restarts = self._progress()
+        progress = self._progress()
         status = RunStatus(
             pid=os.getpid(),
             host=this_host(),
             hostname=socket.gethostname(),
-            step=step,
             steps=self._config.steps,
-            policy_version=step,
-            restarts=restarts,
+            policy_version=progress.step,
+            **progress._asdict(),
             hosts=dict(self._hosts.names) if self._hosts else {},
             **self._known,
         )

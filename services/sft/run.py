@@ -186,8 +186,16 @@ class SftStep(PlannedStep):
         return super().metrics(trained) | own | {"reward/mean": None, "reward/success": None}
 
 
+SFT_CHANNELS = ["sft"]
+
+
 class SftController(Controller):
     """Trains the steps of a supervised run; rolls out nothing but evaluations."""
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the channels that the run trains."""
+        return SFT_CHANNELS
 
     def _fill_window(self) -> None:
         """Start no group."""
@@ -238,6 +246,11 @@ class SftRun(TrainingRun):
     """State of one supervised run."""
 
     dataset: Dataset | None = None
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the channels that the run trains."""
+        return SFT_CHANNELS
 
     async def _train_from(
         self, mesh: RunMesh, folder: Path, task: Task, chat: ChatFormat, heldout: Sequence[int]

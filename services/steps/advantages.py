@@ -10,22 +10,12 @@ A rollout's reward has the parts that were given for turns (`Trace.turn_rewards`
 which is on the last turn.
 
 Axes: P prompts, G rollouts of the largest group, K turns of the longest rollout.
-
-Calls a custom advantage function in a process of its own, which is ended if it takes too long.
-
-The function is the user's, and may run for ever: a thread of the controller could not be ended.
-What runs in the process is `advantage_program`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,11 +38,15 @@ from composer_mesh.losses.advantages import (
     rloo_advantages,
     turn_return_advantages,
 )
-from composer_mesh.losses.custom_function import CustomFunctionError
-from composer_mesh.mesh.environment import python_module
-from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
 from composer_mesh.rollouts.batches import Advantage
 from composer_mesh.rollouts.traces import Trace
+from composer_mesh.services.steps.custom_functions import (
+    CustomFunctionProcess,
+    FunctionRequests,
+    Start,
+    asked,
+    shown_rollout,
+)
 
 Groups = Sequence[Sequence[Trace]]
 OfTurns = configs.TurnReturnsAdvantage | configs.MtGrpoAdvantage | configs.GigpoAdvantage
@@ -142,48 +136,6 @@ def _states(groups: Groups, mask: Tensor, kind: str) -> Tensor:
     return states
 
 
-PROGRAM = "composer_mesh.services.steps.advantage_program"
-LOAD_S = 300.0
-"""Longest wait for the import of the function's module, torch included."""
-
-
-class AdvantageRequests(Protocol):
-    """Answers the requests that `advantage_program` describes."""
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]: ...
-
-
-class AdvantageProcess:
-    """Answers requests about a function in a process, which ends with this object.
-
-    A request that takes longer than `limit_s` ends it, and is a `CustomFunctionError`.
-    """
-
-    def __init__(self, import_path: str, limit_s: float) -> None:
-        self._path, self._limit_s = import_path, limit_s
-        self._program = AnsweringProgram(python_module(PROGRAM), os.environ, shows_errors=True)
-        weakref.finalize(self, self._program.close)
-        self._loaded, self._one_at_a_time = False, threading.Lock()
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer. Waits for it, at most `limit_s`, or `LOAD_S` for the first."""
-        with self._one_at_a_time:
-            limit_s = self._limit_s if self._loaded else max(LOAD_S, self._limit_s)
-            try:
-                line = self._program.ask(json.dumps(request).encode(), limit_s)
-            except ProgramFailed as error:
-                raise CustomFunctionError(
-                    self._path,
-                    "",
-                    f"it did not return within {limit_s:g} s, or its process ended "
-                    f"({error.said}): look for a loop without end in it, or raise "
-                    "supervision.custom_function_s",
-                ) from None
-            self._loaded = True
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-
 Advantages = Callable[[Groups], Sequence[Sequence[Advantage]]]
 OfRollouts = (
     configs.GroupAdvantage
@@ -198,7 +150,7 @@ OfRollouts = (
 def make_advantages(
     config: configs.AdvantageConfig,
     limit_s: float = SupervisionConfig().custom_function_s,
-    start: Callable[[str, float], AdvantageRequests] = AdvantageProcess,
+    start: Start = CustomFunctionProcess,
 ) -> Advantages:
     """Return the configured advantage function.
 
@@ -250,37 +202,18 @@ def _own(trace: Trace) -> Advantage:
 class CustomAdvantages:
     """A user's advantage function, called elsewhere."""
 
-    def __init__(self, config: configs.CustomAdvantage, function: AdvantageRequests) -> None:
+    def __init__(self, config: configs.CustomAdvantage, function: FunctionRequests) -> None:
         """Import the function; raises `CustomFunctionError` if it cannot be called."""
         self._function = function
-        self._answer({"import_path": config.import_path, "kwargs": config.kwargs})
+        asked(function, {"import_path": config.import_path, "kwargs": config.kwargs})
 
     def __call__(self, groups: Groups) -> list[list[float]]:
         shown = [[shown_rollout(trace) for trace in group] for group in groups]
         ids = [[trace.trace_id for trace in group] for group in groups]
-        found: list[list[float]] = self._answer({"groups": shown, "ids": ids})["advantages"]
+        found: list[list[float]] = asked(self._function, {"groups": shown, "ids": ids})[
+            "advantages"
+        ]
         return found
-
-    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self._function.answer(request)
-        if "refused" in answer:
-            error = CustomFunctionError(*answer["refused"])
-            error.add_note(answer["traceback"])
-            raise error
-        return answer
-
-
-def shown_rollout(trace: Trace) -> Mapping[str, Any]:
-    """Return what a custom advantage function may read of a rollout; `reward` is PRIME-RL's key."""
-    return {
-        "reward": trace.reward,
-        "turn_rewards": list(trace.turn_rewards),
-        "trace_id": trace.trace_id,
-        "success": trace.success,
-        "turns": len(trace.turns),
-        "completion_len": trace.action_tokens(),
-        "error_sites": len(trace.error_sites),
-    }
 
 
 def _of_turns(config: OfTurns, groups: Groups) -> list[list[Advantage]]:

@@ -23,7 +23,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.advantages import Advantages, trajectory_advantages
-from composer_mesh.services.steps.hint_writing import WrittenHints, templates_of
+from composer_mesh.services.steps.hint_writing import WrittenHints
 from composer_mesh.tasks.task import Task
 
 
@@ -128,7 +128,7 @@ class Batcher:
             self.config.policy.max_context,
             self.config.sdpo.hints,
             worded.written,
-            templates_of(self.task),
+            self.task.hint_templates,
             self.config.sdpo,
         )
         for reason in sites.counts.faults:

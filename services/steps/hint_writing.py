@@ -16,14 +16,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.validation import fail_fast
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.hint_sources import HintCounts, Place, WrittenHint, ordered_sites
-from composer_mesh.rollouts.hints import (
-    TEMPLATES,
-    HintReply,
-    HintRequest,
-    HintTemplates,
-    hint_request,
-    one_line_hint,
-)
+from composer_mesh.rollouts.hints import HintReply, HintRequest, hint_request, one_line_hint
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.steps.ports import HintWriter
 from composer_mesh.tasks.task import Task
@@ -103,7 +96,7 @@ class HintWriting:
         self._sites = config.sdpo.sites
         self._limit = config.sdpo.max_sites_per_step
         self._prompts = config.schedule.prompts_per_step
-        hints, templates = config.sdpo.hints, templates_of(task)
+        hints, templates = config.sdpo.hints, task.hint_templates
         self._sources = hint_sources(chat, attrgetter("answer"), hints, {}, templates)
 
     async def ask(self, group: Sequence[Trace]) -> WrittenHints:
@@ -134,11 +127,6 @@ class HintWriting:
         place = group_id % self._prompts
         parts = (self._limit * (place + 1) // self._prompts, self._limit * place // self._prompts)
         return parts[0] - parts[1]
-
-
-def templates_of(task: Task) -> HintTemplates:
-    """Return the built-in hint templates with those of a task."""
-    return TEMPLATES.extended(task.hint_templates) if task.hint_templates else TEMPLATES
 
 
 def _worded(place: Place, reply: HintReply) -> WrittenHints:

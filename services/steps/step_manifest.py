@@ -29,7 +29,9 @@ class ReplayOutcome:
     """Pairs and counts from querying teachers about some groups. Cached answers cost 0 dollars.
 
     `skipped` states were not worth a query, and `saved` of them would otherwise have fit into the
-    group's share; `failures` counts failed teacher queries by kind.
+    group's share. `failures` counts failed teacher queries by kind, `failed_by` by cause and
+    teacher ("401/NAME"), `answered_by` answers by teacher. `reasons` holds the first message of
+    each cause and teacher, and is not stored.
     """
 
     pairs: list[PreferencePair] = field(default_factory=list)
@@ -41,7 +43,10 @@ class ReplayOutcome:
     usd: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    failed_by: Counter[str] = field(default_factory=Counter)
+    answered_by: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def agreement(self) -> float | None:
@@ -52,6 +57,7 @@ class ReplayOutcome:
     def __iadd__(self, other: "ReplayOutcome") -> "ReplayOutcome":
         for name in ("pairs", *COUNTS, *COUNTERS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.reasons = {**other.reasons, **self.reasons}
         return self
 
 
@@ -110,7 +116,7 @@ class StepManifest:
 
 
 _RECIPE = fail_fast(StepManifest)
-COUNTERS = ("outcomes", "failures", "dropped")
+COUNTERS = ("outcomes", "failures", "failed_by", "answered_by", "dropped")
 COUNTS = ("states", "skipped", "saved", "answers", "cached", "usd")
 
 

@@ -27,6 +27,7 @@ from composer_mesh.services.directory.file_checksums import (
 )
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
+    HINT_TEMPLATES_FILE,
     METRICS_FILE,
     STORE_FILE,
     SUMMARY_FILE,
@@ -54,7 +55,11 @@ LINK = "remove the link, or put in its place what it leads to"
 READ = "correct its permissions"
 AGAIN_WRITTEN = "train --resume writes it again"
 LINES = (EVENTS_FILE, TIMELINE_FILE)
-WHOLE = {CONFIG_FILE: AGAIN_WRITTEN, SUMMARY_FILE: "a run writes it again at its end"}
+WHOLE = {
+    CONFIG_FILE: AGAIN_WRITTEN,
+    HINT_TEMPLATES_FILE: AGAIN_WRITTEN,
+    SUMMARY_FILE: "a run writes it again at its end",
+}
 CHECKED = (
     *("*.sqlite", "traces/", "checkpoints/", METRICS_FILE, EVALUATIONS_FILE),
     *(POISONED_FILE, *LINES, *WHOLE),

@@ -38,6 +38,7 @@ from composer_mesh.services.directory.claim import sign
 from composer_mesh.services.directory.file_checksums import AppendedLines
 from composer_mesh.services.directory.report import (
     EVALUATIONS_FILE,
+    HINT_TEMPLATES_FILE,
     METRICS_FILE,
     TIMELINE_FILE,
     Evaluation,
@@ -234,6 +235,10 @@ class RunStore:
         self._thread.tell(partial(self._records.add_poisoned, body))
         self._thread.tell(partial(self._lines.add, POISONED_FILE, body, copy=True))
 
+    async def keep_hint_templates(self, templates: Mapping[str, str]) -> None:
+        """Write the hint templates of the run, for viewers: they import no task."""
+        await self._thread.call(partial(self._keep_hint_templates, _json(templates) + b"\n"))
+
     async def add_group(self, group_id: int, traces: Sequence[Trace]) -> list[Trace]:
         """Store a finished group, unless it is already stored; return the stored traces."""
         return await self._thread.call(partial(self._add_group, group_id, traces))
@@ -309,6 +314,10 @@ class RunStore:
         for one in repair_on_open(self.root, self._records, self.reading):
             self._note_moved(one)
         self._copy()
+
+    def _keep_hint_templates(self, content: bytes) -> None:
+        write_whole(self.root / HINT_TEMPLATES_FILE, content)
+        self._lines.checksums.whole(HINT_TEMPLATES_FILE, content)
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:

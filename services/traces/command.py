@@ -224,7 +224,7 @@ def export(reader: RunReader, rows: Sequence[Listed], kind: Format, folder: Path
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TracesRefused(
-            f"--out {folder} cannot be made ({error.strerror}): name another folder"
+            f"--output {folder} cannot be made ({error.strerror}): name another folder"
         ) from None
     done = Exported(files)
     drafts = [file.with_name(f".{file.name}{DRAFT}") for file in files]

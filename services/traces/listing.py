@@ -23,14 +23,17 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sdpo import HintsConfig
-from composer_mesh.mesh.untrusted_json import short_reason
+from composer_mesh.configs.validation import fail_fast
+from composer_mesh.mesh.untrusted_json import parsed_json, short_reason
 from composer_mesh.rollouts.hint_sources import Hint, HintCounts, HintSources, Place, WrittenHint
-from composer_mesh.rollouts.hints import TEMPLATES
+from composer_mesh.rollouts.hints import HintTemplates, hint_templates
 from composer_mesh.rollouts.pairs import PreferencePair, pair_from_json
 from composer_mesh.rollouts.traces import Message, Trace, Turn
 from composer_mesh.services.directory.claim import own_content
+from composer_mesh.services.directory.report import HINT_TEMPLATES_FILE
 from composer_mesh.services.steps.hint_writing import worded_from_json
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.row_values import damaged, object_row, stored_pair
@@ -296,13 +299,15 @@ def hints_of(
     answer: str | None,
     written: Mapping[Place, WrittenHint],
     tokens: Callable[[str], int],
+    templates: HintTemplates | None,
 ) -> tuple[list[Hint], list[str]]:
     """Return the first hint of each turn that gets one, and notes about turns without one.
 
-    `written` holds a hint writer's texts by trace and turn.
+    `written` holds a hint writer's texts by trace and turn. `templates` are those of the run; with
+    None, those of its task are unknown.
     """
-    templates = TEMPLATES.extended(config.templates) if config.templates else TEMPLATES
-    sources = HintSources(config, lambda _: answer, tokens, templates, written)
+    known = hint_templates(config.templates) if templates is None else templates
+    sources = HintSources(config, lambda _: answer, tokens, known, written)
     found, notes = list[Hint](), list[str]()
     for turn in sources.turns(trace, group):
         counts = HintCounts()
@@ -310,7 +315,8 @@ def hints_of(
         if hint is not None:
             found.append(hint)
         elif counts.faults:
-            notes.append(f"turn {turn} has no hint: {next(iter(counts.faults))}")
+            why = UNKNOWN_TEMPLATES if templates is None else next(iter(counts.faults))
+            notes.append(f"turn {turn} has no hint: {why}")
         elif counts.refused:
             notes.append(f"turn {turn} has no hint: each one would have stated the answer")
     return found, notes
@@ -327,6 +333,10 @@ def tokenizer_folder(run: Path, policy: Path | None) -> Path | None:
 
 
 CONFIG_FILE = "config.toml"
+MOST_TEMPLATES = 1 << 20
+"""Size in bytes of the largest file of hint templates that is read."""
+_TEMPLATES = fail_fast(dict[str, str])
+UNKNOWN_TEMPLATES = f"the task's templates are unknown, since {HINT_TEMPLATES_FILE} cannot be read"
 DROPPED = "dropped by a filter"
 
 
@@ -348,7 +358,8 @@ def whole_rollout(
             config.sdpo.hints.max_tokens, partial(own_tokenizer, run, config.policy.folder)
         )
         written = _written(reader, one.row.group_id)
-        hints, without = hints_of(trace, group, config.sdpo.hints, answer, written, tokens)
+        known = (written, tokens, stored_templates(run))
+        hints, without = hints_of(trace, group, config.sdpo.hints, answer, *known)
         notes += without
         if tokens.guessed:
             notes.append(
@@ -367,6 +378,15 @@ def whole_rollout(
         figures if isinstance(figures := queries.get("figures"), dict) else {},
         notes,
     )
+
+
+def stored_templates(run: Path) -> HintTemplates | None:
+    """Return the hint templates that a run has stored; None without a file of valid templates."""
+    try:
+        found = parsed_json(read_regular(run / HINT_TEMPLATES_FILE, MOST_TEMPLATES))
+        return HintTemplates(_TEMPLATES.validate_python(found))
+    except (OSError, ValueError):
+        return None
 
 
 def own_tokenizer(run: Path, policy: Path | None) -> Path | None:

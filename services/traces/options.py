@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from composer_mesh.services.directory.claim import output_path
-
 Action = Literal["list", "show", "export"]
 Format = Literal["parquet", "jsonl"]
 SortKey = Literal["group", "reward", "turns", "tokens", "errors", "version"]
@@ -80,7 +78,7 @@ class TracesOptions:
                 f"{self.action} takes no trace_id but got {self.trace!r}: write show"
             )
         if self.action == "export" and self.out is None:
-            raise TracesRefused("export has no place to write to: add --out FOLDER")
+            raise TracesRefused("export has no place to write to: add --output DIR")
         if self.limit < 0:
             raise TracesRefused(
                 f"--limit is {self.limit} but must be 0 or more: 0 shows every rollout"
@@ -109,54 +107,5 @@ def read_options(arguments: argparse.Namespace) -> TracesOptions:
         arguments.json,
         arguments.full,
         arguments.format,
-        arguments.out,
+        arguments.output,
     )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `composer-mesh traces` to a parser."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run")
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=ACTIONS,
-        default="list",
-        help="list the rollouts (the default), show one, or export them",
-    )
-    parser.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="for show: a trace_id, or GROUP/SAMPLE"
-    )
-    _add_filters(parser)
-    _add_list_options(parser)
-    parser.add_argument("--full", action="store_true", help="show long texts to their end")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="parquet", help="of export; parquet by default"
-    )
-    parser.add_argument("--out", type=output_path, metavar="FOLDER", help="where export writes")
-
-
-def _add_filters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--group", type=int, metavar="N", help="of one prompt group")
-    parser.add_argument("--step", type=int, metavar="N", help="that trained step N; 1 is the first")
-    parser.add_argument("--split", choices=("train", "heldout"), help="of one split")
-    parser.add_argument("--min-reward", type=float, metavar="R", help="of this reward or more")
-    parser.add_argument("--max-reward", type=float, metavar="R", help="of this reward or less")
-    parser.add_argument("--failed", action="store_true", help="without success")
-    parser.add_argument(
-        "--error",
-        action="append",
-        default=[],
-        metavar="KIND",
-        help="with an error of this kind; may be given many times",
-    )
-
-
-def _add_list_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sort", choices=SORT_KEYS, default="group", help="group by default, smallest first"
-    )
-    parser.add_argument("--reverse", action="store_true", help="the largest first")
-    parser.add_argument(
-        "--limit", type=int, default=SHOWN, metavar="N", help=f"{SHOWN} by default; 0 for all"
-    )
-    parser.add_argument("--json", action="store_true", help="print each rollout as one object")

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from composer_mesh.actors.checkpoints.folder import Checkpoint, CheckpointFailed
 from composer_mesh.actors.learning.weight_update import GradientNotFinite
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
+from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic, states_its_cause
 from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder
 from composer_mesh.mesh.waiting import cancel_and_wait, unless
 from composer_mesh.rollouts.batches import StepBatch
@@ -263,7 +263,8 @@ class FaultTolerantTrainer:
             self._record(
                 "gradient_not_finite", self._ranks.names()[0], str(cause), **cause.fields()
             )
-            raise cause  # another process would compute the same gradient
+        if states_its_cause(cause):
+            raise cause  # another process would fail alike
         if is_deterministic(cause):
             error = (self._version, error_key(cause))
             if error == self._failed:

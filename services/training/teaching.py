@@ -27,7 +27,7 @@ from composer_mesh.actors.teacher_outputs.messages import TeacherOutputHandle
 from composer_mesh.actors.teacher_outputs.sources import asks_the_student
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
-from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic
+from composer_mesh.mesh.failures import cause_of, error_key, is_deterministic, states_its_cause
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor, while_alive
 from composer_mesh.mesh.supervision import ActorDied, Recorder, RemoteError
@@ -353,7 +353,7 @@ class SdpoTeachers:
             return None
         key, before = error_key(error), self._errors.get(teacher.name)
         self._errors[teacher.name] = key
-        if key == before and is_deterministic(error):
+        if states_its_cause(error) or (key == before and is_deterministic(error)):
             return None
         return ActorDied(teacher.name, cause_of(error))
 

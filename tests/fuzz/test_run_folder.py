@@ -114,7 +114,7 @@ def base(state_home: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights").write_bytes(b"w" * 100)
     write_manifest(checkpoint, 1, written(checkpoint, [checkpoint / "weights"]))
-    write_summary(root, wall_s=2.0)
+    write_summary(root, wall_s=2.0, configured=["policy"])
     (root / ".lock").write_text("4194000\n")
     return root
 

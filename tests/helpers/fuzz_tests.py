@@ -1,4 +1,4 @@
-"""Seeded fuzzing of everything that reads what a stranger wrote; `make fuzz` runs it longer.
+"""Seeded fuzzing of everything that reads what a stranger wrote; `nox -s fuzz` runs it longer.
 
 Every case is made from a seed, and a failure names the seed that repeats it. A test asks `cases(n)`
 for its seeds.
@@ -24,7 +24,7 @@ FIRST_SEED = "COMPOSER_MESH_FUZZ_SEED"
 
 @pytest.fixture(scope="session")
 def cases() -> Callable[[int], Iterator[int]]:
-    """Seeds of `n` cases, times the factor that `make fuzz` sets."""
+    """Seeds of `n` cases, times the factor that `nox -s fuzz` sets."""
     factor, first = int(os.environ.get(FACTOR, "1")), int(os.environ.get(FIRST_SEED, "0"))
 
     def seeds(n: int) -> Iterator[int]:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(TESTS / "unit" / "helpers"))
 sys.path.append(str(TESTS.parent / "benchmarks"))
 sys.path.extend(map(str, TESTS.glob("plugins/*/helpers")))
 
-# The same examples each time, so that a failure is of the change that it comes with; `make fuzz`
+# The same examples each time, so that a failure is of the change that it comes with; `nox -s fuzz`
 # draws others. One that takes long on a busy machine is no failure: no test here is about time.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)

@@ -1,4 +1,4 @@
-"""Calls of real MCP servers from npm and PyPI: `make test-mcp`."""
+"""Calls of real MCP servers from npm and PyPI: `nox -s mcp`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "helpers"))
 
 @pytest.fixture(scope="session")
 def installed() -> Path:
-    """The folder with `node_modules` and `venv`, in which the servers are installed."""
+    """The environment of the session, in which the servers of npm and PyPI are installed."""
     folder = os.environ.get(ASKED_FOR)
     if not folder:
-        pytest.skip(
-            f"installs servers from npm and PyPI: run `make test-mcp`, which sets {ASKED_FOR}"
-        )
+        pytest.skip(f"installs servers from npm and PyPI: run `nox -s mcp`, which sets {ASKED_FOR}")
     return Path(folder).absolute()

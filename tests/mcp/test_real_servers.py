@@ -76,7 +76,7 @@ def test_the_file_server_reads_in_its_folder_and_refuses_others(
 
 
 def test_the_time_server_tells_the_time(installed: Path) -> None:
-    program = installed / "venv" / "bin" / "mcp-server-time"
+    program = installed / "bin" / "mcp-server-time"
     said, tools = asked(
         served(program, "--local-timezone", "UTC"),
         ("get_current_time", {"timezone": "UTC"}),

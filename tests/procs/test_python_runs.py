@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guides import Guide
 from live_run import ENDLESS, PRESET, RUN_DEADLINE_S, SHORT, wait_until
 
 import composer_mesh
@@ -27,20 +28,26 @@ def changes(policy_cache: Path, **more: Any) -> dict[str, Any]:
 
 
 async def test_a_run_is_followed_and_scaled_inside_a_loop(here: Path, policy_cache: Path) -> None:
-    config = load_config(PRESET)
-    run = train(config, changes(policy_cache))
+    run = train(load_config(PRESET), changes(policy_cache, **ENDLESS))
     steps = []
     async for step in run:
         steps.append(step["step"])
         if len(steps) == 1:
             assert run.scale(generator=2) == {"generator": {"before": 1, "after": 2}}
-            assert run.tree()["state"] in ("running", "evaluating", "finished")
-    assert steps == [1, 2, 3]
-    assert run.summary() is not None
+            assert run.tree()["state"] in ("running", "evaluating")
+        if len(steps) == 3:
+            assert run.stop() == 0
+    assert steps == list(range(1, len(steps) + 1))
     assert len(list(run.rollouts())) >= 3 * 2 * 4
     assert run.events()[0]["event"] == "run_started"
     assert list(run.metrics()["step"]) == steps
     assert Run("runs/quickstart").wait().steps() == run.steps()
+
+
+def test_a_run_that_finished_has_a_summary(here: Path, policy_cache: Path) -> None:
+    run = train(PRESET, changes(policy_cache, **{"run.steps": 1}))
+    assert run.summary() is None
+    assert run.wait().summary() is not None
 
 
 def test_a_stopped_run_ended_well_and_a_killed_one_did_not(here: Path, policy_cache: Path) -> None:
@@ -64,3 +71,15 @@ def test_what_cannot_start_is_refused_at_once(here: Path) -> None:
         train(PRESET, output="nothing", resume=True)
     with pytest.raises(RunFailed, match="nothing"):
         composer_mesh.evaluate("nothing")
+
+
+def test_the_code_of_the_guide_runs(
+    here: Path, policy_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "configs").symlink_to(PRESET.parent)
+    (block, *_) = Guide.read("python.md").blocks("python")
+    assert "20}" in block
+    exec(block.replace('{"run.steps": 20}', "short"), {"short": changes(policy_cache)})
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[:-1]] == ["1", "2", "3"]
+    assert 0 <= float(shown[-1]) <= 1

@@ -35,9 +35,36 @@ def test_a_loss_without_end_ends_the_run_with_its_name_and_the_limit(
     assert "custom function 'users_of_a_run.endless': " in failed["detail"]
     assert "did not return within 2 s" in failed["detail"]
     assert failed["detail"] in run.stderr
-    assert len(run.events("trainer_restarted")) <= 1  # an error that comes again is no accident
+    assert "users_of_a_run.py" in failed["detail"]
+    assert not run.events("trainer_restarted")
     assert run.living() == []
     assert run.objects("metrics.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "line", "said"),
+    [
+        ("loss", "misshapen", "(inputs.trainer_logprobs * weights).sum()", "RuntimeError: The siz"),
+        ("advantage", "unscaled", 'ZeroDivisionError("of the user")', "it raised ZeroDivisionErr"),
+    ],
+)
+def test_a_function_that_raises_in_a_step_ends_the_run_with_its_line_and_restarts_nothing(
+    section: str, name: str, line: str, said: str, folder: Path, policy_cache: Path
+) -> None:
+    settings = {**ALONE, **custom(section, name)}
+    with launched(folder.parent / "run", policy_cache, settings, folder) as run:
+        assert run.wait() == 1
+    frame, source, message, log = run.stderr.splitlines()
+    assert frame.startswith(f"composer-mesh: {folder}/users_of_a_run.py:")
+    assert line in source
+    assert said in message
+    file = run.root / "logs" / "errors.log"
+    assert log.endswith("errors.log")
+    assert "Traceback" in file.read_text()
+    (failed,) = run.events("run_failed")
+    assert failed["detail"] == message
+    for kind in ("trainer_restarted", "actor_died", "actor_restarted", "actor_given_up"):
+        assert not run.events(kind)
 
 
 def test_a_step_of_three_times_the_deadline_is_trained_without_a_restart(

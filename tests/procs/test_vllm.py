@@ -21,7 +21,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.generation import GenerationRequest, Truncation
 
 if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed: `make vllm` installs it", allow_module_level=True)
+    pytest.skip("vLLM is not installed: `nox -s vllm` installs it", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 
 if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed: `make vllm` installs it", allow_module_level=True)
+    pytest.skip("vLLM is not installed: `nox -s vllm` installs it", allow_module_level=True)
 pytest.importorskip("peft", exc_type=ModuleNotFoundError)
 
 

@@ -22,7 +22,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed: `make vllm` installs it", allow_module_level=True)
+    pytest.skip("vLLM is not installed: `nox -s vllm` installs it", allow_module_level=True)
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Attacks that need other users, mounts or namespaces: `make test-security`, as root.
+"""Attacks that need other users, mounts or namespaces: `nox -s security`, as root.
 
 The tests make their own users, namespaces and tmpfs, and remove them. They are skipped without root
 and by default.
@@ -21,7 +21,7 @@ ASKED_FOR = "COMPOSER_MESH_TEST_SECURITY"
 def _asked_for_and_root() -> None:
     if not os.environ.get(ASKED_FOR):
         pytest.skip(
-            f"makes users, mounts and namespaces: run `make test-security`, or set {ASKED_FOR}=1"
+            f"makes users, mounts and namespaces: run `nox -s security`, or set {ASKED_FOR}=1"
         )
     if os.geteuid() != 0:
         pytest.skip("needs root, to make users, mounts and namespaces of its own")

@@ -21,6 +21,7 @@ from composer_mesh.services.store.schema import KIND
 
 PRESET = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 DEADLINE_S = 240
+MOST_LINES = 12
 SHORT = (
     *("run.steps=1000", "run.name=disk", "policy.warm_start.steps=2", "eval.episodes=2"),
     *("policy.warm_start.demonstrations=20", "schedule.prompts_per_step=2"),
@@ -78,6 +79,7 @@ def ends_well(status: int, errors: str) -> None:
     assert status in (1, 2), errors[-2000:]
     assert "Traceback" not in errors, errors[-3000:]
     assert len(own) == 1, errors[-2000:]
+    assert len(errors.splitlines()) <= MOST_LINES, errors[-2000:]
     assert any(repair in own[0] for repair in REPAIRS), own[0]
 
 

@@ -119,8 +119,8 @@ class AsyncRun(PartialRun):
         gc.set_threshold(*self._thresholds)
         gc.unfreeze()
 
-    def _progress(self) -> tuple[int, int]:
-        return (self.stream.version if self.ready.is_set() else 0, self.restarts)
+    def _steps_done(self) -> int:
+        return self.stream.version if self.ready.is_set() else 0
 
 
 def next_group(reader: RunReader) -> int:

@@ -26,7 +26,9 @@ def episode_rows(count: int, split: Split = "train", first: int = 0) -> list[dic
     return [{"prompt": f"{split}/{index}"} for index in range(first, first + count)]
 
 
-def reward(*, reward: Sequence[float | None], trace: Sequence[Trace], **columns: Any) -> Any:
+def episode_reward(
+    *, reward: Sequence[float | None], trace: Sequence[Trace], **columns: Any
+) -> Any:
     """Return the rewards that the episodes had; logs their success. One of TRL's `reward_funcs`."""
     if (log_metric := columns.get("log_metric")) is not None:
         log_metric("rollouts/success", statistics.mean(one.success for one in trace))

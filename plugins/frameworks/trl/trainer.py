@@ -64,7 +64,7 @@ from composer_mesh.plugins.frameworks.trl.traces import (
 from composer_mesh.rollouts.alignment import HintedView
 from composer_mesh.rollouts.batches import PairSample
 from composer_mesh.rollouts.chat import ChatFormat
-from composer_mesh.rollouts.hints import TEMPLATES
+from composer_mesh.rollouts.hints import hint_templates as templates_of
 from composer_mesh.rollouts.traces import Trace
 
 
@@ -117,7 +117,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         check_channels(self._sdpo, self._replay, pairs)
         super().__init__(*args, **options)
         check_trainer(self)
-        self._pair_source, self._templates = pairs, TEMPLATES.extended(hint_templates or {})
+        self._pair_source, self._templates = pairs, templates_of(hint_templates or {})
         text = self.model.config.get_text_config()
         self._longest = max_context or text.max_position_embeddings
         self._chat = chat or getattr(self.rollout_func, "chat", None) or self._own_chat()

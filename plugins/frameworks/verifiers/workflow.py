@@ -33,7 +33,7 @@ from composer_mesh.tasks.rows import Row
 from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.workflow import Agent, Engine, Trajectory, Workflow
 
-PYTHON = Path(".venv-verifiers/bin/python")
+PYTHON = Path(".nox/verifiers/bin/python")
 
 
 class VerifiersTask(Task):
@@ -139,8 +139,8 @@ def _usable(python: Path) -> Path:
     whole = python.absolute()
     if not os.access(whole, os.X_OK) or whole.is_dir():
         raise UnusableTask(
-            f"there is no interpreter {whole}: make an environment of verifiers with `make "
-            "verifiers`, or `python -m venv DIR && DIR/bin/pip install verifiers==0.4.0 uv`, and "
-            "name its python in rollouts.options"
+            f"there is no interpreter {whole}: make an environment of verifiers with `python "
+            "-m venv DIR && DIR/bin/pip install verifiers==0.4.0 uv`, and name its python in "
+            "rollouts.options"
         )
     return whole

@@ -6,8 +6,8 @@
       task: toolbox
       settings: {max_turns: 6, tool_error_penalty: 0.1}
 
-A row names its episode in `extra_info`, as `episode_rows` makes them. Every turn is sampled from
-ids by verl's own servers, and nothing is tokenized twice.
+A row names its episode in `extra_info`, as `verl_episode_rows` makes them. Every turn is sampled
+from ids by verl's own servers, and nothing is tokenized twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def agent_loops() -> dict[str, Any]:
     return found
 
 
-def episode_rows(count: int, split: Split = "train", first: int = 0) -> list[dict[str, Any]]:
+def verl_episode_rows(count: int, split: Split = "train", first: int = 0) -> list[dict[str, Any]]:
     """Return the rows of a data set of verl for `TaskAgentLoop`: one for each episode.
 
     The `prompt` is only what verl asks every row for; an episode begins with its task's messages.
@@ -164,7 +164,7 @@ class TaskAgentLoop(verl_loops.AgentLoopBase):
         if split not in ("train", "heldout") or not index.isdecimal():
             raise ValueError(
                 f"extra_info.episode of a row is {name!r} but has to name an episode, as "
-                "'train/12': make the rows of the data set with episode_rows"
+                "'train/12': make the rows of the data set with verl_episode_rows"
             )
         return self._task.episode(cast("Split", split), int(index))
 

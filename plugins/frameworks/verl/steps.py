@@ -1,7 +1,7 @@
 """Optimizer steps of three channels on an engine of verl, and pairs as a mini-batch of their own.
 
-    figures = three_channel_step(engine, rows, pairs, channels, actor)
-    figures = pair_step(engine, pairs, channels)
+    figures = verl_step(engine, rows, pairs, channels, actor)
+    figures = verl_pair_step(engine, pairs, channels)
 
 The engine is its own teacher: hinted contexts are one forward without gradients before. The sides
 of a pair need not share a microbatch: the gradient of a preference loss by each side's log-prob is
@@ -57,7 +57,7 @@ class Row:
         return [*self.prompt_ids, *self.response_ids]
 
 
-def rows_of(data: Any) -> list[Row]:
+def verl_rows(data: Any) -> list[Row]:
     """Return the rows of a `DataProto` of verl, padded as its agent loops and estimators leave it.
 
     Its batch has `advantages` and `old_log_probs`; `hint_views` of `TaskAgentLoop` become views.
@@ -78,7 +78,7 @@ def rows_of(data: Any) -> list[Row]:
     return found
 
 
-def three_channel_step(
+def verl_step(
     engine: Any,
     rows: Sequence[Row],
     pairs: Sequence[PairSample],
@@ -102,7 +102,7 @@ def three_channel_step(
     return {**figures, "loss/total": total, "grad_norm": float(engine.optimizer_step())}
 
 
-def pair_step(engine: Any, pairs: Sequence[PairSample], channels: VerlChannels) -> Figures:
+def verl_pair_step(engine: Any, pairs: Sequence[PairSample], channels: VerlChannels) -> Figures:
     """Run one optimizer step of pairs, a mini-batch of their own; return its `loss/replay`."""
     if not channels.beta > 0:
         raise ValueError(

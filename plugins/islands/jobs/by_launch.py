@@ -23,9 +23,10 @@ from composer_mesh.plugins.islands.jobs.ports import (
 )
 from composer_mesh.plugins.islands.store.opening import ObjectStore
 from composer_mesh.services.directory.report import METRICS_FILE, read_metrics
+from composer_mesh.services.directory.resume import LAUNCH_FILE
 from composer_mesh.services.directory.status import STATUS_FILE, read_status
 from composer_mesh.services.launch.command import print_plan, submit
-from composer_mesh.services.launch.handle import LAUNCH_FILE, is_newer
+from composer_mesh.services.launch.handle import is_newer
 from composer_mesh.services.launch.ports import Handle, Launcher, Order, Plan, launcher_of
 from composer_mesh.services.launch.workers import with_config
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from composer_mesh.plugins.openenv.client.options import OpenEnvOptions, read_options
 from composer_mesh.plugins.openenv.client.session import OpenEnvSession
 from composer_mesh.plugins.openenv.client.wire import RESERVED_TOOL_NAMES
-from composer_mesh.rollouts.hints import TEMPLATES
+from composer_mesh.rollouts.hints import hint_templates
 from composer_mesh.rollouts.traces import Split
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.reward import Transcript, reward
@@ -194,7 +194,7 @@ class OpenEnvTask(Task):
     @cached_property
     def templates(self) -> dict[str, str]:
         """All hint templates that an error of the environment may name."""
-        return {**TEMPLATES, **self.hint_templates, **self.settings.hint_templates}
+        return hint_templates(self.hint_templates, self.settings.hint_templates)
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         """Return the rows of the Task API; None without it."""

@@ -25,11 +25,8 @@ from composer_mesh.services.web.http_server import listening_socket
 from composer_mesh.services.web.options import (
     ListenOptions,
     ServeRefused,
-    check_installed,
     checked_token,
 )
-
-NEEDED = {name: name for name in ("starlette", "uvicorn", "wsproto")}
 
 
 class ServeOptions(ListenOptions):
@@ -163,7 +160,6 @@ def serve_env(
 
     Raises ServeRefused before anything starts.
     """
-    check_installed(NEEDED, "serve-env")
     token = checked_token(options, token_env)
     config = config_of(target, overrides)
     add_import_paths(config.run.import_paths)

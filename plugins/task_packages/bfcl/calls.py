@@ -92,7 +92,7 @@ def _file(api: str) -> str:
     if api not in FILES:
         raise UnusableTask(
             f"a row of bfcl names the class {api[:40]!r}, which is none of {', '.join(FILES)}: "
-            "install the version of bfcl-eval that docs/task-packages.md names"
+            f"run {BFCL.install}"
         )
     return FILES[api]
 

@@ -25,7 +25,7 @@ from composer_mesh.services.web.options import (
     checked_token,
 )
 
-NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "google.protobuf": "protobuf"}
+NEEDED = {"google.protobuf": "protobuf"}
 NOTED, LONGEST_NOTE = "serve.json", 1_000_000
 """What the states in a server's folder depend on."""
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from composer_mesh.configs.load import sections_of
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.schema_keys import sections_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 SMALL = '[run]\nname = "small"\nsteps = 1\n[data]\ntask = "toolbox"\n[eval]\nepisodes = 2\n'

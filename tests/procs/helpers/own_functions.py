@@ -35,20 +35,40 @@ def loss(inputs: LossInputs, scale: float) -> LossOutputs:
 
 
 def slow(inputs: LossInputs) -> LossOutputs:
-    time.sleep(8)
+    time.sleep(0 if is_example(inputs) else 8)
     mask = inputs.loss_mask
     return LossOutputs(loss=-(mask * inputs.trainer_logprobs).sum(), metrics={})
 
 
 def broken(inputs: LossInputs) -> LossOutputs:
     # The loss is finite, and its gradient is not.
+    if is_example(inputs):
+        return LossOutputs(loss=inputs.trainer_logprobs.sum())
     zeros = 0 * (inputs.loss_mask * inputs.trainer_logprobs).sum()
     return LossOutputs(loss=zeros.sqrt(), metrics={})
 
 
+def is_example(inputs: LossInputs) -> bool:
+    # Every rollout of a run is longer than what a loss is tried with before the run.
+    return len(inputs.loss_mask) < 16
+
+
 def endless(inputs: LossInputs) -> LossOutputs:
-    while True:
+    while not is_example(inputs):
         pass
+    return LossOutputs(loss=inputs.trainer_logprobs.sum())
+
+
+def misshapen(inputs: LossInputs) -> LossOutputs:
+    weights = inputs.advantages if is_example(inputs) else inputs.advantages[:-1]
+    return LossOutputs(loss=(inputs.trainer_logprobs * weights).sum())
+
+
+def unscaled(inputs: AdvantageInputs) -> AdvantageOutputs:
+    lengths = [[rollout["completion_len"] for rollout in group] for group in inputs.rollouts]
+    if max(map(max, lengths)) > 2:  # those of the example are 2
+        raise ZeroDivisionError("of the user")
+    return AdvantageOutputs(advantages=torch.zeros(len(lengths), len(lengths[0])))
 
 
 def advantage(inputs: AdvantageInputs, value: float) -> AdvantageOutputs:

@@ -87,6 +87,13 @@ def test_the_timeline_has_what_each_actor_did_in_each_step(asynchronous: Finishe
     every = set().union(*did)
     assert {("rollouts-0", "play"), ("sdpo_teacher", "teacher_output")} <= every
     assert any(actor.startswith("teacher_replay-") for actor, _ in every)
+    # The rollout workers call these two; they report it themselves.
+    assert {("generator-0", "generate"), ("environment-0", "step")} <= every
+    worked = [line["worked"] for line in lines]
+    assert any(step.get("generator-0", 0) > 0 for step in worked)
+    length_s = [line["ended"] - line["began"] for line in lines]
+    for step, length in zip(worked, length_s, strict=True):
+        assert all(seconds <= length + 0.002 for seconds in step.values())
 
 
 def test_a_run_leaves_traces_and_pairs_that_read_back(asynchronous: Finished) -> None:

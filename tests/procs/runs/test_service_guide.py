@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gated_provider import GatedProvider
 
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.services.service import Service
@@ -26,13 +27,19 @@ async def script() -> AsyncIterator[dict[str, Any]]:
         await pool.close()
 
 
-async def test_the_code_of_the_guide_runs(script: dict[str, Any]) -> None:
+async def test_the_code_of_the_guide_runs(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(BLOCKS) > 5
     pids: set[int] = set()
-    for block in BLOCKS:
-        code = compile(block, "service.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        if (running := eval(code, script)) is not None:
-            await running
-        pids |= {line["pid"] for line in script["pool"].status()}
+    monkeypatch.chdir(tmp_path)
+    async with GatedProvider() as provider:
+        provider.gate.set()
+        for block in BLOCKS:
+            text = block.replace("http://localhost:8000/v1", provider.base_url)
+            code = compile(text, "service.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if (running := eval(code, script)) is not None:
+                await running
+            pids |= {line["pid"] for line in script["pool"].status()}
     assert len(pids) == 2
     assert not any(map(is_alive, pids))

@@ -6,6 +6,9 @@ import json
 
 from two_hosts import LEASE_S, TwoHosts
 
+SERVED = ("generate", "generate_round")
+"""Calls of rollout workers, of which the controller learns from the generators alone."""
+
 
 def test_each_host_has_processes_of_the_run_and_the_key_of_experts_stays_on_the_first(
     two_hosts: TwoHosts,
@@ -22,6 +25,15 @@ def test_stacks_are_read_on_every_host(two_hosts: TwoHosts) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         read = {one["process"] for one in map(json.loads, done.stdout.splitlines())}
         assert read >= {"controller", *two_hosts.actors}
+
+
+def test_actors_of_other_hosts_report_what_they_did_for_each_other(two_hosts: TwoHosts) -> None:
+    lines = two_hosts.run.objects("timeline.jsonl")
+    worked = {name for line in lines for name, seconds in line["worked"].items() if seconds}
+    served = {name for line in lines for name, endpoint, *_ in line["busy"] if endpoint in SERVED}
+    away = {name for name, host in two_hosts.actors.items() if host != "localhost"}
+    assert {"generator", "environment"} <= {name.partition("-")[0] for name in worked & away}
+    assert any(name.startswith("generator-") for name in served & away)
 
 
 def test_another_host_joins_a_run_that_lost_one(two_hosts: TwoHosts) -> None:

@@ -20,6 +20,7 @@ def stage(right: int, minutes: float = 1.0) -> dict[str, Any]:
         **{f"{kind}_rows": rows for kind in BENCHMARK.KINDS},
         **success,
         "reward/mean": [0.1, 0.2],
+        "deaths": [[0, "generator-1 killed"], [2, "controller $killed_"]],
         "minutes": minutes,
         "time/step_s": [60.0 * minutes] * 6,
         "peak_gb": None,

@@ -312,10 +312,15 @@ def test_names_that_are_taken_or_cannot_be_part_of_a_metric_are_refused(
 def test_the_summary_counts_its_active_steps() -> None:
     step = {"step": 1, "loss/total": 1.0, "loss/policy": 1.0, "loss/sdpo": None}
     metrics = [step | {"loss/observations": 2.0}, step | {"step": 2, "loss/observations": None}]
-    channels = summarize(metrics, wall_s=1.0)["channels"]
+    configured = ["policy", "observations"]
+    channels = summarize(metrics, wall_s=1.0, configured=configured)["channels"]
     assert channels == {
-        "policy": {"active_steps": 2},
-        "sdpo": {"active_steps": 0},
-        "replay": {"active_steps": 0},
-        "observations": {"active_steps": 1},
+        "policy": {"configured": True, "active_steps": 2},
+        "sdpo": {"configured": False, "active_steps": 0},
+        "replay": {"configured": False, "active_steps": 0},
+        "observations": {
+            "configured": True,
+            "active_steps": 1,
+            "inactive_because": ["no samples of 0 rollouts"],
+        },
     }

@@ -44,7 +44,7 @@ BROKEN = {
     ),
     "unknown section": (
         ["generatr.replicas=2"],
-        ["generatr.replicas = 2", "unknown key", "did you mean generator?"],
+        ["generatr.replicas = 2", "unknown key", "did you mean generator.replicas?"],
     ),
     "key of another section": (
         ["trainer.clip_low=0.1"],
@@ -342,7 +342,8 @@ def test_several_problems_are_one_message_with_a_line_each(
 
 def test_a_missing_config_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["check", "nowhere.toml"], capsys)
-    assert "nowhere.toml does not exist: check the name" in message
+    assert "nowhere.toml does not exist: correct the path, or name a preset" in message
+    assert "`composer-mesh presets` lists all" in message
 
 
 def test_a_syntax_error_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_a_config_may_name_what_another_package_registers(
 REFUSED = {
     "manners.greting=hi": "did you mean manners.greeting?",
     "manners.greeting=1": "manners.greeting = 1",
-    "generator.engine=vlm": "'vlm' is not registered: write one of the engines embedded, vllm",
+    "generator.engine=vlm": "'vlm' is not registered: did you mean vllm?",
     "cluster.kind=cloud": "'cloud' is not registered: write one of the launchers local",
     "data.task=eco": "one of the tasks toolbox",
     "tracking=[{type='note'}]": "type must be one of 'tensorboard'",
@@ -182,7 +182,7 @@ def test_metadata_in_the_working_directory_registers_nothing(
     )
     done = environment.run("hi", cwd=tmp_path, **({"PYTHONPATH": searched} if searched else {}))
     assert done.returncode == 2
-    assert "'hi' is not registered" in done.stderr
+    assert "'hi' is no command" in done.stderr
     assert "greet" in done.stderr
     assert not (tmp_path / "imported").exists()
 
@@ -206,7 +206,7 @@ def test_without_the_folder_of_plugins_the_core_says_what_is_missing(tmp_path: P
     preset = str(ROOT / "configs" / "quickstart.toml")
     wandb = "tracking=[{type='wandb'}]"
     for words, said in {
-        ("dashboard",): "'dashboard' is not registered",
+        ("dashboard",): "'dashboard' is no command",
         ("check", preset, "--set", "data.task=code"): "data.task is 'code'",
         ("check", preset, "--set", wandb): "'wandb' is not registered",
         ("check", preset, "--set", "manners.greeting=x"): "unknown key",

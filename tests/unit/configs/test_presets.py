@@ -1,5 +1,5 @@
-"""`check` accepts each shipped preset on any machine, says what it could not check, and refuses
-the same run on hosts that are too small, with the sum.
+"""Presets are known by name; `check` accepts each on any machine, says what it could not check, and
+refuses the same run on hosts that are too small, with the sum.
 
 Which values of a config are ids of a hub, which are paths, and how commits are kept.
 """
@@ -19,16 +19,71 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.hub import HubId, id_of
 from composer_mesh.configs.load import dump_toml, load_config, resolve_config
 from composer_mesh.configs.paths import pinned_as
+from composer_mesh.configs.presets import is_config, names
 from composer_mesh.configs.schema import Config
 from composer_mesh.planning.memory import GB, total
 from composer_mesh.planning.memory_estimate import memory_of
 from composer_mesh.planning.model_sizes import parameter_count, sizes_of
 from composer_mesh.services.cli import main
+from composer_mesh.services.evaluation.target import target_of
+from composer_mesh.services.play.command import config_of
 
 pytestmark = pytest.mark.plugins
 
 
 CONFIGS = ROOT / "configs"
+
+
+def test_a_preset_is_named_anywhere_and_a_file_of_that_name_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("quickstart")) == load_config(preset("quickstart"))
+    Path("quickstart").mkdir()  # such as a run's directory
+    assert load_config(Path("quickstart")).data.task == "toolbox"
+    Path("quickstart").rmdir()
+    Path("quickstart").write_text('[run]\nname = "own"\nsteps = 1\n[data]\ntask = "toolbox"\n')
+    assert load_config(Path("quickstart")).run.name == "own"
+    assert load_config(preset("quickstart")).run.name == "quickstart"
+
+
+@pytest.mark.parametrize("path", ["configs/quickstart.toml", "quickstart.toml", "quickstrat"])
+def test_a_missing_path_that_resembles_a_preset_names_it(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / path)
+    assert "does not exist" in str(refused.value)
+    assert "as in `composer-mesh train quickstart`" in str(refused.value)
+
+
+def test_a_word_for_a_task_is_a_preset_only_where_no_task_has_the_name() -> None:
+    assert [is_config(word) for word in ("x.toml", "quickstart", "gsm8k", "toolbox")] == [
+        *(True, True, False, False)
+    ]
+    assert config_of("quickstart", []).data.task == "toolbox"
+    assert target_of("quickstart", None, []).config.run.name == "quickstart"
+
+
+def test_every_preset_is_listed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    listed = [line.split("  ", 1) for line in capsys.readouterr().out.splitlines()]
+    assert [name.strip() for name, _ in listed] == names()
+    assert all(1 < len(about) <= 100 and "=" not in about for _, about in listed)
+
+
+def test_a_copy_is_the_preset_and_replaces_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["presets", "--copy", "gsm8k"]) == 0
+    assert capsys.readouterr().out == "wrote gsm8k.toml: composer-mesh train gsm8k.toml\n"
+    assert Path("gsm8k.toml").read_bytes() == preset("gsm8k").read_bytes()
+    assert main(["presets", "--copy", "gsm8k"]) == 2
+    assert "gsm8k.toml exists: name a new file with --output" in capsys.readouterr().err
+    assert main(["presets", "--copy", "gsm8k", "--output", "mine.toml"]) == 0
+    assert main(["presets", "--copy", "gsm9k"]) == 2
+    assert "'gsm9k' is no preset: write one of gpt-oss-20b, gsm8k" in capsys.readouterr().err
+    assert main(["presets", "--output", "mine.toml"]) == 2
+    assert "needs --copy NAME" in capsys.readouterr().err
 
 
 REAL = {

@@ -1,7 +1,6 @@
 """The guide to several machines names commands, keys and events that there are."""
 
 import re
-import shlex
 
 from pydantic import BaseModel
 from repository import ROOT
@@ -12,7 +11,6 @@ from composer_mesh.configs.cluster import (
     SlurmConfig,
     SshConfig,
 )
-from composer_mesh.services.commands.parser import make_parser
 
 TEXT = (ROOT / "docs" / "cluster.md").read_text()
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -21,21 +19,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "cluster.kubernetes": KubernetesConfig,
     "cluster.ssh": SshConfig,
 }
-
-
-def commands() -> list[str]:
-    """What a reader types, without a comment after it."""
-    typed = re.findall(r"^ +(?:\$ )?(composer-mesh [^\n]*)", TEXT, re.MULTILINE)
-    return [
-        one for one in typed if not one.startswith(("composer-mesh worker host", "composer-mesh:"))
-    ]
-
-
-def test_every_command_of_the_page_can_be_typed() -> None:
-    assert len(commands()) > 20
-    for one in commands():
-        words = shlex.split(re.sub(r"\[[^]]*\](\.\.\.)?", "", one.partition("#")[0]))
-        make_parser().parse_args(words[1:])
 
 
 def test_every_key_of_a_section_that_the_page_shows_is_one() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import shlex
 import sys
 from typing import Any
 
@@ -84,13 +83,6 @@ def test_the_guide_has_code_settings_and_recipes() -> None:
     assert len(manifests()) >= 10
 
 
-@pytest.mark.parametrize(
-    "code", GUIDE.blocks("python"), ids=lambda code: code.splitlines()[-1][:40]
-)
-def test_every_python_block_runs(code: str, at_the_root: None) -> None:
-    exec(compile(code, "docs/losses.md", "exec"), {})
-
-
 @pytest.mark.parametrize("text", GUIDE.blocks("toml"))
 def test_every_toml_block_is_a_part_of_a_run(text: str, at_the_root: None) -> None:
     config = as_a_run(text)
@@ -103,21 +95,6 @@ def test_every_toml_block_is_a_part_of_a_run(text: str, at_the_root: None) -> No
 @pytest.mark.parametrize("overrides", manifests(), ids=" ".join)
 def test_every_recipe_resolves_and_changes_the_run(overrides: list[str]) -> None:
     assert load_config(QUICKSTART, overrides) != load_config(QUICKSTART)
-
-
-def test_every_command_is_accepted(at_the_root: None) -> None:
-    commands = [
-        shlex.split(line)
-        for block in GUIDE.blocks("sh")
-        for line in block.replace("\\\n", " ").splitlines()
-    ]
-    for program, command, config, *options in commands:
-        assert (program, command) == ("composer-mesh", "train")
-        overrides = [each for each in options if each != "--set"]
-        loss = load_config(ROOT / config, overrides).loss
-        assert isinstance(loss, CustomLoss)
-        load_function(loss.import_path)
-    assert commands
 
 
 def test_every_name_in_the_guide_exists() -> None:

@@ -1,6 +1,7 @@
 """The table of model families in docs/models.md is what training each of them gave.
 
-`make families` trains all of them and compares; `make families FAMILIES=write` writes the table.
+`nox -s families` trains all of them and compares; with COMPOSER_MESH_TEST_FAMILIES=write it writes
+the table.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def test_a_family_trains_exactly_or_is_refused_as_the_table_says(family: str, ro
     assert row(family) in table(PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.skipif(not ASKED, reason="trains every family: run `make families`")
+@pytest.mark.skipif(not ASKED, reason="trains every family: run `nox -s families`")
 def test_the_table_is_what_training_every_family_gives(row: Any) -> None:
     made = HEAD + "".join(row(family) for family in sorted(FAMILIES))
     text = PAGE.read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from composer_mesh.tasks.toolbox import ToolboxTask
 
 PAGE = Guide.read("replay.md")
 RUN, TEACHERS, FILTERS = PAGE.blocks("toml")
-LOAD, ANY_CHAT, ONE_CALL = PAGE.blocks("python")
+LOAD, ANY_CHAT, _, ONE_CALL = PAGE.blocks("python")  # the pool: procs/test_teacher_pool.py
 EXAMPLES = {"my_key"}
 
 

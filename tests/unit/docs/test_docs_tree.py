@@ -65,7 +65,7 @@ def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
 
     async def whole() -> None:
         async with Control(tmp_path, {"scale": resize}):
-            await names["grow"](tmp_path)
+            await asyncio.to_thread(names["grow"], tmp_path)
 
     asyncio.run(whole())
 

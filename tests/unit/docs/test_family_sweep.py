@@ -1,6 +1,6 @@
 """Whatever the options of a run, a family is trained and sampled exactly, or refused by `check`.
 
-`make families` tries 500 random combinations; the ordinary suite some of them.
+`nox -s families` tries 500 random combinations; the ordinary suite some of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_a_random_combination_is_exact_or_refused(
 
 @pytest.mark.skipif(
     not os.environ.get("COMPOSER_MESH_TEST_FAMILIES"),
-    reason="tries 500 combinations: run `make families`",
+    reason="tries 500 combinations: run `nox -s families`",
 )
 def test_no_random_combination_of_options_and_families_differs_silently(
     build_config: Any, tokenizer: Any, tmp_path: Path

@@ -16,7 +16,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from repository import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, TOOLS = PYPROJECT["project"], PYPROJECT["tool"]
 EXTRAS = PROJECT["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 ENTRY = re.compile(
@@ -43,8 +44,12 @@ def locked(name: str, machine: dict[str, str]) -> dict[str, Version]:
 
 
 def wanted(*extras: str) -> Iterator[Requirement]:
+    """Direct requirements but torch, those of extras of extras included."""
     for text in [*PROJECT["dependencies"], *(one for extra in extras for one in EXTRAS[extra])]:
-        if (one := Requirement(text)).name != "torch":
+        one = Requirement(text)
+        if one.name == PROJECT["name"]:
+            yield from wanted(*one.extras)
+        elif one.name != "torch":
             yield one
 
 
@@ -78,11 +83,25 @@ def test_a_lock_file_names_no_host(name: str) -> None:
     assert not re.search(r"://|index-url|find-links|trusted-host", text)
 
 
+def test_a_file_of_a_session_pins_what_it_installs_and_is_used() -> None:
+    files = {path.stem: path.read_text() for path in (ROOT / "requirements").glob("*.txt")}
+    sessions = "".join(path.read_text() for path in (ROOT / "tests").rglob("nox_sessions.py"))
+    for name in files.keys() - {"run", "dev"}:
+        lines = [line for line in files[name].splitlines() if not line.startswith("#")]
+        operators = [[one.operator for one in Requirement(line).specifier] for line in lines]
+        assert operators == [["=="]] * len(lines), name
+        assert f'"{name}"' in sessions, name
+
+
 def test_every_dependency_has_a_lower_and_an_upper_bound() -> None:
     extras = [text for texts in EXTRAS.values() for text in texts]
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    build = PYPROJECT["build-system"]["requires"]
     for text in [*PROJECT["dependencies"], *extras, *build]:
-        operators = {one.operator for one in Requirement(text).specifier}
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            assert requirement.extras <= EXTRAS.keys()
+            continue
+        operators = {one.operator for one in requirement.specifier}
         assert operators in ({"=="}, {">=", "<"}), text
 
 
@@ -91,9 +110,14 @@ def test_templates_are_rendered_by_a_jinja2_whose_sandbox_holds() -> None:
     assert not jinja.specifier.contains("3.1.5")
 
 
-def test_the_makefile_installs_the_locked_packages_with_hashes_and_the_same_torch() -> None:
-    (torch,) = [one for one in PROJECT["dependencies"] if one.startswith("torch==")]
-    assert f"$(INSTALL) $(TORCH_ARGS) {torch}\n" in MAKEFILE
+def test_the_makefile_installs_the_locked_packages_with_hashes_and_a_fitting_torch() -> None:
+    wanted = [Requirement(one) for one in PROJECT["dependencies"]]
+    (torch,) = [one for one in wanted if one.name == "torch"]
+    *_, pinned = (ROOT / "requirements" / "torch.txt").read_text().split()
+    assert torch.specifier.contains(pinned.removeprefix("torch=="))
+    (metadata,) = TOOLS["uv"]["dependency-metadata"]
+    assert f"torch=={metadata['version']}" == pinned
+    assert "$(BIN)/python requirements/install_torch.py $(TORCH_ARGS)\n" in MAKEFILE
     assert "INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r\n" in MAKEFILE
     assert "then $(INSTALL_LOCKED) requirements/run.txt; fi" in MAKEFILE
     assert "then $(INSTALL_LOCKED) requirements/dev.txt; else" in MAKEFILE
@@ -102,7 +126,9 @@ def test_the_makefile_installs_the_locked_packages_with_hashes_and_the_same_torc
 def test_the_sbom_lists_the_locked_packages_and_no_other() -> None:
     file = os.environ.get("COMPOSER_MESH_TEST_SBOM")
     if not file:
-        pytest.skip("set COMPOSER_MESH_TEST_SBOM to an SBOM of the environment, as make audit does")
+        pytest.skip(
+            "set COMPOSER_MESH_TEST_SBOM to an SBOM of the environment, as nox -s audit does"
+        )
     found = {
         canonicalize_name(one["name"]): Version(one["version"])
         for one in json.loads(Path(file).read_text())["components"]

@@ -138,7 +138,7 @@ FAULTS = [
     ("channels/step.py", "composer_mesh.tasks.task", "A layer imports only"),
     ("services/pool/replicas.py", "composer_mesh.services.run.mesh", "A package of services"),
     ("actors/models/lora.py", "composer_mesh.actors.learning.step", "A package of actors"),
-    ("actors/trainer.py", "composer_mesh.actors.generator", "Actors do not import each other"),
+    ("actors/trainer.py", "composer_mesh.actors.generator", "and no actor another"),
     ("rollouts/__init__.py", "monarch.actor", "never import Monarch"),
     ("configs/base.py", "torch", "Configs and planning never import torch"),
     ("planning/memory.py", "torch", "Configs and planning never import torch"),

@@ -1,8 +1,10 @@
-"""Every test is in one suite, and the suites are what the Makefile and the documentation name."""
+"""Every test is in one suite, and the suites are what nox and the documentation name."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from itertools import chain, product
 
 import pytest
@@ -10,7 +12,6 @@ from repetition import crossed, repeated
 from repository import ROOT
 from selection import TESTS, files_of_tests, suite_of, suites
 
-MAKEFILE = (ROOT / "Makefile").read_text()
 PRODUCTS = sorted(suites().keys() - {"core", "long"})
 
 
@@ -37,13 +38,16 @@ def test_the_core_has_only_unit_tests_and_shared_runs() -> None:
     assert {parts for parts in folders if parts[0] != "unit"} == {("procs", "runs")}
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_make_tests_every_product(product: str) -> None:
-    plain = re.search(r"^PRODUCTS := (.*)$", MAKEFILE, re.MULTILINE)
-    assert plain is not None
-    assert product in plain[1].split() or f"$(call suite,{product})" in MAKEFILE
-    header = MAKEFILE.partition("\n\n")[0]
-    assert f"test-{product}" in header
+def test_nox_has_a_session_for_each_product_and_the_page_names_all_of_them() -> None:
+    command = [sys.executable, "-m", "nox", "--list"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sessions = dict(re.findall(r"^- (\S+)(?: -> (.*))?$", listed, re.MULTILINE))
+    (row,) = re.findall(r"There is one for each product: (.*?)\. Others test", TABLE, re.DOTALL)
+    (others,) = re.findall(r"Others test one stack: (.*?)\. Sessions", TABLE, re.DOTALL)
+    assert sorted(re.findall(r"[a-z-]+", row)) == PRODUCTS
+    assert sessions.keys() >= {*PRODUCTS, *re.findall(r"[a-z-]+", others)}
+    assert [name for name, description in sessions.items() if not description] == []
+    assert [name for name, description in sessions.items() if len(description) > 95] == []
 
 
 TABLE = (ROOT / "docs" / "tests.md").read_text(encoding="utf-8")

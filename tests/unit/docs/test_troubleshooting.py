@@ -8,6 +8,8 @@ from functools import cache
 import pytest
 from guides import ROOT
 
+from composer_mesh.services.directory.channel_activity import WARNINGS
+
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ROWS = [line.split("|")[1].strip() for line in PAGE.splitlines() if line.startswith("| ")]
 EVENTS = sorted({event for row in ROWS for event in re.findall(r"event `(\w+)`", row)})
@@ -35,7 +37,6 @@ def test_an_event_of_the_page_is_recorded(event: str) -> None:
 def test_every_event_of_trouble_is_on_the_page() -> None:
     supervision = (ROOT / "docs" / "supervision.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `(\w+)`", supervision, re.MULTILINE))
-    trouble = {
-        one for one in named if re.search("_(failed|lost|refused|hung|died|given_up|missing)$", one)
-    }
+    ends = "failed|lost|refused|hung|died|given_up|missing"
+    trouble = {one for one in named if re.search(f"_({ends})$", one) or one in WARNINGS}
     assert trouble - set(EVENTS) <= {"rollout_given_up", "display_lost", "run_failed"}

@@ -16,7 +16,19 @@ PLAIN = {
 }
 """Each word with what to write in its place."""
 FOLDERS = (
-    *("README.md", "docs", "configs", "planning", "losses", "rollouts", "channels", "tasks"),
+    *(
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        "docs",
+        "configs",
+        "planning",
+        "losses",
+        "rollouts",
+        "channels",
+        "tasks",
+    ),
     *("mesh", "actors", "services", "plugins", "examples", "benchmarks"),
 )
 ALLOWED = {

@@ -29,10 +29,16 @@ class OpenedAgent:
 
 @asynccontextmanager
 async def opened_agent(
-    chat: ChatFormat, *texts: str | Exception, retry_wait_s: float = 600.0, **sampling: Any
+    chat: ChatFormat,
+    *texts: str | Exception,
+    retry_wait_s: float = 600.0,
+    stream_wait_s: float = 600.0,
+    **sampling: Any,
 ) -> AsyncIterator[OpenedAgent]:
     generation, sample = ScriptedGeneration(chat, *texts), a_sample(**sampling)
-    serving = AgentEndpoint(generation, chat, 500, retry_wait_s=retry_wait_s)
+    serving = AgentEndpoint(
+        generation, chat, 500, retry_wait_s=retry_wait_s, stream_wait_s=stream_wait_s
+    )
     async with serving as endpoint, endpoint.episode(sample, sample.sampling) as episode:
         url, key = episode.base_url, episode.api_key
         headers = {"Authorization": f"Bearer {key}"}

@@ -122,7 +122,11 @@ def make_trainer(
     from datasets import Dataset
     from trl import GRPOTrainer
 
-    from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts, episode_rows, reward
+    from composer_mesh.plugins.frameworks.trl.rollouts import (
+        TaskRollouts,
+        episode_reward,
+        episode_rows,
+    )
     from composer_mesh.plugins.frameworks.trl.trainer import ComposerGRPOTrainer
 
     torch.set_num_threads(1)
@@ -144,7 +148,7 @@ def make_trainer(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     rows = {
-        "reward_funcs": reward,
+        "reward_funcs": episode_reward,
         "rollout_func": rollouts,
         "train_dataset": Dataset.from_list(episode_rows(PROMPTS) * steps),
         "optimizers": (optimizer, rates),

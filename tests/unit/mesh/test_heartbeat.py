@@ -21,8 +21,9 @@ from composer_mesh.mesh.heartbeat import (
     LastAnswer,
     wait_until_silent,
 )
+from composer_mesh.mesh.spawned import moved
 from composer_mesh.services.directory.report import Evaluation
-from composer_mesh.services.run.parts import MOST_OF_A_STEP, TimelineView, timeline_of
+from composer_mesh.services.run.parts import GAPS, MOST_OF_A_STEP, TimelineView, timeline_of
 
 RULES = HeartbeatRules(every_s=0.001, hang_s=0.01)
 
@@ -171,14 +172,36 @@ def test_what_nobody_takes_does_not_grow(clock: Clock) -> None:
     assert len(log.take()) == MOST
 
 
-def test_a_line_has_the_longest_intervals_in_order_without_questions() -> None:
-    busy = [Busy("a", "describe", 0.0, 9.0), Busy("a", "train", 1.0, 1.0001)]
+def test_a_line_has_the_longest_intervals_of_each_actor_in_order_without_questions() -> None:
+    busy = [Busy("a", "describe", 0.0, 9.0), Busy("a", "train", 1.0, 1.5)]
     busy += [Busy("a", "play", float(n), n + 0.5) for n in range(MOST_OF_A_STEP + 5)]
-    busy.append(Busy("b", "train", 3.0, 30.0))
-    line = timeline_of(7, 0.0, 40.0, busy)
-    assert (line["step"], len(line["busy"])) == (7, MOST_OF_A_STEP)
-    assert ["b", "train", 3.0, 30.0] in line["busy"]
+    busy.append(Busy("b", "step", 3.0, 3.25))
+    line = timeline_of(7, 0.0, 100.0, busy)
+    assert (line["step"], len(line["busy"])) == (7, MOST_OF_A_STEP // 2 + 1)
+    assert ["b", "step", 3.0, 3.25] in line["busy"]
     assert [one[2] for one in line["busy"]] == sorted(one[2] for one in line["busy"])
+
+
+def test_an_actor_worked_as_long_as_its_intervals_cover_of_the_step() -> None:
+    busy = [Busy("a", "play", 8.0, 11.0), Busy("a", "pull", 10.5, 12.0), Busy("a", "play", 19, 25)]
+    line = timeline_of(1, 10.0, 20.0, [*busy, Busy("b", "train", 0.0, 9.0)])
+    assert line["worked"] == {"a": 3.0, "b": 0.0}
+
+
+def test_short_calls_with_short_gaps_are_one_interval_and_count_as_what_they_took() -> None:
+    gap, call = 9.0 / GAPS / 2, 9.0 / GAPS / 100
+    begins = [1.0 + n * (gap + call) for n in range(50)]
+    line = timeline_of(1, 0.0, 9.0, [Busy("a", "step", one, one + call) for one in begins])
+    ((_, _, began, ended),) = line["busy"]
+    assert (began, ended) == (1.0, pytest.approx(begins[-1] + call, abs=0.001))
+    assert line["worked"]["a"] == pytest.approx(50 * call, abs=0.001)
+
+
+def test_times_of_another_host_lie_within_the_call_that_brought_them() -> None:
+    busy = [Busy("", "generate", 5.0, 6.0)]
+    assert moved(busy, 10.0, sent=9.0, received=11.0) == busy
+    assert moved(busy, 111.0, sent=9.0, received=11.0) == [Busy("", "generate", -95.0, -94.0)]
+    assert moved(busy, 2.0, sent=9.0, received=11.0) == [Busy("", "generate", 12.0, 13.0)]
 
 
 class FakeView:
@@ -195,17 +218,35 @@ class FakeView:
         self.seen.append(text)
 
 
-def test_each_step_writes_a_line_and_the_display_hears_of_everything(clock: Clock) -> None:
+async def test_each_step_writes_a_line_and_the_display_receives_everything(clock: Clock) -> None:
     log, lines, view = ActivityLog(clock), list[Any](), FakeView()
+    answers, failures = asyncio.Event(), list[str]()
+
+    async def take() -> list[Busy]:
+        found = log.take()
+        await answers.wait()
+        return found
+
     with log.call("a", "load"):
         clock.now = 1.0
-    timeline = TimelineView(view, log.take, lines.append, clock)
-    with log.call("trainer", "train"):
-        clock.now = 5.0
-    timeline.phase("training")
-    timeline.update({"step": 1, "time/step_s": 3.0})
-    timeline.evaluation(Evaluation(1, 0.5, 8))
-    assert view.seen == ["training", 1, Evaluation(1, 0.5, 8)]
-    assert lines == [
-        {"step": 1, "began": 2.0, "ended": 5.0, "busy": [["trainer", "train", 1.0, 5.0]]}
+    answers.set()
+    timeline = TimelineView(view, take, lines.append, lambda name, _: failures.append(name), clock)
+    async with timeline:
+        answers.clear()
+        for step in (1, 2):
+            with log.call("trainer", "train"):
+                clock.now += 4.0
+            timeline.phase("training")
+            timeline.update({"step": step, "time/step_s": 3.0})
+            await asyncio.sleep(0)
+        timeline.evaluation(Evaluation(2, 0.5, 8))
+        assert lines == []  # actors have not answered, and nothing has waited for them
+        answers.set()
+    assert view.seen == ["training", 1, "training", 2, Evaluation(2, 0.5, 8)]
+    assert [(line["step"], line["began"], line["ended"]) for line in lines] == [
+        (1, 2.0, 5.0),
+        (2, 6.0, 9.0),
     ]
+    assert lines[0]["worked"] == {"trainer": 3.0}
+    assert lines[1]["busy"] == [["trainer", "train", 5.0, 9.0]]
+    assert failures == []

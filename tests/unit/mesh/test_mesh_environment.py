@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,6 +22,7 @@ from composer_mesh.mesh.environment import (
     NOISE,
     UMASK,
     add_import_paths,
+    class_environment,
     prepare_environment,
     set_umask,
     without_noise,
@@ -112,3 +114,39 @@ def test_a_process_with_a_mesh_leaves_out_what_it_had_loaded_and_nothing_later()
 def test_the_owner_of_a_mesh_seldom_collects_all_of_its_objects() -> None:
     MeshHost()
     assert gc.get_threshold() == RARELY
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "folder"),
+    [
+        ("mine", "mine.py", "."),
+        ("pack.mine", "pack/mine.py", "."),
+        ("pack.inner", "pack/inner/__init__.py", "."),
+        ("__main__", "scripts/run.py", "scripts"),
+        ("__main__", None, "here"),
+    ],
+)
+def test_a_class_is_imported_from_where_this_process_has_it(
+    name: str, file: str | None, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    module = ModuleType(name)
+    if file is not None:
+        module.__file__ = str(tmp_path / file)
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv(IMPORT_PATHS, "/given")
+    kind = type("Mine", (), {"__module__": name})
+    assert class_environment(kind) == {}  # its folder is not searched here either
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    folders = os.pathsep.join(["/given", str((tmp_path / folder).absolute())])
+    assert class_environment(kind) == {IMPORT_PATHS: folders}
+
+
+def test_our_classes_need_no_variable_and_one_without_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert class_environment(MeshHost) == {}
+    monkeypatch.setitem(sys.modules, "cell", ModuleType("cell"))
+    with pytest.raises(TypeError, match=r"Mine is a class of the module 'cell', which has no file"):
+        class_environment(type("Mine", (), {"__module__": "cell"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -65,6 +66,21 @@ def test_a_full_log_makes_room_and_the_last_full_one_is_kept(tmp_path: Path) -> 
     assert (tmp_path / "log").read_bytes() == b"3rd"
     assert (tmp_path / "log.1").read_bytes() == b"second"
     assert {path.name for path in tmp_path.iterdir()} == {"log", "log.1"}
+
+
+def test_on_a_disk_that_is_nearly_full_nothing_is_logged_until_there_is_space(
+    tmp_path: Path,
+) -> None:
+    log = log_at(tmp_path / "log", largest_bytes=100)
+    nearly_full = dataclasses.replace(log, spare_bytes=1 << 60)
+    os.write(log.descriptor, b"one ")
+    for _ in range(2):
+        nearly_full.rotate()
+        os.write(log.descriptor, b"lost ")
+    log.rotate()
+    os.write(log.descriptor, b"two")
+    os.close(log.descriptor)
+    assert (tmp_path / "log").read_bytes() == b"one two"
 
 
 IMPORTED = """

@@ -53,7 +53,7 @@ def test_a_refused_train_loads_neither_torch_nor_monarch() -> None:
 def test_check_prints_the_run_its_actors_and_its_transports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["check", str(QUICKSTART), "--set", "sdpo.alpha=0"]) == 0
+    assert main(["check", str(QUICKSTART), "--all", "--set", "sdpo.alpha=0"]) == 0
     out = capsys.readouterr().out
     assert 'name = "quickstart"' in out
     assert "alpha = 0" in out
@@ -62,6 +62,18 @@ def test_check_prints_the_run_its_actors_and_its_transports(
         "weights: trainer -> generator: shared memory: trainer and receivers share one host" in out
     )
     assert "teacher_replay" in out
+
+
+def test_check_prints_what_differs_from_the_defaults_on_one_screen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", str(QUICKSTART), "--set", "sdpo.alpha=0"]) == 0
+    out = capsys.readouterr().out
+    assert 'run                 name = "quickstart", steps = 70' in out
+    assert 'replay.teachers[2]  kind = "builtin", name = "hasty", error_rate = 0.08' in out
+    assert "channels and their weights: policy 1, sdpo off, replay 0.05" in out
+    assert "grad_clip" not in out, "it has its default"
+    assert out.count("\n") < 60
 
 
 def test_check_creates_no_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +178,8 @@ def test_a_run_that_is_being_written_is_neither_moved_nor_shared(tmp_path: Path)
         ["train", str(QUICKSTART), "--output"],
         ["launch", str(QUICKSTART), "--output"],
         ["eval", str(QUICKSTART), "--output"],
-        ["replay", "x", "--out"],
-        ["traces", "x", "--out"],
+        ["replay", "x", "--output"],
+        ["traces", "x", "--output"],
     ],
     ids=lambda words: words[0],
 )
@@ -277,9 +289,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("command", ["check", "train"])
-@pytest.mark.parametrize("section", ["loss", "advantage"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("command", "section", "name"),
+    [
+        *(("check", "loss", name) for name in REFUSED),
+        ("train", "advantage", "wrong arguments"),
+        ("train", "loss", "module that fails"),
+    ],
+)
 def test_a_function_that_cannot_serve_is_refused_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str, section: str, name: str
 ) -> None:
@@ -288,9 +305,10 @@ def test_a_function_that_cannot_serve_is_refused_before_anything_starts(
     assert main([command, str(QUICKSTART), *overrides(section, path, *more)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"composer-mesh: custom function {path!r}: ")
-    assert said.err.count("composer-mesh:") == said.err.count("\n") == 1
-    assert words in said.err
+    *frame, message = said.err.removeprefix("composer-mesh: ").splitlines()
+    assert len(frame) == (2 if name == "module that fails" else 0)
+    assert message.startswith(f"custom function {path!r}: ")
+    assert words in message
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == MODULES.keys()
 
 

@@ -147,7 +147,10 @@ async def test_a_run_evaluates_before_and_after_and_saves_in_between(
         ("saved", 5),
         ("evaluated", 5),
     ]
-    assert controller.evaluations == [Evaluation(0, 1.0, 4), Evaluation(5, 1.0, 4)]
+    assert controller.evaluations == [
+        Evaluation(0, 1.0, 4, temperature=0.0),
+        Evaluation(5, 1.0, 4, temperature=0.0),
+    ]
     assert world.sessions == {}
 
 

@@ -25,9 +25,8 @@ from composer_mesh import (
     reward,
     tool,
 )
-from composer_mesh.rollouts.hints import HintTemplates, render_hint
+from composer_mesh.rollouts.hints import HintTemplates, hint_templates, render_hint
 from composer_mesh.rollouts.tool_calls import call_text
-from composer_mesh.services.steps.hint_writing import templates_of
 from composer_mesh.tasks.errors import TaskCodeError, UnusableTask
 from composer_mesh.tasks.running import RunningEpisode
 
@@ -138,7 +137,7 @@ def test_an_error_of_a_tool_is_an_error_site_with_the_tasks_own_hint(shopping: T
     assert error is not None
     assert (error.error_kind, error.data) == ("no_stock", {"item": "book", "stock": "1"})
     assert session.messages[-1]["content"] == "error: only 1 in stock"
-    assert render_hint(error, templates=templates_of(shopping)) == (
+    assert render_hint(error, templates=hint_templates(shopping.hint_templates)) == (
         "Hint: There is only 1 of book."
     )
 

@@ -1,6 +1,6 @@
 """A policy that tries attacks at random, with the tools of an agent: none of its episodes succeeds.
 
-`make test-attacks` plays 2,000 episodes; COMPOSER_MESH_ATTACK_EPISODES says how many.
+`nox -s attacks` plays 2,000 episodes; COMPOSER_MESH_ATTACK_EPISODES says how many.
 """
 
 from __future__ import annotations

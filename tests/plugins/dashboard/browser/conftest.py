@@ -1,4 +1,4 @@
-"""The dashboard in Debian's Chromium: `make test-browser`."""
+"""The dashboard in Debian's Chromium: `nox -s browser`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def installed() -> Path:
     """The folder with `node_modules`, in which axe-core is installed."""
     folder = os.environ.get(ASKED_FOR)
     if not folder:
-        pytest.skip(f"drives Chromium: run `make test-browser`, which sets {ASKED_FOR}")
+        pytest.skip(f"drives Chromium: run `nox -s browser`, which sets {ASKED_FOR}")
     return Path(folder).absolute()
 
 

@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dashboards import HOSTILE, Page, client, dashboard, hostile_group, write_hostile_run
@@ -27,38 +26,9 @@ from composer_mesh.plugins.dashboard.app import MOST_COMPARED, DashboardOptions
 from composer_mesh.plugins.dashboard.live import LiveConnections, PageParts, message
 from composer_mesh.plugins.dashboard.pages import LONGEST_SHOWN
 from composer_mesh.plugins.dashboard.report import ReportOptions, report_html
-from composer_mesh.plugins.dashboard.run_views import with_dead
 from composer_mesh.plugins.dashboard.series import MOST_POINTS
 from composer_mesh.services.commands.parser import make_parser
 from composer_mesh.services.web.http_server import http_config, listening, listening_socket
-
-
-def process(name: str, state: str = "ready") -> dict[str, Any]:
-    return {"name": name, "state": state, "doing": "", "restarts": 0}
-
-
-def test_a_process_that_has_died_is_seen_though_another_one_has_its_place() -> None:
-    hosts: list[dict[str, Any]] = [
-        {"name": "here", "processes": [process("controller"), process("generator-1")]},
-        {"name": "there", "processes": [process("generator-0.2")]},
-    ]
-    events: list[dict[str, Any]] = [
-        {"event": "actor_died", "actor": "generator-1", "time": 101.0},
-        {"event": "actor_died", "actor": "generator-0", "time": 95.0, "fields": {"host": "there"}},
-        {"event": "actor_died", "actor": "trainer", "time": 89.0},
-        {"event": "actor_died", "actor": "rollouts-0", "time": "broken"},
-        {"event": "actor_restarted", "actor": "generator-0.2", "time": 96.0},
-    ]
-    shown = {
-        host["name"]: [(one["name"], one["state"]) for one in host["processes"]]
-        for host in with_dead(hosts, events, now=100.0)
-    }
-    assert shown == {
-        "here": [("controller", "ready"), ("generator-1", "dead")],
-        "there": [("generator-0.2", "ready"), ("generator-0", "dead")],
-    }
-    assert with_dead([], events, now=100.0) == []
-
 
 ONE_FIGURE = PageParts(lambda: {"figures": 1}, lambda name: f"<p>{name}</p>")
 """A page of one part that never changes."""

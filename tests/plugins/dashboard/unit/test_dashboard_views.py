@@ -25,13 +25,19 @@ from composer_mesh.plugins.dashboard.catalog import (
     sampled_metrics,
     state_of,
 )
-from composer_mesh.plugins.dashboard.charts import Chart, figure, sparkline, ticks
+from composer_mesh.plugins.dashboard.charts import (
+    Chart,
+    charts_of_run,
+    figure,
+    sparkline,
+    ticks,
+)
 from composer_mesh.plugins.dashboard.live import PageChanges, PageParts, parts_of_run
-from composer_mesh.plugins.dashboard.open_runs import PacedLook
+from composer_mesh.plugins.dashboard.open_runs import OpenRun, PacedLook
 from composer_mesh.plugins.dashboard.requests import ChartOptions, RolloutFilter
 from composer_mesh.plugins.dashboard.rollout_views import advantage_of, tokens_of
-from composer_mesh.plugins.dashboard.run_views import timeline_of
-from composer_mesh.plugins.dashboard.series import Columns, Curve, curve, reduced
+from composer_mesh.plugins.dashboard.series import RECENT, Columns, Curve, curve, reduced
+from composer_mesh.plugins.dashboard.timeline import timeline_of
 from composer_mesh.rollouts.traces import TurnDivergences
 from composer_mesh.services.directory.status import RunStatus, RunUnavailable, write_status
 from composer_mesh.services.store.reading import RunReader
@@ -221,15 +227,36 @@ def test_numbers_are_short(value: float, shown: str) -> None:
 
 def test_lanes_count_what_overlaps_once_and_ignore_other_lines() -> None:
     busy = [["a", "play", 10.0, 12.0], ["a", "train", 11.0, 14.0], ["b", "pull", 9.0, 11.0]]
+    busy += [["environment-0", "score", 12.0, 13.0], ["generator-0", "generate", 12.0, 13.0]]
+    worked = {"a": 4.0, "b": 1.0, "environment-0": 0.5, "generator-0": 1.0, "x": "1", "y": -1}
     lines: list[dict[str, Any]] = [
-        {"step": 1, "began": 10.0, "ended": 20.0, "busy": [*busy, ["c", 1], "x"]},
+        {"step": 1, "began": 10.0, "ended": 20.0, "worked": worked, "busy": [*busy, ["c", 1], "x"]},
+        {"step": 2, "began": 20.0, "ended": 20.0, "worked": {"idle": 0}, "busy": []},
         {"step": "2"},
+        {"step": 3, "began": float("nan"), "ended": 21.0, "worked": {}, "busy": []},
     ]
     found = timeline_of(lines)
     assert found is not None
-    assert {lane.actor: round(lane.busy, 3) for lane in found.lanes} == {"a": 0.4, "b": 0.1}
-    assert list(found.kinds) == ["rollout", "train", "sync"]
+    shares = {lane.actor: round(lane.busy, 3) for lane in found.lanes}
+    assert shares == {"a": 0.4, "b": 0.1, "environment-0": 0.05, "generator-0": 0.1, "idle": 0.0}
+    assert list(found.kinds) == ["rollout", "decode", "task", "train", "sync"]
     assert timeline_of([]) is None
+
+
+def test_the_recent_median_is_that_of_the_last_steps_before_smoothing() -> None:
+    ys = [100.0] * 50 + [1.0, math.nan, *([2.0] * (RECENT - 2)), 9.0]
+    shown = Chart("Reward", [curve("a", range(len(ys)), ys, smoothing=0.9)], unit=" s")
+    assert shown.median() == "median 2 s"
+    assert Chart("Reward", [curve("a", [1], [1.0])]).median() == ""
+
+
+def test_dollars_are_drawn_only_where_some_were_paid(tmp_path: Path) -> None:
+    for name, usd in (("free", 0.0), ("paid", 0.25)):
+        write_steps(tmp_path / name, 1, 3, **{"replay/usd_total": usd})
+        columns = Columns(tmp_path / name)
+        columns.read_on()
+        titles = [chart.title for chart in charts_of_run(columns, [], "step", 0.0)]
+        assert ("Dollars" in titles) == (name == "paid")
 
 
 @pytest.mark.parametrize(
@@ -404,3 +431,21 @@ def test_labels_of_a_chart_are_text_and_never_markup() -> None:
     chart = Chart(label, [Curve(label, [0.0, 1.0], [1.0, 2.0])], x_title=label)
     assert "<script" not in chart.svg()
     assert "&lt;script" in chart.svg()
+
+
+async def test_the_head_of_a_run_shows_the_newest_warning_of_each_kind(tmp_path: Path) -> None:
+    write_steps(tmp_path / "run", 1, 2)
+    lines = [
+        {"time": n, "event": kind, "actor": "", "detail": f"<b>reason {n}</b>"}
+        for n, kind in enumerate(["groups_flat", "actor_died", "teacher_failing", "groups_flat"])
+    ]
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    (tmp_path / "run" / "events.jsonl").write_text(text)
+    opened = OpenRun(tmp_path / "run")
+    assert [one["time"] for one in opened.warnings()] == [3, 2]
+    _, app = dashboard(tmp_path)
+    async with client(app) as browser:
+        page = Page((await browser.get("/runs/run/")).text)
+    assert sum(about.get("class") == "warning" for _, about in page.elements) == 2
+    assert [f"<b>reason {n}</b>" in page.text for n in range(4)] == [False, False, True, True]
+    page.check_harmless()

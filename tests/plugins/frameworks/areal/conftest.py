@@ -1,4 +1,4 @@
-"""AReaL 1.0.4 itself, in an environment of its own: `make test-areal`."""
+"""AReaL 1.0.4 itself, in an environment of its own: `nox -s areal`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASKED_FOR = "COMPOSER_MESH_TEST_AREAL"
 @pytest.fixture(autouse=True, scope="session")
 def asked_for() -> None:
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"needs AReaL in a venv: run `make test-areal`, or set {ASKED_FOR}=1 in it")
+        pytest.skip(f"needs AReaL in a venv: run `nox -s areal`, or set {ASKED_FOR}=1 in it")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.models.policy import load_model
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
-from composer_mesh.plugins.frameworks.areal_training import ArealChannels, three_channel_step
+from composer_mesh.plugins.frameworks.areal_training import ArealChannels, areal_step
 
 CAP = {"upper": 1000.0}
 
@@ -54,7 +54,7 @@ def main() -> None:
         views.setdefault(places[view.trace_id], []).append(view)
     channels = ArealChannels(alpha=0.5, beta=0.3, ppo={"rejection_sampling": CAP})
     rows = [row_of(model, one) for one in batch.samples]
-    steps = [three_channel_step(engine, rows, views, batch.pairs, channels) for _ in range(3)]
+    steps = [areal_step(engine, rows, views, batch.pairs, channels) for _ in range(3)]
     print(json.dumps([steps, our_step(model, batch)]))
 
 

@@ -20,7 +20,7 @@ SHORT, SPECIAL = "no {}", "@@ ## $$ %% && ** (( )) {} !! ??"
 @pytest.fixture(autouse=True, scope="session")
 def asked_for() -> None:
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"needs data-juicer in a venv: run `make test-data-juicer`, or set {ASKED_FOR}")
+        pytest.skip(f"needs data-juicer in a venv: run `nox -s data-juicer`, or set {ASKED_FOR}")
 
 
 def rows() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What takes minutes or a whole machine of TRL's trainer with three channels: `make test-trl`."""
+"""What takes minutes or a whole machine of TRL's trainer with three channels: `nox -s trl`."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ ASKED_FOR = "COMPOSER_MESH_TEST_TRL"
 @pytest.fixture(autouse=True, scope="session")
 def asked_for() -> None:
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"takes minutes: run `make test-trl`, or set {ASKED_FOR}=1")
+        pytest.skip(f"takes minutes: run `nox -s trl`, or set {ASKED_FOR}=1")

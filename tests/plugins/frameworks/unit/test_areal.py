@@ -21,7 +21,7 @@ from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.losses.decoupled import Rejection
 from composer_mesh.plugins.frameworks.areal import ArealWorkflow, ppo_actor_loss, trajectories
-from composer_mesh.plugins.frameworks.areal_training import ArealChannels, three_channel_step
+from composer_mesh.plugins.frameworks.areal_training import ArealChannels, areal_step
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -138,7 +138,7 @@ def test_a_step_on_its_engine_is_our_step(
     )
     engine = FakeEngine(theirs, RATE, attention)
     rows = [row_of(theirs, one) for one in batch.samples]
-    found = three_channel_step(engine, rows, views, batch.pairs, channels)
+    found = areal_step(engine, rows, views, batch.pairs, channels)
     for name in ("loss/policy", "loss/sdpo", "loss/replay", "loss/total"):
         assert found[name] == pytest.approx(expected[name], abs=1e-5)
         assert found[name] != 0
@@ -153,7 +153,7 @@ def test_pairs_without_a_reference_are_refused(alone: None, build_model: Any) ->
     (pair, *_) = batch_of(model, random.Random(2), samples=2, pairs=1).pairs
     bare = dataclasses.replace(pair, reference=None)
     with pytest.raises(ValueError, match="no reference log-probs"):
-        three_channel_step(FakeEngine(model, RATE), [], {}, [bare], ArealChannels(beta=0.1))
+        areal_step(FakeEngine(model, RATE), [], {}, [bare], ArealChannels(beta=0.1))
 
 
 PAGE = Guide.read("areal.md")

@@ -27,7 +27,7 @@ from composer_mesh.plugins.frameworks.trl.pairs import (
     grouped,
 )
 from composer_mesh.plugins.frameworks.trl.parts import BatchLayout, dealt, parts_of
-from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts, episode_rows, reward
+from composer_mesh.plugins.frameworks.trl.rollouts import TaskRollouts, episode_reward, episode_rows
 from composer_mesh.plugins.frameworks.trl.traces import (
     Completion,
     error_sites,
@@ -240,7 +240,7 @@ def test_equal_prompts_are_a_group_and_ids_are_never_used_again(
     assert first["env_mask"] == [[1] * len(said)] * 6
     seen: dict[str, float] = {}
     given = {name: first[name] for name in ("reward", "trace")}
-    assert reward(**given, log_metric=seen.__setitem__) == first["reward"]
+    assert episode_reward(**given, log_metric=seen.__setitem__) == first["reward"]
     assert seen == {"rollouts/success": 0.0}
 
 

@@ -214,7 +214,9 @@ def test_a_driver_that_does_not_get_ready_is_ended(made: Making) -> None:
 
 
 def test_an_interpreter_that_is_not_there_is_named_with_the_repair(tmp_path: Path) -> None:
-    with pytest.raises(UnusableTask, match=r"there is no interpreter .*: make .* `make verifiers`"):
+    with pytest.raises(
+        UnusableTask, match=r"there is no interpreter .*: make .*verifiers==0\.4\.0"
+    ):
         VerifiersEnvironment({}, python=str(tmp_path / "python"))
 
 

@@ -22,10 +22,14 @@ from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.losses.advantages import group_advantages
 from composer_mesh.plugins.frameworks.verl import plugin
-from composer_mesh.plugins.frameworks.verl.agent_loop import TaskAgentLoop, episode_rows, view_of
+from composer_mesh.plugins.frameworks.verl.agent_loop import (
+    TaskAgentLoop,
+    verl_episode_rows,
+    view_of,
+)
 from composer_mesh.plugins.frameworks.verl.algorithms import POLICY_LOSSES, grpo_composer
 from composer_mesh.plugins.frameworks.verl.losses import PolicyAndSdpoLoss, VerlChannels
-from composer_mesh.plugins.frameworks.verl.steps import pair_step, rows_of, three_channel_step
+from composer_mesh.plugins.frameworks.verl.steps import verl_pair_step, verl_rows, verl_step
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.tasks.toolbox import ToolboxTask
 
@@ -88,7 +92,7 @@ def theirs_and_ours(build_config: Any, build_model: Any) -> Any:
 def test_a_step_on_its_engine_is_our_step(theirs_and_ours: Any) -> None:
     batch, engine, ours, expected = theirs_and_ours
     rows = [row_of(one, views_of(batch, one)) for one in batch.samples]
-    found = three_channel_step(engine, rows, batch.pairs, CHANNELS, actor_config())
+    found = verl_step(engine, rows, batch.pairs, CHANNELS, actor_config())
     for name in ("loss/policy", "loss/sdpo", "loss/replay", "loss/total"):
         assert found[name] == pytest.approx(expected[name], abs=1e-5)
         assert found[name] != 0
@@ -105,9 +109,7 @@ def test_a_teacher_of_the_whole_vocabulary_as_top_k_is_the_whole_teacher(
         batch = batch_of(model, random.Random(2), samples=3)
         rows = [row_of(one, views_of(batch, one)) for one in batch.samples]
         channels = VerlChannels(alpha=0.5, top_k=top_k)
-        found.append(
-            three_channel_step(FakeEngine(model, RATE), rows, [], channels, actor_config())
-        )
+        found.append(verl_step(FakeEngine(model, RATE), rows, [], channels, actor_config()))
     whole, every, narrow = (one["loss/sdpo"] for one in found)
     assert every == pytest.approx(whole, abs=1e-4)
     assert 0 < narrow < whole, "an f-divergence never grows when entries are merged"
@@ -117,7 +119,7 @@ def test_pairs_alone_are_a_mini_batch_whose_loss_falls(build_model: Any) -> None
     model = build_model(1)
     batch = batch_of(model, random.Random(2), samples=1, pairs=4)
     engine = FakeEngine(model, RATE)
-    first, second = (pair_step(engine, batch.pairs, CHANNELS)["loss/replay"] for _ in range(2))
+    first, second = (verl_pair_step(engine, batch.pairs, CHANNELS)["loss/replay"] for _ in range(2))
     assert first == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-5)
     assert second < first
 
@@ -127,9 +129,9 @@ def test_pairs_without_a_reference_or_a_weight_are_refused(build_model: Any) -> 
     (pair, *_) = batch_of(model, random.Random(2), samples=2, pairs=1).pairs
     bare = dataclasses.replace(pair, reference=None)
     with pytest.raises(ValueError, match="no reference log-probs"):
-        pair_step(FakeEngine(model, RATE), [bare], CHANNELS)
+        verl_pair_step(FakeEngine(model, RATE), [bare], CHANNELS)
     with pytest.raises(ValueError, match="so pairs teach nothing"):
-        pair_step(FakeEngine(model, RATE), [pair], VerlChannels())
+        verl_pair_step(FakeEngine(model, RATE), [pair], VerlChannels())
 
 
 def test_a_step_in_which_nothing_is_trained_is_refused(build_model: Any) -> None:
@@ -138,7 +140,7 @@ def test_a_step_in_which_nothing_is_trained_is_refused(build_model: Any) -> None
     row = row_of(batch.samples[0], [])
     screened = dataclasses.replace(row, response_mask=[0] * len(row.response_mask))
     with pytest.raises(ValueError, match="no response id of the step is trained"):
-        three_channel_step(FakeEngine(model, RATE), [screened], [], CHANNELS, actor_config())
+        verl_step(FakeEngine(model, RATE), [screened], [], CHANNELS, actor_config())
 
 
 def test_logits_of_a_part_of_the_sequence_are_refused() -> None:
@@ -180,7 +182,7 @@ async def test_an_episode_is_trained_by_the_ids_that_were_sampled(
     chat = ChatFormat(tokenizer, toolbox.tools)
     said = answers_of(toolbox)
     servers = Servers(chat, said)
-    (row,) = episode_rows(1)
+    (row,) = verl_episode_rows(1)
     output = await loop_of(tokenizer, servers).run({"temperature": 1.0}, **row)
     whole = output.prompt_ids + output.response_ids
     last, sampling = servers.requests[-1]
@@ -198,7 +200,7 @@ async def test_an_episode_is_trained_by_the_ids_that_were_sampled(
 async def test_an_error_is_a_hinted_view_and_a_mask(toolbox: ToolboxTask, tokenizer: Any) -> None:
     chat = ChatFormat(tokenizer, toolbox.tools)
     said = answers_of(toolbox)
-    output = await loop_of(tokenizer, Servers(chat, said)).run({}, **episode_rows(1)[0])
+    output = await loop_of(tokenizer, Servers(chat, said)).run({}, **verl_episode_rows(1)[0])
     (fields,) = output.extra_fields["hint_views"]
     view, whole = view_of(fields), output.prompt_ids + output.response_ids
     assert [whole[row + 1] for row in view.student_rows] == view.targets == chat.action(said[0])
@@ -217,7 +219,7 @@ async def test_a_response_that_is_full_ends_the_episode(
 ) -> None:
     chat = ChatFormat(tokenizer, toolbox.tools)
     servers = Servers(chat, answers_of(toolbox))
-    output = await loop_of(tokenizer, servers, response=12).run({}, **episode_rows(1)[0])
+    output = await loop_of(tokenizer, servers, response=12).run({}, **verl_episode_rows(1)[0])
     assert len(output.response_ids) <= 12
     assert len(servers.requests) == 1
     assert not output.extra_fields["success"]
@@ -227,10 +229,10 @@ async def test_a_row_without_an_episode_and_a_long_prompt_are_refused(
     toolbox: ToolboxTask, tokenizer: Any
 ) -> None:
     servers = Servers(ChatFormat(tokenizer, toolbox.tools), [])
-    with pytest.raises(ValueError, match="make the rows of the data set with episode_rows"):
+    with pytest.raises(ValueError, match="make the rows of the data set with verl_episode_rows"):
         await loop_of(tokenizer, servers).run({}, extra_info={"index": 3})
     with pytest.raises(ValueError, match=r"rollout\.prompt_length is 5"):
-        await loop_of(tokenizer, servers, prompt=5).run({}, **episode_rows(1)[0])
+        await loop_of(tokenizer, servers, prompt=5).run({}, **verl_episode_rows(1)[0])
 
 
 def test_padded_batches_of_verl_become_rows() -> None:
@@ -249,7 +251,7 @@ def test_padded_batches_of_verl_become_rows() -> None:
         "teacher_rows": [2],
         "targets": [5],
     }
-    (row,) = rows_of(SimpleNamespace(batch=batch, non_tensor_batch={"hint_views": [[fields]]}))
+    (row,) = verl_rows(SimpleNamespace(batch=batch, non_tensor_batch={"hint_views": [[fields]]}))
     assert row.ids == [7, 8, 5, 6, 9]
     assert row.response_mask == [1, 0, 1]
     assert row.advantages == [0.5] * 3

@@ -1,4 +1,4 @@
-"""Environments of verifiers as they are, in an environment of their own: `make test-verifiers`."""
+"""Environments of verifiers as they are, in an environment of their own: `nox -s verifiers`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ASKED_FOR = "COMPOSER_MESH_TEST_VERIFIERS"
 def verifiers_python() -> Path:
     """The interpreter that has verifiers."""
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"needs 95 packages in a venv: run `make test-verifiers`, or set {ASKED_FOR}=1")
-    python = HERE.parents[3] / ".venv-verifiers" / "bin" / "python"
+        pytest.skip(f"needs 95 packages in a venv: run `nox -s verifiers`, or set {ASKED_FOR}=1")
+    python = HERE.parents[3] / ".nox/verifiers/bin/python"
     if not python.exists():
-        pytest.fail(f"there is no {python}: run `make verifiers`")
+        pytest.fail(f"there is no {python}: run `nox -s verifiers --install-only`")
     return python

@@ -1,4 +1,4 @@
-"""verl 0.9.1 itself, in an environment of its own: `make test-verl`."""
+"""verl 0.9.1 itself, in an environment of its own: `nox -s verl`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASKED_FOR = "COMPOSER_MESH_TEST_VERL"
 @pytest.fixture(autouse=True, scope="session")
 def asked_for() -> None:
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"needs verl in a venv: run `make test-verl`, or set {ASKED_FOR}=1 in it")
+        pytest.skip(f"needs verl in a venv: run `nox -s verl`, or set {ASKED_FOR}=1 in it")
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import TeacherModel
 from composer_mesh.configs.schema import Config
 from composer_mesh.plugins.frameworks.verl.losses import VerlChannels
-from composer_mesh.plugins.frameworks.verl.steps import pair_step, three_channel_step
+from composer_mesh.plugins.frameworks.verl.steps import verl_pair_step, verl_step
 
 RATE = 0.05
 
@@ -80,13 +80,13 @@ def main() -> None:
     channels, found = VerlChannels(alpha=0.5, beta=0.3), {}
     engine = cpu_engine.engine_on_cpu(folder, RATE)
     with engine.train_mode():
-        steps = [three_channel_step(engine, rows, pairs, channels, actor())]
+        steps = [verl_step(engine, rows, pairs, channels, actor())]
         ours = our_step(model, batch)
         found["difference"] = difference(engine, model)
-        steps += [three_channel_step(engine, rows, pairs, channels, actor()) for _ in range(2)]
+        steps += [verl_step(engine, rows, pairs, channels, actor()) for _ in range(2)]
         narrow = VerlChannels(alpha=0.5, top_k=20)
-        found["top_k"] = three_channel_step(engine, rows, [], narrow, actor())
-        found["pairs"] = [pair_step(engine, pairs, channels) for _ in range(2)]
+        found["top_k"] = verl_step(engine, rows, [], narrow, actor())
+        found["pairs"] = [verl_pair_step(engine, pairs, channels) for _ in range(2)]
     if rank == 0:
         print(json.dumps({**found, "steps": steps, "ours": ours}))
 

@@ -22,9 +22,9 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_rows import answers_of
 
 from composer_mesh.actors.models.tokenizer import load_tokenizer
-from composer_mesh.plugins.frameworks.verl.agent_loop import episode_rows
+from composer_mesh.plugins.frameworks.verl.agent_loop import verl_episode_rows
 from composer_mesh.plugins.frameworks.verl.losses import VerlChannels
-from composer_mesh.plugins.frameworks.verl.steps import rows_of, three_channel_step
+from composer_mesh.plugins.frameworks.verl.steps import verl_rows, verl_step
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -88,7 +88,7 @@ def settings(folder: Path) -> Any:
 
 def prompts() -> Any:
     """A batch of prompts as verl's data set and trainer make it."""
-    rows = [row for row in episode_rows(EPISODES) for _ in range(GROUP)]
+    rows = [row for row in verl_episode_rows(EPISODES) for _ in range(GROUP)]
     columns = {
         "raw_prompt": [row["prompt"] for row in rows],
         "agent_name": [row["agent_name"] for row in rows],
@@ -112,12 +112,10 @@ async def main() -> None:
     played.batch["token_level_rewards"] = played.batch["rm_scores"]
     played.batch["old_log_probs"] = played.batch["rollout_log_probs"]
     name = config.algorithm.adv_estimator
-    rows = rows_of(compute_advantage(played, name, config=config.algorithm))
+    rows = verl_rows(compute_advantage(played, name, config=config.algorithm))
     engine = cpu_engine.engine_on_cpu(folder, 0.05, tokens=2 * (PROMPT + RESPONSE))
     with engine.train_mode():
-        steps = [
-            three_channel_step(engine, rows, [], VerlChannels(alpha=0.5), actor()) for _ in range(3)
-        ]
+        steps = [verl_step(engine, rows, [], VerlChannels(alpha=0.5), actor()) for _ in range(3)]
     found = {
         "rewards": played.batch["rm_scores"].sum(-1).tolist(),
         "success": [bool(one) for one in played.non_tensor_batch["success"]],

@@ -109,7 +109,7 @@ def test_processes_killed_at_random_moments_never_average_wrongly(tmp_path: Path
 def test_so_it_is_over_a_real_s3_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = s3_program()
     if program is None:
-        pytest.skip("no S3 server is installed: make test-islands")
+        pytest.skip("no S3 server is installed: nox -s islands")
     with s3_server(program, tmp_path / "log") as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

@@ -130,7 +130,7 @@ def test_the_command_follows_jobs_over_s3_and_sums_them_up(
 ) -> None:
     program = s3_program()
     if program is None:
-        pytest.skip("no S3 server is installed: make test-islands")
+        pytest.skip("no S3 server is installed: nox -s islands")
     server = hf_jobs_server if on == "hf-jobs" else modal_server
     with s3_server(program, tmp_path / "log") as environment, server(tmp_path) as cloud:
         cloud.without = ("AWS_SECRET_ACCESS_KEY",)  # jobs have only what they are given

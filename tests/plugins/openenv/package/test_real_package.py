@@ -1,4 +1,4 @@
-"""Environments that OpenEnv's own package serves, in its own Python: `make test-openenv`.
+"""Environments that OpenEnv's own package serves, in its own Python: `nox -s openenv`.
 
 COMPOSER_MESH_OPENENV_ENVS names the folder `envs` of a checkout of OpenEnv, for the environments
 that ship there and not in the package.
@@ -119,9 +119,9 @@ class Echo(OpenEnvTask):
 @pytest.fixture(scope="session")
 def python() -> Path:
     """The Python that has the real package."""
-    found = Path(os.environ.get(PYTHON, ROOT / ".venv-openenv" / "bin" / "python")).absolute()
+    found = Path(os.environ.get(PYTHON, ROOT / ".nox/openenv/bin/python")).absolute()
     if not found.exists():
-        pytest.skip(f"{found} is not there: run `make openenv`, or name a Python by {PYTHON}")
+        pytest.skip(f"{found} is not there: run `nox -s openenv`, or name a Python by {PYTHON}")
     return found
 
 

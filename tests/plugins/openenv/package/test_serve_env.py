@@ -18,7 +18,7 @@ from served_tasks import served_beside
 from composer_mesh.configs.schema import Config
 
 PYTHON = os.environ.get("COMPOSER_MESH_OPENENV_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-openenv runs these")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="nox -s openenv runs these")
 DEADLINE_S = 240
 PLAYS = """
 import asyncio, json, sys

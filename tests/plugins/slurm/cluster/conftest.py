@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm that the tests start here: `make test-slurm`."""
+"""Runs as jobs of a real Slurm that the tests start here: `nox -s slurm`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODES = ("node-a", "node-b")
 def slurm() -> Iterator[SlurmCluster]:
     """A cluster of two nodes, which are this machine twice."""
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"starts a Slurm on this machine: run `make test-slurm`, or set {ASKED_FOR}=1")
+        pytest.skip(f"starts a Slurm on this machine: run `nox -s slurm`, or set {ASKED_FOR}=1")
     if absent := missing():
         pytest.skip(f"{', '.join(absent)} not installed: apt install slurm-wlm munge")
     with started(NODES) as cluster:

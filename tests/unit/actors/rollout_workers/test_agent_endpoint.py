@@ -151,6 +151,15 @@ async def test_streamed_responses_are_whole(agent: OpenedAgent) -> None:
     assert len(one_trajectory(agent)) == 2
 
 
+async def test_what_codex_sends_is_answered(agent: OpenedAgent) -> None:
+    tools: Any = [FLAT, {"type": "namespace", "name": "agents"}, {"type": "web_search"}]
+    more = {"client_metadata": {"turn": "1"}, "include": ["reasoning.encrypted_content"]}
+    found = await agent.client.responses.create(
+        model="m", input=QUESTION, tools=tools, store=False, extra_body=more
+    )
+    assert [item.type for item in found.output].count("function_call") == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_completions_continue_text_by_ids(agent: OpenedAgent, stream: bool) -> None:
     async def complete(prompt: str) -> str:

@@ -47,7 +47,7 @@ def written(root: Path, config: Config) -> None:
     """Write what the controller of a run and its actors write there."""
     asyncio.run(_stored(root, config))
     write_status(root, RunStatus(1, "http://127.0.0.1:4711", "train", 1, 2, 1, "shm"))
-    write_summary(root, wall_s=1.0)
+    write_summary(root, wall_s=1.0, configured=["policy"])
     draw_reward_curve(
         read_metrics(root / METRICS_FILE), root / "reward.png", title="", evaluations=()
     )

@@ -27,7 +27,7 @@ from composer_mesh.rollouts.episode import Sampling
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services import cli
 from composer_mesh.services.cli import main
-from composer_mesh.services.directory.report import wilson_interval
+from composer_mesh.services.directory.report import ABOUT_EVALUATION_FILE, wilson_interval
 from composer_mesh.services.evaluation.by_mesh import play_heldout
 from composer_mesh.services.evaluation.command import (
     LEDGER_FILE,
@@ -36,7 +36,6 @@ from composer_mesh.services.evaluation.command import (
     report,
 )
 from composer_mesh.services.evaluation.report import (
-    ABOUT_FILE,
     about,
     figures_by_task,
     open_output,
@@ -154,13 +153,13 @@ def test_an_endpoint_that_answers_nothing_is_a_failure(
 def test_another_evaluation_does_not_go_on_in_a_directory(tmp_path: Path, config: Config) -> None:
     first = about(Target("m", config), "m", 2, 64)
     open_output(tmp_path, first, resume=False)
-    told = json.loads((tmp_path / ABOUT_FILE).read_text())
-    (tmp_path / ABOUT_FILE).write_text(json.dumps({**told, "begun": "2001-01-31"}))
+    told = json.loads((tmp_path / ABOUT_EVALUATION_FILE).read_text())
+    (tmp_path / ABOUT_EVALUATION_FILE).write_text(json.dumps({**told, "begun": "2001-01-31"}))
     assert open_output(tmp_path, first, resume=True) == "2001-01-31"
     other = about(Target("m", config), "m", 4, 64)
     with pytest.raises(EvalRefused, match="its samples is 2 but that of this command is 4"):
         open_output(tmp_path, other, resume=True)
-    (tmp_path / ABOUT_FILE).write_text("{")
+    (tmp_path / ABOUT_EVALUATION_FILE).write_text("{")
     with pytest.raises(EvalRefused, match="cannot be read"):
         open_output(tmp_path, first, resume=True)
 
@@ -369,7 +368,10 @@ def test_a_scripted_policy_is_scored_without_a_model(
     found = json.loads(figures.read_text())
     assert found["tasks"]["solved"]["success"]["mean"] == share
     assert found["tasks"]["solved"]["episodes"] == 3
-    assert json.loads((tmp_path / "runs/s-eval" / ABOUT_FILE).read_text())["model"] == policy
+    assert (
+        json.loads((tmp_path / "runs/s-eval" / ABOUT_EVALUATION_FILE).read_text())["model"]
+        == policy
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def test_a_query_that_is_refused_says_why_on_one_line(
     [
         (["query", "SELECT 1"], {}, "--set run.telemetry=true"),
         (["query", "SELECT 1"], {"telemetry_socket": "/nothing/query.sock"}, "does not answer"),
-        (["query", "SELECT 1"], {"state": "finished"}, "found none"),
-        (["stacks"], {"state": "finished"}, "found none"),
+        (["query", "SELECT 1"], {"state": "finished"}, "is not running"),
+        (["stacks"], {"state": "finished"}, "is not running"),
         (["stacks"], {}, "does not hold the lock of"),
         (["tui"], {}, "no admin server yet"),
         (["tui"], {"admin_url": NOBODY}, "needs a terminal"),

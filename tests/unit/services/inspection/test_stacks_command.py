@@ -172,8 +172,8 @@ DUMP: StackDump = {
 }
 
 
-def drawn(dump: StackDump) -> list[str]:
-    return [line.plain for line in stack_lines(read_pyspy("echo-0", 42, dump))]
+def drawn(dump: StackDump, idle: bool = True) -> list[str]:
+    return [line.plain for line in stack_lines(read_pyspy("echo-0", 42, dump), idle)]
 
 
 def test_a_process_is_drawn_with_its_threads_and_their_calls() -> None:
@@ -182,6 +182,16 @@ def test_a_process_is_drawn_with_its_threads_and_their_calls() -> None:
         *("  thread 11 MainThread  active, holds the GIL", "    work (a.py:7)"),
         *("  thread 1 native  idle", "    spin (a.py:7)"),
     ]
+
+
+def test_idle_threads_are_counted_until_they_are_requested() -> None:
+    assert drawn(DUMP, idle=False) == [
+        "echo-0  pid 42",
+        *("  thread 11 MainThread  active, holds the GIL", "    work (a.py:7)"),
+        "  1 idle thread: --all shows them",
+    ]
+    both = {"threads": [thread("a", frame("wait")), thread("b", frame("wait"))]}
+    assert drawn(both, idle=False) == ["echo-0  pid 42", "  2 idle threads: --all shows them"]
 
 
 def test_a_process_that_cannot_be_read_says_why() -> None:

@@ -23,11 +23,12 @@ from composer_mesh.mesh.admin import (
     ProcNode,
     read_mesh,
 )
+from composer_mesh.services.cli import main
 from composer_mesh.services.directory.status import (
     ActorStatus,
+    NotRunning,
     RunStatus,
-    RunUnavailable,
-    newest_live_run,
+    newest_run,
     read_status,
     write_status,
 )
@@ -117,13 +118,16 @@ def test_a_file_that_is_no_status_is_no_run(tmp_path: Path, text: str) -> None:
     assert read_status(tmp_path) is None
 
 
-def test_the_newest_run_that_is_alive_is_found(tmp_path: Path) -> None:
+def test_the_newest_live_run_is_found_and_without_one_the_newest(tmp_path: Path) -> None:
     for age, (name, state) in enumerate((("c", "finished"), ("b", "training"), ("a", "eval"))):
         (tmp_path / name).mkdir()
         write_status(tmp_path / name, dataclasses.replace(STATUS, state=state))
         os.utime(tmp_path / name / "status.json", (1000 - age, 1000 - age))
-    assert newest_live_run(tmp_path) == tmp_path / "b"
-    assert newest_live_run(tmp_path / "c") is None
+    assert newest_run(tmp_path) == tmp_path / "b"
+    write_status(tmp_path / "b", dataclasses.replace(STATUS, state="failed"))
+    write_status(tmp_path / "a", dataclasses.replace(STATUS, state="stopped"))
+    assert newest_run(tmp_path) == tmp_path / "a"
+    assert newest_run(tmp_path / "c") is None
 
 
 def test_the_mesh_and_the_status_are_joined_by_name() -> None:
@@ -245,7 +249,7 @@ def test_a_viewer_keeps_the_last_events_that_tell_of_a_death_or_a_repair(tmp_pat
 def test_without_an_admin_server_the_runs_own_word_is_drawn() -> None:
     about = merge("quick", STATUS, None)
     assert [process["name"] for process in about["missing"]] == [a.name for a in STATUS.actors]
-    assert "the admin server does not answer: this is the run's own word" in drawn(about)
+    assert "no admin server answers: this is what the run itself reported last" in drawn(about)
 
 
 def keys(value: Any) -> set[str]:
@@ -259,16 +263,26 @@ def test_the_guide_names_every_key_of_the_object_and_no_other() -> None:
     assert named == keys(merge("quick", WITH_ONE_TO_COME, MESH))
 
 
-def test_no_live_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunUnavailable) as error:
-        tree_command(None)
-    assert str(error.value) == (
-        "looked for a live run under runs/ and found none: start one with "
-        "composer-mesh train CONFIG"
-    )
-    with pytest.raises(RunUnavailable, match="gone"):
-        tree_command(tmp_path / "gone")
+    assert main(["tree"]) == main(["tree", "gone"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "composer-mesh: runs/ holds no run: name the directory of one, or start one with "
+        "composer-mesh train CONFIG",
+        "composer-mesh: gone holds no run: name the directory of one, or start one with "
+        "composer-mesh train CONFIG --output gone",
+    ]
+
+
+def test_of_a_run_that_is_not_live_the_last_status_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(tmp_path, dataclasses.replace(STATUS, state="failed"))
+    with pytest.raises(NotRunning, match="is not running"):
+        tree_command(tmp_path, as_json=True)
+    assert json.loads(capsys.readouterr().out)["state"] == "failed"
 
 
 def test_a_live_run_without_a_mesh_is_printed_as_one_object(

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from io import BytesIO, StringIO, TextIOWrapper
 from typing import Any
 
@@ -12,8 +13,9 @@ from rich.console import Console
 
 from composer_mesh.services.directory.report import Evaluation
 from composer_mesh.services.directory.status import ActorStatus
+from composer_mesh.services.inspection.events_command import clock
 from composer_mesh.services.inspection.page import plain_line, plain_text, sparkline
-from composer_mesh.services.inspection.view import RunView
+from composer_mesh.services.inspection.view import RunView, Silence
 
 STEP: dict[str, Any] = {
     "step": 7,
@@ -122,6 +124,24 @@ def test_a_page_has_the_ends_of_evaluations_the_first_actors_and_the_last_events
     assert [f"number {i}" in text for i in range(9)] == [False] * 4 + [True] * 5
 
 
+def test_the_page_keeps_the_newest_warning_of_each_kind_in_whole() -> None:
+    view = busy_view()
+    view.evaluation(Evaluation(30, 0.6, 200, temperature=0.7))
+    repair = "raise schedule.group_size or generator.temperature, or train on easier episodes"
+    view.warning("hints_missing sdpo: no error sites")
+    view.warning("groups_flat policy: old")
+    view.warning(f"groups_flat policy: [red]40 of 40[/red] groups had equal rewards: {repair}")
+    for i in range(9):
+        view.event(f"event number {i}")
+    text = page(view, 80)
+    assert {len(line) for line in text.splitlines()} == {80}
+    plain = " ".join(text.replace("│", " ").split())
+    assert f"policy: [red]40 of 40[/red] groups had equal rewards: {repair}" in plain
+    assert "hints_missing sdpo: no error sites" in plain
+    assert "policy: old" not in plain
+    assert "60.0% of 200 held-out episodes, sampled at 0.7" in plain
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_nothing_that_a_model_wrote_is_markup_or_a_control_code(width: int) -> None:
     view = RunView("[bold]run[/bold]", 3, console=Console(file=StringIO()))
@@ -151,30 +171,76 @@ def test_a_long_text_is_cut_with_a_mark() -> None:
 
 def test_without_a_terminal_each_step_is_one_line_and_nothing_is_redrawn() -> None:
     out = StringIO()
-    with RunView("run", 60, console=Console(file=out, width=80)) as view:
+    with RunView("run", 60, console=Console(file=out, width=80), now=lambda: 5.0) as view:
         view.phase("training")
         view.update(STEP)
         view.actors([actor("generator[0]")])
         view.update({**STEP, "step": 8})
         view.evaluation(Evaluation(8, 0.5, 200))
+        view.evaluation(Evaluation(9, 0.5, 200, temperature=0.0))
+        view.evaluation(Evaluation(10, 0.5, 200, temperature=0.7))
+        view.warning("groups_flat policy: [bold]flat[/bold]")
         view.event("[bold]done[/bold]\x1b[2J")
     lines = out.getvalue().splitlines()
-    assert lines == [
+    assert {line.partition(" ")[0] for line in lines} == {clock(5.0)}
+    found = "success=0.500 interval_95=0.431..0.569 episodes=200"
+    assert [line.partition(" ")[2] for line in lines] == [
         "phase training",
         plain_line(STEP, 60),
         plain_line({**STEP, "step": 8}, 60),
-        "evaluation after_step=8 success=0.500 interval_95=0.431..0.569 episodes=200",
+        f"evaluation after_step=8 {found} temperature=- decoding=-",
+        f"evaluation after_step=9 {found} temperature=0 decoding=greedy",
+        f"evaluation after_step=10 {found} temperature=0.7 decoding=sampled",
+        "warning groups_flat policy: [bold]flat[/bold]",
         r"event [bold]done[/bold]\x1b[2J",
     ]
+
+
+def test_a_silent_phase_says_what_busy_actors_do_after_twice_as_long_each_time() -> None:
+    now = [0.0]
+    silence = Silence(lambda: now[0])
+    actors = [actor(f"rollouts-{n}", "busy", 0, f"{n} episodes") for n in range(5)]
+    actors.insert(0, actor("trainer", activity="idle"))
+
+    def said(phase: str, seconds: int) -> list[float]:
+        found: list[float] = []
+        for _ in range(seconds):
+            now[0] += 1
+            if silence.report(phase, actors):
+                found.append(now[0])
+        return found
+
+    assert said("loading", 50) == [8, 16, 32]
+    silence.broken("training")
+    now[0] += 60
+    assert silence.report("training", actors) == (
+        "progress training, 60 s: rollouts-0 0 episodes; rollouts-1 1 episodes; "
+        "rollouts-2 2 episodes; and 2 more"
+    )
+    now[0] += 60
+    assert silence.report("training", []) == "progress training, 120 s"
+
+
+def test_a_silent_phase_is_a_line_of_the_output() -> None:
+    now, out = [0.0], StringIO()
+    with RunView("run", 3, console=Console(file=out, width=80), now=lambda: now[0]) as view:
+        view.phase("preparing the policy")
+        view.actors([actor("trainer", "busy", 0, "warm start: step 3 of 540, \x1b[2J")])
+        now[0] = 9.0
+        deadline = time.monotonic() + 30
+        while "progress" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    line = r"progress preparing the policy, 9 s: trainer warm start: step 3 of 540, \x1b[2J"
+    assert out.getvalue().splitlines()[1] == f"{clock(9.0)} {line}"
 
 
 def test_the_commands_that_look_into_a_run_are_told_once() -> None:
     commands = ["composer-mesh tree 'a b' --watch", "composer-mesh events 'a b'"]
     plain = Console(file=StringIO(), width=40)
-    with RunView("run", 3, console=plain) as view:
+    with RunView("run", 3, console=plain, now=lambda: 5.0) as view:
         view.hints(commands)
     assert isinstance(plain.file, StringIO)
-    assert plain.file.getvalue() == f"event look_into_it {'; '.join(commands)}\n"
+    assert plain.file.getvalue() == f"{clock(5.0)} event look_into_it {'; '.join(commands)}\n"
 
     live = terminal(80)
     with RunView("run", 3, console=live) as view:
@@ -207,7 +273,7 @@ def test_a_stream_that_cannot_write_a_character_gets_its_escape() -> None:
         "run", 1, console=Console(file=TextIOWrapper(raw, encoding="ascii", write_through=True))
     ) as view:
         view.event("π → ok")
-    assert raw.getvalue() == b"event \\u03c0 \\u2192 ok\n"
+    assert raw.getvalue().endswith(b" event \\u03c0 \\u2192 ok\n")
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -11,10 +11,10 @@ from fake_programs import FakePrograms, fake_programs
 
 from composer_mesh.services.cli import main
 from composer_mesh.services.directory.claim import KEY_FILE, key_folder, sign
+from composer_mesh.services.directory.resume import LAUNCH_FILE
 from composer_mesh.services.directory.status import RunUnavailable
 from composer_mesh.services.launch.by_ssh import HostsLauncher
 from composer_mesh.services.launch.handle import (
-    LAUNCH_FILE,
     HandleNotOurs,
     read_handle,
     refuse_unstorable,

@@ -15,6 +15,7 @@ from scripted_provider import ScriptedProvider
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.teachers import TeacherConfig
+from composer_mesh.rollouts.agent_messages import UnusableMessages
 from composer_mesh.rollouts.budget import dollars
 from composer_mesh.rollouts.pairs import FailureKind, TeacherAnswer, TeacherFailure
 from composer_mesh.services.offline import api as offline
@@ -26,6 +27,7 @@ from composer_mesh.services.offline.api import (
     replay_and_normalize_trace_sync,
     replay_trace,
 )
+from composer_mesh.services.offline.teacher_pool import TeacherPool
 from composer_mesh.tasks.toolbox import ToolboxTask
 
 ASKED = {"role": "user", "content": "What is 2 plus 3?"}
@@ -128,6 +130,66 @@ async def test_what_can_never_be_asked_is_refused(
     with pytest.raises((ReplayRefused, ConfigError), match=says):
         await replay(provider, STATES, teachers, usd, **options)
     assert provider.requests == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "action", "says"),
+    [
+        ("What?", "x", r"messages must be messages of a chat, such as \[\{.*valid list"),
+        (None, "x", "messages must be messages of a chat"),
+        (["What?"], "x", "0: Input should be a valid dictionary"),
+        ([{"content": "What?"}], "x", "0: Value error, a message has no role"),
+        ([], "x", "messages is empty: pass one message or more"),
+        ([ASKED], None, "action must be messages of a chat"),
+        ([ASKED], {"role": "assistant", "tool_calls": [1]}, "no calls of functions"),
+        (
+            [ASKED],
+            {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "x"}}]},
+            "action: Expecting value",
+        ),
+    ],
+)
+def test_a_state_of_something_else_than_a_chat_says_what_is_wrong(
+    messages: Any, action: Any, says: str
+) -> None:
+    with pytest.raises(UnusableMessages, match=says):
+        chat_state("s", messages, action)
+
+
+def test_a_state_without_a_text_as_its_id_is_refused() -> None:
+    with pytest.raises(UnusableMessages, match="state_id is 5 but must be a text"):
+        chat_state(5, [ASKED], "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("teachers", "options", "says"),
+    [
+        ([], {}, "names no teacher"),
+        (BUILTIN, {}, "'careful' is builtin"),
+        (paid("a"), {"n": 0}, "n is 0, but a pool has one process or more"),
+    ],
+)
+def test_a_pool_that_can_never_answer_is_refused(teachers: Any, options: Any, says: str) -> None:
+    with pytest.raises(ReplayRefused, match=says):
+        TeacherPool(teachers, **options)
+
+
+@pytest.mark.parametrize(
+    ("usd", "environ", "asked", "says"),
+    [
+        (0.0, ENVIRON, [ASKED], "ceiling is 0 dollars but teacher 'a' costs money"),
+        (1.0, {}, [ASKED], "TEST_KEY"),
+        (1.0, ENVIRON, "What?", "messages must be messages of a chat"),
+    ],
+)
+def test_a_query_that_no_teacher_can_answer_starts_no_process(
+    usd: float, environ: Any, asked: Any, says: str
+) -> None:
+    with (
+        TeacherPool(paid("a"), usd, environ=environ) as pool,
+        pytest.raises((ReplayRefused, UnusableMessages), match=says),
+    ):
+        pool.query_sync(asked)
 
 
 async def test_states_of_one_id_are_refused() -> None:

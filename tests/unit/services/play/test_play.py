@@ -86,7 +86,7 @@ def test_a_person_calls_tools_and_answers(
     assert main(["play", task]) == 0
     out = capsys.readouterr().out
     assert "[tool] count 3" in out
-    assert "a line is an answer" in out
+    assert out.count("add(by=…) or /call NAME") == 3  # first, for an empty line and for /what
     assert "the arguments of add are no JSON" in out
     assert "/what is no command" in out
     assert "the episode ended after 3 turns: reward 1, success\n  three: 1, weight 1" in out
@@ -159,14 +159,71 @@ def test_a_tool_that_never_returns_is_an_error_after_its_limit(
     assert "error tool_timeout (tool: hang)" in capsys.readouterr().out
 
 
-@given(st.one_of(st.text(), st.text().map("/call add {}".__add__), st.text().map("/".__add__)))
+ADD = {"add": ["by", "why"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ("add(by=2)", {"by": 2}),
+        (' add ( by = -2, why="a, (b)" ) ', {"by": -2, "why": "a, (b)"}),
+        ("add(2, why=null)", {"by": 2, "why": None}),
+        ('add(by=[1, {"a": true}])', None),
+        ("add(by=(1, 2), why={'a': None})", {"by": [1, 2], "why": {"a": None}}),
+        ("add()", {}),
+    ],
+)
+def test_a_call_is_written_as_in_python(line: str, arguments: dict[str, object] | None) -> None:
+    if arguments is None:
+        with pytest.raises(BadLine, match="is no literal value"):
+            action_of(line, ADD)
+    else:
+        call = parse_action(action_of(line, ADD))
+        assert isinstance(call, ToolCall)
+        assert (call.name, call.arguments) == ("add", arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("add(by=open('x'))", "open('x') is no literal value"),
+        ("add(by=__import__('os').system('true'))", "is no literal value"),
+        ("add(1, 2, 3)", "it has 3 values for 2 parameters"),
+        ("add(1, by=2)", "by has two values"),
+        ("add(**{'by': 1})", "it is no call of one tool"),
+        ("add(by=1) + add(by=2)", "it is no call of one tool"),
+        ("add(by=)", "write add(by=VALUE, why=VALUE)"),
+        ("add(by=1e999)", "not JSON compliant"),
+        ("add(by={1})", "not JSON serializable"),
+    ],
+)
+def test_a_call_that_is_none_is_refused_and_never_run(line: str, why: str) -> None:
+    with pytest.raises(BadLine) as refused:
+        action_of(line, ADD)
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("line", ["print(1)", "add (is) what I did", "f(x=1)", "the add(by=1)"])
+def test_a_line_that_calls_no_tool_is_an_answer(line: str) -> None:
+    assert action_of(line, ADD) == line
+
+
+@given(
+    st.one_of(
+        st.text(),
+        st.text().map("/call add {}".__add__),
+        st.text().map("/".__add__),
+        st.text().map("add({})".format),
+    )
+)
 def test_any_line_is_an_action_or_is_refused_in_printable_words(line: str) -> None:
     try:
-        action, refusal = action_of(line), ""
+        action, refusal = action_of(line, ADD), ""
     except BadLine as bad:
         action, refusal = None, str(bad)
     assert refusal.isprintable()
-    if action is not None and line.startswith("/call"):
+    called = line.startswith(("/call", "add("))
+    if action is not None and called and action != line:
         assert isinstance(parse_action(action), ToolCall)
     elif action is not None:
         assert action in (line, line[1:])

@@ -20,14 +20,22 @@ from hypothesis import strategies as st
 
 from composer_mesh.actors.provider.errors import ProviderServerError
 from composer_mesh.configs.supervision import SupervisionConfig
-from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
+from composer_mesh.configs.user_code import CustomFunctionError
+from composer_mesh.mesh.failures import (
+    FailureClass,
+    cause_of,
+    classify,
+    error_key,
+    states_its_cause,
+)
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.mesh.weights.manifest import PullAbandoned
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec, RestartRules, Router
-from composer_mesh.services.pool.restarts import RestartBudget
+from composer_mesh.services.pool.restarts import RestartBudget, RestartsGivenUp, restart
+from composer_mesh.tasks.errors import TaskCodeError, ToolServerLost, UnusableTask
 
 RULES = RestartRules(restarts=3, window_s=10.0, backoff_s=1.0, backoff_max_s=3.0, seed=1)
 
@@ -86,6 +94,35 @@ def test_waits_repeat_with_the_seed_and_differ_between_slots() -> None:
 def test_only_an_equal_error_of_the_code_is_hopeless(errors: list[Any], hopeless: bool) -> None:
     budget = RestartBudget(RULES, "slot")
     assert [budget.repeats_its_error(error) for error in errors] == [False, hopeless]
+
+
+async def test_a_start_that_fails_by_the_users_code_is_not_tried_again() -> None:
+    starts = list[int]()
+
+    async def start() -> None:
+        starts.append(len(starts))
+        raise TaskCodeError("loading task 'sums'", "sums.py:3", "KeyError: 'a'")
+
+    with pytest.raises(RestartsGivenUp, match=r"sums\.py:3: KeyError.*another process would fail"):
+        await restart(RestartBudget(AT_ONCE, "slot"), ActorDied("w-0", "killed"), start)
+    assert starts == [0]
+
+
+@pytest.mark.parametrize(
+    ("error", "stated"),
+    [
+        (CustomFunctionError("users.loss", "", "it raised KeyError"), True),
+        (UnusableTask("reward 'r' returned 'None'"), True),
+        (ToolServerLost("files", "it has ended"), False),
+        (KeyError("of ours"), False),
+        (RemoteError("w-0", "work", "KeyError"), False),
+        (ActorDied("w-0", "killed"), False),
+    ],
+)
+def test_only_what_states_its_cause_is_certain_to_fail_again(
+    error: Exception, stated: bool
+) -> None:
+    assert states_its_cause(pickle.loads(pickle.dumps(error))) is stated
 
 
 def test_an_error_after_a_success_is_a_first_one_again() -> None:

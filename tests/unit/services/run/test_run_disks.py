@@ -21,7 +21,8 @@ from composer_mesh.actors.sqlite_file import SqliteFile, StoreError
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed
-from composer_mesh.services.run.assembly import TrainingRun, train_command, unexpected
+from composer_mesh.services.run.assembly import TrainingRun, train_command
+from composer_mesh.services.run.failure_report import report_failure
 from composer_mesh.services.run.mesh import RunMesh
 from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.services.store.schema import KIND
@@ -198,7 +199,10 @@ def test_a_directory_that_may_not_be_used_is_refused_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EPERM])
-def test_an_error_of_a_disk_is_one_line_wherever_it_comes_from(number: int) -> None:
-    text = unexpected(OSError(number, os.strerror(number), "/far/file"), Path("runs/x"))
+def test_an_error_of_a_disk_is_one_line_wherever_it_comes_from(number: int, tmp_path: Path) -> None:
+    error = OSError(number, os.strerror(number), "/far/file")
+    text = report_failure(error, tmp_path).text
     assert text == (f"/far/file cannot keep the state of the run ({os.strerror(number)}): {REPAIR}")
-    assert "ConnectionReset" in unexpected(OSError(errno.ECONNRESET, "reset"), Path("runs/x"))
+    reset = report_failure(OSError(errno.ECONNRESET, "reset"), tmp_path)
+    assert "ConnectionReset" in reset.line
+    assert (tmp_path / "logs" / "errors.log").stat().st_mode & 0o77 == 0

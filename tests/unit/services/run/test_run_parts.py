@@ -22,7 +22,7 @@ from repository import ROOT
 from composer_mesh import Row, Task
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.heartbeat import ActivityLog
+from composer_mesh.mesh.heartbeat import Busy
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, GroupResult
@@ -79,11 +79,13 @@ class Mesh(SimpleNamespace):
     def __init__(self, *ranks: Rank) -> None:
         none = dict.fromkeys(("teachers", "replay", "reference", "judges"))
         pools = {"generators": Generators([]), "environments": Pool([]), "rollouts": Pool([])}
-        host = SimpleNamespace(activity=ActivityLog())
-        super().__init__(trainers=Ranks(*ranks), host=host, hints=None, **pools, **none)
+        super().__init__(trainers=Ranks(*ranks), hints=None, **pools, **none)
 
     async def load(self, *_: Any) -> None:
         pass
+
+    async def take_activity(self) -> list[Busy]:
+        return []
 
 
 def parts_of(store: RunStore, config: Config, task: ToolboxTask, *ranks: Rank) -> RunParts:

@@ -21,7 +21,9 @@ from composer_mesh.services.directory.control import CONTROL_FILE, ControlRefuse
 from composer_mesh.services.directory.status import (
     STATUS_FILE,
     ActorStatus,
+    Progress,
     commands_for,
+    earlier_progress,
     read_status,
 )
 from composer_mesh.services.inspection.view import RunView
@@ -80,7 +82,11 @@ class World:
         config = RunConfig(name="run", steps=20)
         self.view = RunView("run", 20, console=Console(file=StringIO()))
         self.watch = RunWatch(
-            root, config, self.view, lambda *event: self.events.append(event), lambda: (3, 2)
+            root,
+            config,
+            self.view,
+            lambda *event: self.events.append(event),
+            lambda: Progress(3, 2, sessions=4, wall_s=50.5),
         )
 
 
@@ -110,6 +116,7 @@ async def test_the_status_has_every_actor_and_how_far_the_run_is(world: World) -
     assert status is not None
     assert [actor.name for actor in status.actors] == ["trainer", "generator-0", "generator-0.2"]
     assert (status.state, status.step, status.steps, status.restarts) == ("running", 3, 20, 2)
+    assert earlier_progress(world.root) == Progress(3, 2, 4, 50.5)
     assert (status.pid, status.admin_url, status.live) == (os.getpid(), "http://127.0.0.1:1", True)
     assert (status.here, status.hostname) == (True, socket.gethostname())
 
@@ -217,13 +224,26 @@ async def test_a_run_without_a_control_socket_goes_on_and_says_so(world: World) 
     assert event[0] == "no_commands"
 
 
-async def test_the_last_state_stays_and_names_no_actor(world: World) -> None:
-    async with world.watch.over(FakeMesh()):
-        pass
+async def test_the_last_state_has_the_last_actors_as_stopped_ones(world: World) -> None:
+    mesh = FakeMesh()
+    async with world.watch.over(mesh):
+        await shown(mesh, world.root)
+        before = read_status(world.root)
     await world.watch.ended("failed")
     status = read_status(world.root)
+    assert before is not None
     assert status is not None
-    assert (status.state, status.actors, status.live) == ("failed", (), False)
+    assert (status.state, status.live) == ("failed", False)
+    assert [one.name for one in status.actors] == [one.name for one in before.actors]
+    kept = {(one.state, one.pid, one.activity) for one in status.actors if one.state != "dead"}
+    assert kept == {("stopped", None, "")}
+    versions = [one.policy_version for one in status.actors]
+    assert versions == [one.policy_version for one in before.actors]
+    assert not any(one.pid for one in status.actors)
+
+
+def test_a_run_without_a_status_has_no_earlier_sessions(tmp_path: Path) -> None:
+    assert earlier_progress(tmp_path) == Progress(0, 0, 0, 0.0)
 
 
 @pytest.mark.timeout(60)

@@ -13,8 +13,8 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.losses.custom_function import CustomFunctionError
 from composer_mesh.mesh.environment import IMPORT_PATHS
 from composer_mesh.rollouts.traces import ErrorSite, Trace, Turn
-from composer_mesh.services.steps.advantage_program import AdvantageFunction
 from composer_mesh.services.steps.advantages import Advantages, make_advantages
+from composer_mesh.services.steps.custom_function_program import ImportedFunction
 
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.25, 1.0], [1.0, 1.0, 1.0], [0.5], []]
 """Unequal groups, one of equal rewards, one of a single rollout, one without any."""
@@ -62,7 +62,7 @@ def custom(name: str, **options: Any) -> dict[str, Any]:
     return {"type": "custom", "import_path": f"users_advantages.{name}", **options}
 
 
-class Recorded(AdvantageFunction):
+class Recorded(ImportedFunction):
     """Answers in this process, and keeps the requests."""
 
     def __init__(self) -> None:

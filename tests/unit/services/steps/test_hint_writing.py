@@ -262,13 +262,13 @@ def test_a_writer_is_asked_where_the_config_says(build_config: Any, config: Conf
 
 def test_the_summary_of_a_run_shows_what_became_of_its_hints() -> None:
     steps = [HintCounts(llm=2, fallback=1, requests=3, usd=0.25), HintCounts(llm=1, too_long=4)]
-    summary = summarize([counts.metrics() for counts in steps], wall_s=1.0)
+    summary = summarize([counts.metrics() for counts in steps], wall_s=1.0, configured=["sdpo"])
     assert summary["hints"]["llm"] == 3
     console = Console(width=200, file=StringIO(), record=True)
     console.print(summary_table("r", summary))
     shown = "3 llm, 1 fallback, 4 too long; 3 requests for $0.25"
     assert shown in console.export_text()
-    assert "hints" not in summarize([{"step": 1}], wall_s=1.0)
+    assert "hints" not in summarize([{"step": 1}], wall_s=1.0, configured=["sdpo"])
 
 
 def test_each_reason_of_a_missing_hint_is_reported_once(

@@ -56,14 +56,14 @@ def test_a_whole_run_has_nothing_to_tell(run: Path, capsys: pytest.CaptureFixtur
     assert main(["verify", str(run)]) == 0
     said = capsys.readouterr().out
     assert (
-        "events.jsonl, timeline.jsonl, config.toml, summary.json are as they were written" in said
+        "events.jsonl, timeline.jsonl, config.toml, hint_templates.json, summary.json are" in said
     )
     assert "not checked: logs, status" in said
 
 
 FLIPPED = (
     *("config.toml", "evaluations.jsonl", "metrics.jsonl", "poisoned.jsonl", "events.jsonl"),
-    *("timeline.jsonl", "summary.json"),
+    *("timeline.jsonl", "summary.json", "hint_templates.json"),
 )
 
 
@@ -72,8 +72,9 @@ def finished(root: Path, config: Config) -> None:
     with RunStore(root, config) as store:
         store.add_event("a", "b", "c", {"d": 1})
         store.add_timeline({"step": 1})
+        asyncio.run(store.keep_hint_templates({"lost": "Look for {item}."}))
         store.add_poisoned(PoisonedInput(Episode("toolbox", "train", 1), "kind", "why", "", 2))
-    write_summary(root, wall_s=1.0)
+    write_summary(root, wall_s=1.0, configured=["policy"])
 
 
 @pytest.mark.parametrize("name", FLIPPED)

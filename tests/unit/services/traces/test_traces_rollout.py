@@ -13,6 +13,7 @@ from rich.console import Console
 
 from composer_mesh.configs.sdpo import HintsConfig
 from composer_mesh.rollouts.hint_sources import Hint, WrittenHint
+from composer_mesh.rollouts.hints import TEMPLATES, hint_templates
 from composer_mesh.rollouts.pairs import FailureKind, Provenance, TeacherVote
 from composer_mesh.rollouts.traces import Trace, Turn
 from composer_mesh.services.store.rows import ItemState, LateReward
@@ -21,6 +22,7 @@ from composer_mesh.services.traces.listing import (
     Paired,
     TokenCount,
     hints_of,
+    stored_templates,
     tokenizer_folder,
 )
 from composer_mesh.services.traces.rollout_page import MOST_LINES, RolloutPage
@@ -188,14 +190,22 @@ class TestHints:
             ({place: WrittenHint("Add again.", "llm")}, ("Hint: Add again.", "llm")),
         ):
             (hint,), notes = hints_of(
-                self.TRACE, [self.TRACE], HintsConfig(), "12", written, TokenCount(256, no_folder)
+                self.TRACE,
+                [self.TRACE],
+                HintsConfig(),
+                "12",
+                written,
+                TokenCount(256, no_folder),
+                TEMPLATES,
             )
             assert (hint.text, hint.wording) == expected
             assert notes == []
 
     def test_a_hint_that_would_tell_the_answer_is_a_note(self) -> None:
         count = TokenCount(256, no_folder)
-        hints, (note,) = hints_of(self.TRACE, [self.TRACE], HintsConfig(), "3", {}, count)
+        hints, (note,) = hints_of(
+            self.TRACE, [self.TRACE], HintsConfig(), "3", {}, count, TEMPLATES
+        )
         assert hints == []
         assert "turn 0 has no hint: each one would have stated the answer" in note
 
@@ -210,7 +220,7 @@ class TestHints:
         text = "What is the value of this and that?"
         assert count(text) == len(tokenizer.encode(text, add_special_tokens=False))
         config = HintsConfig(max_tokens=8)
-        (hint,), _ = hints_of(self.TRACE, [self.TRACE], config, "12", {}, count)
+        (hint,), _ = hints_of(self.TRACE, [self.TRACE], config, "12", {}, count, TEMPLATES)
         whole = "Hint: 3 is wrong. Do every step, then copy the last result."
         assert whole.startswith(hint.text)
         assert len(hint.text) < len(whole)
@@ -218,9 +228,40 @@ class TestHints:
 
     def test_without_a_tokenizer_a_long_hint_is_shown_whole_and_said_to_be_guessed(self) -> None:
         count = TokenCount(8, no_folder)
-        (hint,), _ = hints_of(self.TRACE, [self.TRACE], HintsConfig(max_tokens=8), "12", {}, count)
+        (hint,), _ = hints_of(
+            self.TRACE, [self.TRACE], HintsConfig(max_tokens=8), "12", {}, count, TEMPLATES
+        )
         assert hint.text.endswith("the last result.")
         assert count.guessed
+
+    def test_the_runs_own_templates_decide(self, tmp_path: Path) -> None:
+        site = replace(self.TRACE.error_sites[0], hint_template_key="doors_already")
+        trace = replace(self.TRACE, error_sites=[site])
+        given = (trace, [trace], HintsConfig(), "12", {}, TokenCount(256, no_folder))
+        own = hint_templates({"doors_already": "The doors are shut already."})
+        (hint,), notes = hints_of(*given, own)
+        assert (hint.text, notes) == ("Hint: The doors are shut already.", [])
+        hints, (note,) = hints_of(*given, TEMPLATES)
+        assert (hints, "no hint template 'doors_already'" in note) == ([], True)
+        hints, (note,) = hints_of(*given, None)
+        assert hints == []
+        assert note.endswith(
+            "the task's templates are unknown, since hint_templates.json cannot be read"
+        )
+
+    @pytest.mark.parametrize(
+        "content",
+        ["", "[]", '{"a": 1}', '{"a": "{x.__class__}"}', '{"a": "{"}', "\xff", "[" * 9999],
+    )
+    def test_a_file_of_templates_that_is_none_is_read_as_none(
+        self, content: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "hint_templates.json"
+        assert stored_templates(tmp_path) is None
+        file.write_bytes(content.encode("latin-1"))
+        assert stored_templates(tmp_path) is None
+        file.write_text('{"a": "Do {x}."}')
+        assert stored_templates(tmp_path) == {"a": "Do {x}."}
 
 
 def no_folder() -> None:

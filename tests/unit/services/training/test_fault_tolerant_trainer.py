@@ -12,8 +12,10 @@ from repetition import repeated
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.actors.learning.weight_update import GradientNotFinite, NotFinite, UpdatePart
+from composer_mesh.configs.user_code import CustomFunctionError
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError
 from composer_mesh.services.training.checkpoint_writes import AverageLost
+from composer_mesh.tasks.errors import TaskCodeError
 
 DEATH = ActorDied("trainer", "killed by signal 9")
 
@@ -207,6 +209,26 @@ async def test_a_gradient_that_is_not_finite_restarts_nothing(run: Running) -> N
     assert run.world.done("train") == [0]
     (event,) = [event for event in run.world.events if event[0] == "gradient_not_finite"]
     assert "step 2 was not trained" in event[2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CustomFunctionError("users.loss", "sequence 0", "it raised KeyError: 'a'", "users.py:3"),
+        TaskCodeError("the expert of task 'sums'", "sums.py:3", "KeyError: 'a'"),
+        DeadlineExceeded("trainer", "train", 1.0, "", True),
+    ],
+)
+async def test_an_error_that_states_its_cause_ends_the_run_without_a_restart(
+    run: Running, error: Exception
+) -> None:
+    run.world.fails["train"] = [None, error]
+    with pytest.raises(type(error)) as raised:
+        await run.steps(0, 3)
+    assert raised.value is error
+    assert run.trainer.restarts == 0
+    assert run.world.done("begin") == []
+    assert run.told() == []
 
 
 async def test_a_rank_that_gives_no_answer_in_time_is_replaced(run: Running) -> None:

@@ -1,0 +1,45 @@
+# Images for CPU and for CUDA, built without a network (docs/install.md):
+#
+#   docker build --network none --target cpu --build-context wheels=DIR -t composer-mesh:cpu .
+#
+# DIR holds the wheels of requirements/run.txt and of torch. No package comes from anywhere else,
+# and each is compared with its hash, but torch, whose right build depends on the machine.
+
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+# The sources stay in this stage.
+FROM ${PYTHON_IMAGE} AS locked
+COPY requirements/run.txt /requirements.txt
+RUN --mount=type=bind,from=wheels,target=/wheels \
+    python3 -m venv /opt/composer-mesh \
+    && /opt/composer-mesh/bin/python -m pip install --no-cache-dir --no-index --find-links /wheels \
+        --require-hashes --no-deps -r /requirements.txt
+COPY . /source
+RUN /opt/composer-mesh/bin/python -m pip install --no-cache-dir --no-index --no-deps \
+        --no-build-isolation /source
+
+FROM locked AS cpu-packages
+RUN --mount=type=bind,from=wheels,target=/wheels \
+    /opt/composer-mesh/bin/python -m pip install --no-cache-dir --no-index --find-links /wheels torch==2.13.0 \
+    && /opt/composer-mesh/bin/python -c 'import torch; assert torch.version.cuda is None, "the wheels have a CUDA build of torch: build --target cuda"'
+
+# torch's wheels bring CUDA's libraries; the driver comes from the host, with --gpus all.
+FROM locked AS cuda-packages
+RUN --mount=type=bind,from=wheels,target=/wheels \
+    /opt/composer-mesh/bin/python -m pip install --no-cache-dir --no-index --find-links /wheels torch==2.13.0 \
+    && /opt/composer-mesh/bin/python -c 'import torch; assert torch.version.cuda, "the wheels have a CPU build of torch: build --target cpu"'
+
+FROM ${PYTHON_IMAGE} AS runtime
+ENV PATH=/opt/composer-mesh/bin:$PATH
+RUN useradd --create-home mesh && mkdir /work && chown mesh:mesh /work
+USER mesh
+WORKDIR /work
+ENTRYPOINT ["composer-mesh"]
+CMD ["--help"]
+
+FROM runtime AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=cuda-packages /opt/composer-mesh /opt/composer-mesh
+
+FROM runtime AS cpu
+COPY --from=cpu-packages /opt/composer-mesh /opt/composer-mesh
