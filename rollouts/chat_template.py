@@ -157,20 +157,27 @@ ACTION = "COMPOSERMESHACTION"
 QUESTION: Message = {"role": "user", "content": "q"}
 
 
-@dataclass(frozen=True)
-class PinnedDate:
-    """What a template calls as `strftime_now`: formats the start of one day, such as 2026-01-31."""
+DIRECTIVES = ("-d", "-m", "-I", "-H", "-M", "-S", *"aAwdbBmyYHIpMSfjUWcxXGuVeFDTR", "%")
+"""What a template may write after % in the format of a date; % itself comes last."""
 
-    date: str
 
-    def __call__(self, format: str) -> str:
-        return datetime.fromisoformat(self.date).strftime(format)
+def pinned_date(date: str) -> str:
+    """Return a macro that a template calls in place of `strftime_now`: the start of that day.
+
+    A function would not reach the template: newer transformers pass plain data to it alone.
+    """
+    day = datetime.fromisoformat(date)
+    parts = [(f"%{one}", day.strftime(f"%{one}")) for one in DIRECTIVES]
+    filters = "".join(f"|replace({json.dumps(one)}, {json.dumps(text)})" for one, text in parts)
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro -%}}"
 
 
 class TemplateRenderer(Protocol):
     """The part of the Hugging Face tokenizer interface that renders templates."""
 
     def apply_chat_template(self, messages: list[Message], **options: Any) -> str: ...
+
+    def get_chat_template(self, *, tools: list[dict[str, Any]] | None = None) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -320,7 +327,8 @@ class ChatTemplate:
     def _render(self, messages: list[Message], generate: bool, tools: list[dict[str, Any]]) -> str:
         more: dict[str, Any] = {"tools": tools} if tools else {}
         if self.date is not None:
-            more["strftime_now"] = PinnedDate(self.date)
+            template = self.renderer.get_chat_template(tools=tools or None)
+            more["chat_template"] = pinned_date(self.date) + template
         return self.renderer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generate, **more, **self.options
         )

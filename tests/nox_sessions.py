@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import nox
+from newest import newest_requirements
 from nox_helpers import (
     PYTHON,
     ROOT,
@@ -69,6 +70,24 @@ def real_model(session: nox.Session) -> None:
 def benchmarks_quick(session: nox.Session) -> None:
     """The smallest form of every benchmark, in half an hour."""
     run(session, "benchmarks/quick.py", *session.posargs)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Tests and four steps of the quickstart with the newest release of each dependency.
+
+    Monarch's is its development release. Arguments name torch's build: `-- torch==2.13.0`.
+    """
+    packages = newest_requirements(ROOT / "pyproject.toml", "dev")
+    session.install("--no-compile", "--upgrade", *(session.posargs or ["torch"]))
+    session.install("--no-compile", "--upgrade", *packages, *session.posargs)
+    session.install("--no-compile", "--no-deps", "-e", ".")
+    python = str(environment(session) / "bin" / "python")
+    tested = ("actors", "mesh", "planning", "rollouts", "services")
+    run(session, "-m", "pytest", *(f"tests/unit/{one}" for one in tested), *JOBS, python=python)
+    output = ("--output", f"{session.create_tmp()}/run")
+    steps = ("train", "quickstart", "--set", "run.steps=4", *output)
+    run(session, "-m", "composer_mesh", *steps, python=python)
 
 
 @nox.session(venv_backend="none")

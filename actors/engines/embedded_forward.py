@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -28,7 +28,7 @@ from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.actors.models.attention_calls import MORE
 from composer_mesh.actors.models.expert_routing import KEYWORD, ExpertRouting, routers_of
 from composer_mesh.actors.models.language_model import counts_along_rows, layer_kinds
-from composer_mesh.actors.models.level_cache import RowPositions
+from composer_mesh.actors.models.level_cache import RowPositions, cache_argument
 from composer_mesh.actors.models.probes import WINDOW, error_of, probe_ids, short_scales
 from composer_mesh.planning.model_facts import FULL, SLIDING
 from composer_mesh.planning.model_refusals import ModelNotServed
@@ -209,7 +209,7 @@ class PackedForward:
         self, packed: ForwardLayout, tokens: Tensor, keep: Tensor | None, **more: Any
     ) -> Tensor:
         if self._in_place:
-            more["past_key_values"] = RowPositions(packed.positions)
+            more |= cache_argument(self._model, RowPositions(packed.positions))
         output = self._model(
             input_ids=tokens[None],
             position_ids=packed.positions[None],
@@ -234,7 +234,6 @@ class PackedForward:
                 attention_mask=None,
                 position_ids=positions,
                 position_embeddings=angles,
-                past_key_values=None,
                 use_cache=False,
                 packed=packed,
                 **more,
@@ -294,12 +293,11 @@ class PackedForward:
 
     def _in_parts(self, tokens: Tensor) -> Tensor:
         """Return the model's own logits `[tokens, V]` of the same parts, by its own cache."""
-        logits, cache = [], None
+        logits, cache = [], DynamicCache(config=self._model.config)
+        given = cache_argument(self._model, cache)
         for start, end in _parts(len(tokens)):
             ids = tokens[None, start:end]
-            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            logits.append(output.logits[0].float())
+            logits.append(self._model(input_ids=ids, use_cache=True, **given).logits[0].float())
         return torch.cat(logits)
 
     def _layers_suffice(self, tokens: Tensor, served: Tensor) -> bool:

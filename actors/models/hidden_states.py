@@ -227,7 +227,7 @@ def shared_states(
         if len(tree.levels) > 1:
             from composer_mesh.actors.models.level_cache import LevelCache
 
-            inputs["past_key_values"] = LevelCache(_followed(cached, level, tree, number))
+            inputs["cache"] = LevelCache(_followed(cached, level, tree, number))
         if number or level.divides:
             rows = _distinct_rows(level, device)
             query_rows, key_rows = (one.to(device).at(rows) for one in (queries, keys))
@@ -237,8 +237,8 @@ def shared_states(
         )
         computed.append(states.flatten(0, 1))
         before, width, done = keys, width + level.width, done + ids.numel()
-        if "past_key_values" in inputs:
-            cached = inputs["past_key_values"].after
+        if "cache" in inputs:
+            cached = inputs["cache"].after
     return HiddenStates(torch.cat(computed), _places(tree, begins).to(device))
 
 

@@ -243,7 +243,7 @@ class LanguageModel:
         if in_place:
             from composer_mesh.actors.models.level_cache import RowPositions
 
-            inputs["past_key_values"] = RowPositions(positions[0])
+            inputs["cache"] = RowPositions(positions[0])
         return packed.unpacked(self._states(**inputs), context)
 
     @property
@@ -316,13 +316,17 @@ def _added(masks: Any) -> Any:
     return torch.zeros(masks.shape, device=masks.device).masked_fill(~masks, lowest)
 
 
-def decoder_states(model: Any, **inputs: Any) -> Tensor:
+def decoder_states(model: Any, cache: Any = None, **inputs: Any) -> Tensor:
     """Return the last hidden states [B, T, H] of a causal LM, before its head.
 
     Those of a model that scales its logits are scaled, so that the head gives its own logits.
     """
-    cached = "past_key_values" in inputs
-    states: Tensor = decoder_of(model)(use_cache=cached, **inputs).last_hidden_state
+    decoder, cached = decoder_of(model), cache is not None
+    if cached:
+        from composer_mesh.actors.models.level_cache import cache_argument
+
+        inputs |= cache_argument(decoder, cache)
+    states: Tensor = decoder(use_cache=cached, **inputs).last_hidden_state
     scale = logit_scale(model.config)
     return states if scale == 1.0 else states * scale
 

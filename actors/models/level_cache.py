@@ -5,6 +5,7 @@ Imported where it is used, since transformers comes with it.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from transformers.cache_utils import Cache
 
 Pairs = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [R, heads, P, D] by the number of a layer."""
+
+
+def cache_argument(decoder: Any, cache: Cache) -> dict[str, Cache]:
+    """Return the keyword argument by which a decoder takes a cache, whose name has changed."""
+    named = inspect.signature(decoder.forward).parameters
+    return {"cache" if "cache" in named else "past_key_values": cache}
 
 
 class LevelCache(Cache):

@@ -33,7 +33,6 @@ from composer_mesh.mesh.programs import MOST_ANSWER_BYTES, AnsweringProgram, Pro
 from composer_mesh.planning.model_facts import ModelFacts
 from composer_mesh.planning.model_folder import OTHER_TOKENIZER, UnfitModelFolder
 from composer_mesh.rollouts.chat import ChatFormat, ChatTemplateError, Tokenizer
-from composer_mesh.rollouts.chat_template import PinnedDate
 from composer_mesh.rollouts.traces import Message
 
 PROGRAM = "composer_mesh.actors.models.template_program"
@@ -102,16 +101,14 @@ class TemplateProcess:
             raise UnfitModelFolder(str(self._folder), found["error"], repair, key)
         return ModelFacts.of(found["facts"])
 
-    def render(
-        self, messages: list[Message], options: dict[str, Any], date: str | None = None
-    ) -> str:
+    def render(self, messages: list[Message], options: dict[str, Any]) -> str:
         """Return the rendered messages; the template takes `date` for today's.
 
         Raises TemplateError where the template refuses them, else `ChatTemplateError`. Waits for
         at most the limit of CPU time.
         """
         try:
-            found = self._answer({"messages": messages, "options": options, "date": date})
+            found = self._answer({"messages": messages, "options": options})
         except ProgramFailed as error:
             raise ChatTemplateError(
                 f"the chat template of {self._folder} exceeds its limits of {self._limits} "
@@ -155,11 +152,8 @@ class BoundedTokenizer(WrappedTokenizer):
         super().__init__(tokenizer)
         self._templates = templates
 
-    def apply_chat_template(
-        self, messages: list[Message], *, strftime_now: PinnedDate | None = None, **options: Any
-    ) -> str:
-        date = None if strftime_now is None else strftime_now.date
-        return self._templates.render(messages, options, date)
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
+        return self._templates.render(messages, options)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         with _panics_as_errors():

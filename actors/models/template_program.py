@@ -2,7 +2,7 @@
 
     {"check": {"tools", "hints", "chat"}} -> {"facts"} or {"error"}
     {"teacher_of": folder or null}   -> {"facts"} or {"error"}
-    {"messages", "options", "date"}  -> {"text"}, {"refused"} or {"error"}
+    {"messages", "options"}  -> {"text"}, {"refused"} or {"error"}
 
 One line each. It knows nothing of a run. A request that exceeds its CPU time ends the process.
 """
@@ -21,7 +21,6 @@ import composer_mesh.actors.models.quiet_torchao  # noqa: F401
 from composer_mesh.actors.models.tokenizer import PANIC, chat_settings, difference, load_tokenizer
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.chat_checks import check_chat
-from composer_mesh.rollouts.chat_template import PinnedDate
 
 MOST_TEXT, MOST_GROWTH = 1 << 22, 4
 """A rendering has at most so many characters, and so many times those of its messages."""
@@ -83,10 +82,7 @@ def _answered(
     try:
         if "check" in request:
             return _checked(found["facts"], folder, tokenizer, **request["check"])
-        options = request["options"]
-        if request["date"] is not None:
-            options["strftime_now"] = PinnedDate(request["date"])
-        text = tokenizer.apply_chat_template(request["messages"], **options)
+        text = tokenizer.apply_chat_template(request["messages"], **request["options"])
         most = MOST_TEXT + MOST_GROWTH * len(json.dumps(request["messages"]))
         if not isinstance(text, str) or len(text) > most:
             return {"error": f"writes more than {most} characters"}

@@ -183,6 +183,9 @@ class WrappedTokenizer:
     def chat_template(self) -> Any:
         return self._tokenizer.chat_template
 
+    def get_chat_template(self, *, tools: list[dict[str, Any]] | None = None) -> str:
+        return str(self._tokenizer.get_chat_template(tools=tools))
+
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         return cast("Mapping[int, AddedToken]", self._tokenizer.added_tokens_decoder)

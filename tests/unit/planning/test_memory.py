@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocated import peak_allocated
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from composer_mesh.actors.learning.replay_channel import ReplayChannel
 from composer_mesh.actors.models.expert_parallel import ExpertGroup, divide_experts
 from composer_mesh.actors.models.language_model import LanguageModel
+from composer_mesh.actors.models.level_cache import cache_argument
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import local
 from composer_mesh.configs.policy import ModelSizes
@@ -186,7 +187,8 @@ def test_a_cache_is_as_large_as_the_tensors_of_the_model_in_it() -> None:
     config = AutoConfig.for_model("qwen3", **SIZES)
     model = AutoModelForCausalLM.from_config(config)
     ids = torch.zeros(rows, context, dtype=torch.long)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
+    cache = DynamicCache(config=config)
+    model(input_ids=ids, use_cache=True, **cache_argument(model, cache))
     held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
     assert cache_bytes(SMALL, FLOAT, rows, context) == held
     assert cache_bytes(SMALL, HALF, rows, context, split=2) == held // 4

@@ -109,7 +109,9 @@ def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_h
 
 
 def test_the_pinned_date_reaches_the_process(tokenizer: Any, hostile: TemplateProcess) -> None:
-    pinned = BoundedTokenizer(tokenizer, hostile)
+    same = deepcopy(tokenizer)
+    same.chat_template = HOSTILE
+    pinned = BoundedTokenizer(same, hostile)
     chat = ChatFormat(pinned, [], date="2001-01-31")
     assert "31 Jan 2001 00:00" in chat.raw_text(chat.first_prompt(asked("date")[0]))
     unpinned = ChatFormat(pinned, [])

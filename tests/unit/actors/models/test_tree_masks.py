@@ -24,9 +24,9 @@ def masks_of(tree: PrefixTree, windows: Windows, blocks: bool) -> list[Any]:
 
     def states_of(input_ids: Tensor, attention_mask: Any = None, **inputs: Any) -> Tensor:
         found.append(attention_mask)
-        if "past_key_values" in inputs:  # as a layer would
+        if "cache" in inputs:  # as a layer would
             keys = torch.zeros(len(input_ids), 1, input_ids.shape[1], 1)
-            inputs["past_key_values"].update(keys, keys, 0)
+            inputs["cache"].update(keys, keys, 0)
         return input_ids[..., None].float()
 
     shared_states(states_of, tree, torch.device("cpu"), windows, blocks)
