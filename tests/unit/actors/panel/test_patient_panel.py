@@ -148,7 +148,9 @@ async def test_a_suspension_is_not_waited_for_after_a_stop() -> None:
     provider = ScriptedProvider(say=failing(500, 1))
     rules = BreakerRules(failures=1, rest_s=3600.0)
     async with opened(provider, breaker=rules) as panel:
-        await panel.ask(state(0), 1)
+        (refused,) = await panel.ask(state(0), 1)
+        assert isinstance(refused, TeacherFailure)
+        assert refused.cause == "500"
         waiting = asyncio.create_task(panel.ask(state(1), 1))
         for _ in range(50):
             await asyncio.sleep(0)
@@ -156,4 +158,4 @@ async def test_a_suspension_is_not_waited_for_after_a_stop() -> None:
         panel.stop_waiting()
         (reply,) = await waiting
     assert isinstance(reply, TeacherFailure)
-    assert reply.kind is FailureKind.SUSPENDED
+    assert (reply.kind, reply.cause) == (FailureKind.SUSPENDED, "suspended")

@@ -92,7 +92,9 @@ async def test_a_final_failure_is_asked_once(
     reply: httpx.Response, kind: type[ProviderError]
 ) -> None:
     script = Script(reply)
-    assert type(await fault(script)) is kind
+    found = await fault(script)
+    assert type(found) is kind
+    assert found.status == (None if reply.status_code == 200 else reply.status_code)
     assert len(script.requests) == 1
 
 

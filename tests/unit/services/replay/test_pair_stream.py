@@ -69,6 +69,8 @@ async def test_a_step_that_waits_gets_the_pairs_of_its_own_groups_in_their_order
             ]
             assert taken.replay_outcome.states == 2 * PROMPTS
             assert taken.replay_outcome.failures == {"rate": 2 * PROMPTS}
+            assert taken.replay_outcome.failed_by == {"rate/c": 2 * PROMPTS}
+            assert taken.replay_outcome.reasons == {"rate/c": "slow down"}
             assert taken.replay_outcome.usd == pytest.approx(0.52 * 2 * PROMPTS)
         assert taken.usd_total == pytest.approx(0.52 * 2 * PROMPTS * STEPS)
         groups = range(PROMPTS * STEPS)

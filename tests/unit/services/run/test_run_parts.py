@@ -27,6 +27,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.curriculum import Curriculum, EpisodeOrder, GroupResult
 from composer_mesh.rollouts.episode import Sampling
+from composer_mesh.rollouts.hints import hint_templates
 from composer_mesh.rollouts.tasks import PoisonedInput
 from composer_mesh.rollouts.traces import Split, Trace
 from composer_mesh.services.directory.report import Evaluation
@@ -38,6 +39,7 @@ from composer_mesh.services.run.pools import Pools
 from composer_mesh.services.run.resume_loader import ResumeContents
 from composer_mesh.services.schedule.groups import StoredGroup
 from composer_mesh.services.store.writing import RunStore
+from composer_mesh.services.traces.listing import stored_templates
 from composer_mesh.tasks.errors import TaskCodeError
 from composer_mesh.tasks.toolbox import ToolboxTask
 
@@ -164,6 +166,37 @@ async def test_training_heeds_the_stop_of_its_run(
 ) -> None:
     ended = await stopped(tmp_path, build_config(), toolbox, ResumeContents())
     assert (ended.finishes_step, ended.run.stopping.stopped) == (True, True)
+
+
+class Shown:
+    """What a run shows: events and warnings."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def event(self, text: str) -> None:
+        self.lines.append(("event", text))
+
+    def warning(self, text: str) -> None:
+        self.lines.append(("warning", text))
+
+
+async def test_a_run_shows_warnings_apart_and_stores_the_templates_that_it_uses(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask
+) -> None:
+    view = Shown()
+    config = build_config(sdpo={"alpha": 0.1, "hints": {"templates": {"own": "Look at {item}."}}})
+    with RunStore(tmp_path, config) as store:
+        run: Any = TrainingRun(config, store, cast(RunView, view))
+        run.event("groups_flat", "", "policy: flat")
+        run.event("checkpoint", "trainer", "step-1")
+        await run._keep_hint_templates(toolbox)
+    assert view.lines == [
+        ("warning", "groups_flat policy: flat"),
+        ("event", "checkpoint trainer step-1"),
+    ]
+    stored = stored_templates(tmp_path)
+    assert stored == hint_templates(toolbox.hint_templates, {"own": "Look at {item}."})
 
 
 async def test_a_query_whose_teacher_is_killed_is_made_again_on_another() -> None:
