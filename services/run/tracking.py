@@ -88,10 +88,14 @@ def deaths_of(run: Path) -> list[tuple[int, str]]:
         last = event
     if not died:
         return []
-    ended = [(line.get("ended"), line.get("step")) for line in _lines(run / TIMELINE_FILE)]
-    steps = [one for one in ended if all(isinstance(value, int | float) for value in one)]
+    steps = [
+        (end, step)
+        for line in _lines(run / TIMELINE_FILE)
+        if isinstance(end := line.get("ended"), int | float)
+        and isinstance(step := line.get("step"), int)
+    ]
     return [
-        (max((int(step) for end, step in steps if end <= when), default=0), label)
+        (max((step for end, step in steps if end <= when), default=0), label)
         for when, label in died
     ]
 
