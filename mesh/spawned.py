@@ -216,10 +216,12 @@ class SpawnedActor:
         busy: list[Busy]
         there: float
         try:
-            busy, there = await call(reply, ACTIVITY_S, self.name, "take_activity", self.death)
+            answer: tuple[list[Busy], float] = await call(
+                reply, ACTIVITY_S, self.name, "take_activity", self.death
+            )
         except Exception:  # noqa: BLE001  whatever its class raises there, it reports nothing
             return []
-        return [replace(one, actor=self.name) for one in moved(busy, there, sent, time.time())]
+        return [replace(one, actor=self.name) for one in moved(*answer, sent, time.time())]
 
 
 def moved(busy: Sequence[Busy], there: float, sent: float, received: float) -> list[Busy]:

@@ -64,7 +64,7 @@ class TreeNode:
 
 
 @dataclass(frozen=True)
-class TreeRow:
+class TreeLine:
     """A node as a row of the table; `guides` are the lines that are drawn before its name.
 
     `pool` is the name of the process mesh that is scaled in this row, empty for none.
@@ -269,16 +269,16 @@ def nodes_of(tree: TreeNode) -> Iterator[TreeNode]:
         yield from nodes_of(child)
 
 
-def rows_of(node: TreeNode, guides: tuple[str, ...] = ()) -> Iterator[TreeRow]:
+def rows_of(node: TreeNode, guides: tuple[str, ...] = ()) -> Iterator[TreeLine]:
     """Yield the rows of a tree, from above, each with the lines that lead to it.
 
     A process mesh with a single actor is one row, that of the actor.
     """
     pool = node.name if node.replicas is not None else ""
     if node.level == "mesh" and len(node.children) == 1:
-        yield TreeRow(node.children[0], guides, pool)
+        yield TreeLine(node.children[0], guides, pool)
         return
-    yield TreeRow(node, guides, pool)
+    yield TreeLine(node, guides, pool)
     above = tuple({"tee": "line", "elbow": "blank"}.get(one, one) for one in guides)
     for child in node.children:
         yield from rows_of(child, (*above, "elbow" if child is node.children[-1] else "tee"))

@@ -111,7 +111,7 @@ class RunStatus:
         return self.state not in ENDED and (not self.here or is_alive(self.pid))
 
 
-class Progress(NamedTuple):
+class RunProgress(NamedTuple):
     """How far a run is: steps done, replaced processes, sessions, and seconds of all of them."""
 
     step: int = 0
@@ -120,15 +120,15 @@ class Progress(NamedTuple):
     wall_s: float = 0.0
 
 
-def earlier_progress(run: Path) -> Progress:
+def earlier_progress(run: Path) -> RunProgress:
     """Return the progress that the last session of a run wrote; zeros without a status.
 
     A killed session wrote it `STATUS_EVERY_S` before its end, or less.
     """
     status = read_status(run)
     if status is None:
-        return Progress()
-    return Progress(status.step, status.restarts, status.sessions, status.wall_s)
+        return RunProgress()
+    return RunProgress(status.step, status.restarts, status.sessions, status.wall_s)
 
 
 _STATUS = fail_fast(RunStatus)

@@ -39,7 +39,7 @@ from composer_mesh.services.controller import Controller
 from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.claim import RunDirectoryError
 from composer_mesh.services.directory.resume import describe_resume
-from composer_mesh.services.directory.status import Progress, earlier_progress
+from composer_mesh.services.directory.status import RunProgress, earlier_progress
 from composer_mesh.services.inspection.census import placed
 from composer_mesh.services.inspection.view import RunView
 from composer_mesh.services.replay.pair_stream import TakenPairs
@@ -152,7 +152,7 @@ class TrainingRun:
     _past: ResumeContents = field(default_factory=ResumeContents)
     _watch: RunWatch = field(init=False)
     _trackers: RunTrackers = field(init=False)
-    _earlier: Progress = field(default_factory=Progress)
+    _earlier: RunProgress = field(default_factory=RunProgress)
     _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -368,10 +368,10 @@ class TrainingRun:
             controller.resume_state.past.clear()  # the trainer holds those it needs
         await controller.run()
 
-    def progress(self) -> Progress:
+    def progress(self) -> RunProgress:
         """Return how far the run is, with what its earlier sessions took."""
         earlier = self._earlier
-        return Progress(
+        return RunProgress(
             self._steps_done(),
             earlier.restarts + self.restarts,
             earlier.sessions + 1,

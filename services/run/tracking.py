@@ -27,7 +27,7 @@ from composer_mesh.services.directory.report import (
     summary_table,
     write_summary,
 )
-from composer_mesh.services.directory.status import ENDED, EVENTS_FILE, Progress
+from composer_mesh.services.directory.status import ENDED, EVENTS_FILE, RunProgress
 from composer_mesh.services.inspection.events_command import FollowedLines, event_of
 from composer_mesh.services.inspection.page import plain_text
 from composer_mesh.services.steps.ports import Watcher
@@ -41,7 +41,7 @@ def final_report(
     output: Path,
     name: str,
     *,
-    progress: Progress,
+    progress: RunProgress,
     configured: Sequence[str],
     evaluations: Sequence[Evaluation],
     rest: Mapping[str, Any],

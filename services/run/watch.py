@@ -29,7 +29,7 @@ from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.services.directory.control import Command, Control, ControlRefused
 from composer_mesh.services.directory.status import (
     ActorStatus,
-    Progress,
+    RunProgress,
     RunStatus,
     commands_for,
     write_status,
@@ -155,7 +155,7 @@ class RunWatch:
         config: RunConfig,
         view: RunView,
         record: Recorder,
-        progress: Callable[[], Progress],
+        progress: Callable[[], RunProgress],
         commands: Mapping[str, Command] | None = None,
     ) -> None:
         self._root, self._config = root, config

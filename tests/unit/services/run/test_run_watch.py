@@ -21,7 +21,7 @@ from composer_mesh.services.directory.control import CONTROL_FILE, ControlRefuse
 from composer_mesh.services.directory.status import (
     STATUS_FILE,
     ActorStatus,
-    Progress,
+    RunProgress,
     commands_for,
     earlier_progress,
     read_status,
@@ -86,7 +86,7 @@ class World:
             config,
             self.view,
             lambda *event: self.events.append(event),
-            lambda: Progress(3, 2, sessions=4, wall_s=50.5),
+            lambda: RunProgress(3, 2, sessions=4, wall_s=50.5),
         )
 
 
@@ -116,7 +116,7 @@ async def test_the_status_has_every_actor_and_how_far_the_run_is(world: World) -
     assert status is not None
     assert [actor.name for actor in status.actors] == ["trainer", "generator-0", "generator-0.2"]
     assert (status.state, status.step, status.steps, status.restarts) == ("running", 3, 20, 2)
-    assert earlier_progress(world.root) == Progress(3, 2, 4, 50.5)
+    assert earlier_progress(world.root) == RunProgress(3, 2, 4, 50.5)
     assert (status.pid, status.admin_url, status.live) == (os.getpid(), "http://127.0.0.1:1", True)
     assert (status.here, status.hostname) == (True, socket.gethostname())
 
@@ -243,7 +243,7 @@ async def test_the_last_state_has_the_last_actors_as_stopped_ones(world: World) 
 
 
 def test_a_run_without_a_status_has_no_earlier_sessions(tmp_path: Path) -> None:
-    assert earlier_progress(tmp_path) == Progress(0, 0, 0, 0.0)
+    assert earlier_progress(tmp_path) == RunProgress(0, 0, 0, 0.0)
 
 
 @pytest.mark.timeout(60)
