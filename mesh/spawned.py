@@ -213,8 +213,6 @@ class SpawnedActor:
         reading lies outside of the time of this call.
         """
         reply, sent = self.ref.take_activity.call_one(), time.time()
-        busy: list[Busy]
-        there: float
         try:
             answer: tuple[list[Busy], float] = await call(
                 reply, ACTIVITY_S, self.name, "take_activity", self.death

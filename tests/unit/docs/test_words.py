@@ -43,6 +43,11 @@ MODELS_READ = (
     "plugins/task_packages/textarena.py",
 )
 """Files with texts for models, which a run's results depend on."""
+NO_PROSE = re.compile(
+    r"^( *)```.*?^\1```$|<!--.*?-->|^ *[|#!][^\n]*$|^    [^\n]*$", re.MULTILINE | re.DOTALL
+)
+LONG, MOST_LONG = 25, 500
+"""Words of a long sentence, and how many of those docs/ has at most: lower it with each edit."""
 
 
 def lines_of(word: str) -> list[str]:
@@ -60,3 +65,18 @@ def test_a_puzzling_word_is_in_no_prose(word: str) -> None:
         and re.search(rf"\b{word}\b", re.sub(ALLOWED.get(word, r"(?!)"), "", line), re.IGNORECASE)
     ]
     assert left == [], f"write {PLAIN[word]} in place of {word!r}"
+
+
+def test_few_sentences_of_the_pages_are_long() -> None:
+    pages = (path for path in (ROOT / "docs").rglob("*.md") if "decisions" not in path.parts)
+    found = [one for page in pages for one in long_sentences(page.read_text(encoding="utf-8"))]
+    assert len(found) <= MOST_LONG
+
+
+def long_sentences(page: str) -> list[str]:
+    """The sentences of more than `LONG` words, without blocks, tables, headings and targets."""
+    prose = NO_PROSE.sub("", page)
+    prose = re.sub(r"\n(?=\s*(?:[-*]|\d+\.) )", "\n\n", prose)
+    plain = re.sub(r"`[^`]*`", "X", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", prose))
+    ends = r"\n\s*\n|(?<=[.!?:;])\s+(?=[A-Z*(])"
+    return [one for one in re.split(ends, plain) if len(one.split()) > LONG]
