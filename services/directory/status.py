@@ -123,7 +123,7 @@ class RunProgress(NamedTuple):
 def earlier_progress(run: Path) -> RunProgress:
     """Return the progress that the last session of a run wrote; zeros without a status.
 
-    A killed session wrote it `STATUS_EVERY_S` before its end, or less.
+    A killed session wrote it about 2 s before its end, or less.
     """
     status = read_status(run)
     if status is None:

@@ -125,7 +125,7 @@ STATUS_EVERY_S = 2.0
 
 def stopped(actors: Sequence[ActorStatus]) -> tuple[ActorStatus, ...]:
     """Return the actors of a run after its end: dead ones stay so, with the reason."""
-    nothing: Any = dict.fromkeys(("pid", "outstanding", "rss_bytes", "cpu_percent"))
+    nothing: dict[str, Any] = dict.fromkeys(("pid", "outstanding", "rss_bytes", "cpu_percent"))
     return tuple(
         replace(one, **nothing)
         if one.state == "dead"
