@@ -40,6 +40,7 @@ def test_every_command_of_the_page_is_one() -> None:
         "eval",
         "check",
         "explain",
+        "presets",
         "verify",
         "dashboard",
         "report",
