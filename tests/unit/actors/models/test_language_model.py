@@ -51,7 +51,7 @@ SEQUENCES = [[5, 7, 9, 11, 13, 2], [3], [49, 4, 4], [6, 2, 8, 1]]
 
 def built(config: PretrainedConfig, std: float = 0.3) -> Any:
     """Random weights, biases among them, wide enough for sharp predictions."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weights in model.parameters():
