@@ -144,5 +144,6 @@ def figures_of(replay_outcome: ReplayOutcome) -> dict[str, Any]:
 
 def replay_outcome_of(figures: Mapping[str, Any]) -> ReplayOutcome:
     """Rebuild a replay outcome from its counts, without pairs."""
-    counters: dict[str, Any] = {name: Counter(figures[name]) for name in COUNTERS}
+    # A run of an older release has fewer counters.
+    counters: dict[str, Any] = {name: Counter(figures.get(name, {})) for name in COUNTERS}
     return ReplayOutcome(**{name: figures[name] for name in COUNTS}, **counters)
