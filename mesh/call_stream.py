@@ -180,8 +180,10 @@ class StreamServer(CallServer):
 async def received(receiver: PortReceiver[list[Item]]) -> list[Item]:
     """Return the next message of a port.
 
-    As `PortReceiver.recv` does, which decodes in a thread of Tokio and takes half as much CPU
-    again.
+    As `PortReceiver.recv` does, which in Monarch 0.7 decodes in a thread of Tokio and takes half as
+    much CPU again. Monarch 0.8 has no other way.
     """
-    message = await receiver._receiver.recv_task().spawn_handle()
-    return receiver._process(message)
+    raw = getattr(receiver._receiver, "recv_task", None)
+    if raw is None:
+        return await receiver.recv()
+    return receiver._process(await raw().spawn_handle())
