@@ -148,7 +148,7 @@ def ablate(arguments: argparse.Namespace, signals: CommandSignals) -> int:
             config = listed(pinned_as(pinned(config, place), commits))
             return start(config, place, signals, resumed) or signals.status
 
-        return ablate_command(study, output, one, power, price, merged)
+        return ablate_command(study, folder, one, power, price, merged)
 
 
 def _price(arguments: argparse.Namespace) -> float | None:

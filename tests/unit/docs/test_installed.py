@@ -33,9 +33,10 @@ def messages(module: ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(module):
-        text = node.value if isinstance(node, ast.Constant) else None
-        if isinstance(text, str) and id(node) not in docstrings:
-            yield node.lineno, text
+        if not isinstance(node, ast.Constant) or id(node) in docstrings:
+            continue
+        if isinstance(node.value, str):
+            yield node.lineno, node.value
 
 
 @pytest.mark.plugins

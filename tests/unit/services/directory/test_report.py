@@ -184,7 +184,7 @@ def test_deaths_are_marked_on_the_curve_whatever_their_names_and_number(
 
 def test_the_summary_has_the_sessions_and_the_table_says_so_of_several() -> None:
     for sessions, said in ((1, "3 in 12.0 s"), (3, "3 in 12.0 s, 3 sessions")):
-        summary = summarize(METRICS, wall_s=12.0, sessions=sessions)
+        summary = summarize(METRICS, configured=[], wall_s=12.0, sessions=sessions)
         assert summary["sessions"] == sessions
         out = StringIO()
         Console(file=out, width=80).print(summary_table("run", summary))
