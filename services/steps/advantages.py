@@ -44,7 +44,7 @@ from composer_mesh.services.steps.custom_functions import (
     CustomFunctionProcess,
     FunctionRequests,
     Start,
-    asked,
+    answer_of,
     shown_rollout,
 )
 
@@ -205,12 +205,12 @@ class CustomAdvantages:
     def __init__(self, config: configs.CustomAdvantage, function: FunctionRequests) -> None:
         """Import the function; raises `CustomFunctionError` if it cannot be called."""
         self._function = function
-        asked(function, {"import_path": config.import_path, "kwargs": config.kwargs})
+        answer_of(function, {"import_path": config.import_path, "kwargs": config.kwargs})
 
     def __call__(self, groups: Groups) -> list[list[float]]:
         shown = [[shown_rollout(trace) for trace in group] for group in groups]
         ids = [[trace.trace_id for trace in group] for group in groups]
-        found: list[list[float]] = asked(self._function, {"groups": shown, "ids": ids})[
+        found: list[list[float]] = answer_of(self._function, {"groups": shown, "ids": ids})[
             "advantages"
         ]
         return found

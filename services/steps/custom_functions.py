@@ -70,7 +70,7 @@ class CustomFunctionProcess:
         return found
 
 
-def asked(function: FunctionRequests, request: Mapping[str, Any]) -> dict[str, Any]:
+def answer_of(function: FunctionRequests, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request; raises the `CustomFunctionError` of a refusal."""
     answer = function.answer(request)
     if "refused" in answer:
@@ -103,13 +103,13 @@ def try_custom_functions(config: Config, start: Start = CustomFunctionProcess) -
     if isinstance(loss := config.loss, CustomLoss):
         function = start(loss.import_path, limit_s)
         path, needs = loss.import_path, list(loss.needs)
-        asked(function, {"import_path": path, "kwargs": loss.kwargs, "needs": needs})
+        answer_of(function, {"import_path": path, "kwargs": loss.kwargs, "needs": needs})
         sizes = {"needs": needs, "reference": loss.reference, **_sizes(config)}
-        asked(function, {"example": sizes})
+        answer_of(function, {"example": sizes})
     if isinstance(advantage := config.advantage, CustomAdvantage):
         function = start(advantage.import_path, limit_s)
-        asked(function, {"import_path": advantage.import_path, "kwargs": advantage.kwargs})
-        asked(function, _example_groups(config))
+        answer_of(function, {"import_path": advantage.import_path, "kwargs": advantage.kwargs})
+        answer_of(function, _example_groups(config))
 
 
 def _sizes(config: Config) -> dict[str, int]:
