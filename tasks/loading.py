@@ -105,6 +105,10 @@ class TaskMixture(Task):
         return all(task.has_expert for task in self.parts)
 
     @property
+    def makes_mistakes(self) -> bool:
+        return all(task.makes_mistakes for task in self.parts)
+
+    @property
     def demonstrates(self) -> bool:
         return all(task.demonstrates for task in self.parts)
 

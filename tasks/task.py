@@ -288,6 +288,11 @@ class Task:
         return type(self).expert is not Task.expert
 
     @property
+    def makes_mistakes(self) -> bool:
+        """Whether the task has wrong actions for imperfect experts."""
+        return type(self).corrupted is not Task.corrupted
+
+    @property
     def demonstrates(self) -> bool:
         """Whether the task has an expert, or states gold actions."""
         return self.has_expert or type(self).gold is not Task.gold

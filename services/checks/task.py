@@ -243,6 +243,11 @@ def check_task(config: Config, task: Task) -> None:
             f"sft.path is {str(rows)!r}, which is not in {Path.cwd()}: correct it, or set "
             "sft.demonstrations in place of it"
         )
+    if not task.makes_mistakes and (key := _mistakes_for(config, task)):
+        raise UnusableTask(
+            f"task {task.name!r} makes no wrong actions, which {key} above 0 needs: define "
+            f"corrupted(self, messages, rng), or set {key} to 0"
+        )
     if task.has_expert:
         return
     if config.policy.path is None:
@@ -256,6 +261,19 @@ def check_task(config: Config, task: Task) -> None:
             f"task {task.name!r} has no expert but the config has teachers or a hint writer of "
             "kind 'builtin', which ask it: define expert(self, messages), or name others"
         )
+
+
+def _mistakes_for(config: Config, task: Task) -> str:
+    """Return the key for which experts make mistakes in this run; "" where none do."""
+    warm, sft = config.policy.warm_start, config.sft
+    if task.has_expert and config.policy.path is None and warm.steps and warm.error_rate:
+        return "policy.warm_start.error_rate"
+    if task.demonstrates and sft is not None and sft.demonstrations and sft.error_rate:
+        return "sft.error_rate"
+    for place, teacher in enumerate(config.replay.teachers if config.replay.on else ()):
+        if task.has_expert and teacher.kind == "builtin" and teacher.error_rate:
+            return f"replay.teachers.{place}.error_rate"
+    return ""
 
 
 def heldout_of(task: Task, count: int) -> list[int]:

@@ -66,15 +66,19 @@ class Count(Task):
     def verified_answer(self, episode):
         return str(episode.payload["goal"])
 '''
-EXPERT = """
+CORRUPTED = """
+    def corrupted(self, messages, rng):
+        return "Four."
+"""
+EXPERT = f"""
     def expert(self, messages):
         return "Three."
-"""
-CALLS_THEN_ANSWERS = """
+{CORRUPTED}"""
+CALLS_THEN_ANSWERS = f"""{CORRUPTED}
     def expert(self, messages):
         if len(messages) > 1:
             return "x"
-        return '<tool_call>{"name": "add", "arguments": {"by": 1}}</tool_call>'
+        return '<tool_call>{{"name": "add", "arguments": {{"by": 1}}}}</tool_call>'
 """
 Check = Callable[..., int]
 
@@ -115,6 +119,15 @@ def test_a_warm_start_without_an_expert_is_refused(
     said = capsys.readouterr().err
     assert "task 'count' has no expert but policy.path is not set" in said
     assert "define expert(self, messages), or set policy.path" in said
+
+
+def test_experts_that_err_need_wrong_actions(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = (GOOD + EXPERT).replace(CORRUPTED, "")
+    assert check(source) == 2
+    assert "which policy.warm_start.error_rate above 0 needs" in capsys.readouterr().err
+    assert check(source, "policy.warm_start.error_rate=0") == 0
 
 
 def test_builtin_teachers_without_an_expert_are_refused(build_config: Any) -> None:
