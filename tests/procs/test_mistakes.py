@@ -21,6 +21,7 @@ from werkzeug.serving import make_server
 pytestmark = pytest.mark.timeout(600)
 
 MOST_LINES = 12
+FLAT = {"data__task": "sums.py:Sums", "environment__tool_error_penalty": 0}
 LIMIT_S = 400.0
 
 SUMS = """\
@@ -211,7 +212,7 @@ def test_a_channel_that_does_nothing_says_why(
     settings: dict[str, Any] = {
         "401": {**paid, "replay__budget__usd": 1.0},
         "budget": {**paid, "replay__budget__usd": 0.000001},
-        "flat rewards": {"data__task": "sums.py:Sums", "replay__beta": 0},
+        "flat rewards": {**FLAT, "replay__beta": 0},
     }[mistake]
     said = {
         "401": ("teacher_failing", "401", "check the key", "replay.*active in 0 of"),
