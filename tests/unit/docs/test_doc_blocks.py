@@ -21,6 +21,7 @@ import yaml
 from doc_blocks import Block, blocks, commands
 from guides import as_a_run
 from repository import ROOT
+from selection import suites
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
@@ -114,7 +115,8 @@ def ours(words: list[str]) -> None:
 def targets(words: list[str]) -> None:
     """Find each target of `make`, but for placeholders."""
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")
-    known = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", rules, re.MULTILINE))
+    heads = re.findall(r"^([\w -]+):", rules, re.MULTILINE)
+    known = {name for head in heads for name in head.split()}
     patterns = re.findall(r"^([\w-]*)%:", rules, re.MULTILINE)
     for target in words[1:]:
         found = target in known or any(target.startswith(one) for one in patterns)
@@ -122,9 +124,13 @@ def targets(words: list[str]) -> None:
 
 
 def sessions(words: list[str]) -> None:
-    """Find the session of `nox -s`."""
-    text = "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("noxfile.py"))
-    assert re.search(rf'def {words[2].replace("-", "_")}\b|"{words[2]}"', text), words[2]
+    """Find the session of `nox -s`: a product, or one of those beside the tests."""
+    if "-s" not in words:
+        return
+    name = words[words.index("-s") + 1]
+    text = "".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("nox_sessions.py"))
+    named = rf'def {name.replace("-", "_")}\b|"{name}"'
+    assert name in suites() or name.isupper() or re.search(named, text), name
 
 
 def extras(words: list[str]) -> None:
