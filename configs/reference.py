@@ -181,7 +181,11 @@ def _sentences(table: type[Section]) -> dict[str, str]:
     for one in reversed(table.__mro__):
         if not issubclass(one, Section):
             continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        try:
+            source = inspect.getsource(one)
+        except OSError:  # a class without a file, which a package of plugins may have made
+            continue
+        (body,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(body, ast.ClassDef)
         for field, below in zip(body.body, body.body[1:], strict=False):
             match field, below:

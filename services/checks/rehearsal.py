@@ -112,7 +112,7 @@ def _keep_alive(limit_s: float, stacks: Path) -> None:
 def _answer(text: str, index: int) -> dict[str, Any]:
     """Play the episode; return what `rehearse` reads."""
     try:
-        config = resolve_config(tomllib.loads(text), [], "the config")
+        config = resolve_config(tomllib.loads(text), [], "the config", model_later=True)
         task = make_task(config)
         with serving(config, task):
             return {"lines": list(describe_task(config, task, index))}

@@ -25,7 +25,7 @@ from composer_mesh.services.commands.parser import (
     argument("--dry-run", action="store_true", help="print every file and command; change nothing"),
     argument("--detach", action="store_true", help="do not follow the run's output until it ends"),
     group="servers",
-    example="launch configs/qwen3-8b.toml --dry-run",
+    example="launch run.toml --dry-run",
 )
 def launch(arguments: argparse.Namespace) -> int:
     """Launch a run on its configured cluster, and follow its output."""

@@ -75,13 +75,18 @@ def day_and_time(seconds: float) -> str:
 
 
 def ending_of(run: Path) -> Ending | None:
-    """Return how a run ended; None for one that is live or starting, and where there is no run."""
+    """Return how a run ended.
+
+    None for one that is live or starting, where there is no run, and for events that no run wrote.
+    """
     if goes_on(run) or not may_be_resumed(run):
         return None
     status, last, final = read_status(run), None, None
-    for line in FollowedLines(run / EVENTS_FILE).rest():
-        if (event := event_of(line)) is None:
-            continue
+    try:
+        events = [event_of(line) for line in FollowedLines(run / EVENTS_FILE).rest()]
+    except OSError:
+        return None
+    for event in filter(None, events):
         last = event
         if event.get("event") in FINAL:
             final = event
@@ -98,6 +103,6 @@ def ending_of(run: Path) -> Ending | None:
         called(run),
         state,  # type: ignore[arg-type]  # one of FINAL
         reason,
-        float(time) if isinstance(time, int | float) else None,
+        time if isinstance(time, float) else None,
         "" if state == "finished" or is_evaluation else resume_command(run),
     )

@@ -179,6 +179,7 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wr
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(IMPORT_PATHS, str(tmp_path))
     yield write
     for name in written:
         sys.modules.pop(name, None)

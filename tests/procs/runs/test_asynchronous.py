@@ -13,6 +13,7 @@ from shared_runs import Finished
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_mesh.configs.load import load_config
+from composer_mesh.services.directory.channel_activity import WARNINGS
 from composer_mesh.services.directory.claim import RunDirectoryError, claimed
 
 STEPS = SHORT["run.steps"]
@@ -30,10 +31,8 @@ def test_the_shortened_quickstart_trains_in_a_live_mesh(asynchronous: Finished) 
     run = asynchronous.run
     assert asynchronous.status == 0, run.stderr
     events = [event["event"] for event in run.objects("events.jsonl")]
-    assert [one for one in events if not one.startswith("tracker_")][-2:] == [
-        "checkpoint",
-        "run_finished",
-    ]
+    others = [one for one in events if not one.startswith("tracker_") and one not in WARNINGS]
+    assert others[-2:] == ["checkpoint", "run_finished"]
     steps = run.objects("metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
@@ -126,8 +125,9 @@ def test_a_run_says_nothing_that_is_not_its_own(asynchronous: Finished) -> None:
     assert asynchronous.run.stderr == ""
     lines = asynchronous.run.stdout.split("\n")
     table = next(place for place, line in enumerate(lines) if line.strip() == "run quickstart")
-    firsts = {line.partition("=")[0].split()[0] for line in lines[:table]}
-    assert firsts == {"event", "phase", "transport", "evaluation", "step"}
+    firsts = {line.partition("=")[0].split()[1] for line in lines[:table]}  # after the time
+    always = {"event", "phase", "transport", "evaluation", "step"}
+    assert always <= firsts <= always | {"progress", "warning"}
 
 
 def test_a_channel_of_weight_zero_has_no_process_and_no_loss(policy_alone: Finished) -> None:

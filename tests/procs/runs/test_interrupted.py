@@ -48,9 +48,11 @@ def test_a_late_reward_reaches_a_run_that_goes_on(interrupted: Watched) -> None:
 
 def test_tree_says_that_an_ended_run_is_not_there(interrupted: Watched) -> None:
     tree = composer_mesh("tree", str(interrupted.run.root))
-    assert (tree.returncode, tree.stdout) == (1, "")
+    assert tree.returncode == 1
+    assert "this is what the run itself reported last" in tree.stdout
+    assert "--resume" in tree.stderr
     assert str(interrupted.run.root) in tree.stderr
-    assert tree.stderr.count("\n") == 1
+    assert tree.stderr.count("\n") <= 3
 
 
 def test_without_restarts_a_killed_actor_ends_the_run_naming_it(unsupervised: Finished) -> None:

@@ -120,15 +120,21 @@ def checked(name: str, problems: Path, *overrides: str) -> int:
 def own(name: str, problems: Path) -> list[str]:
     """What a preset is given: data of its task, and boxes that run nothing."""
     text = preset(name).read_text()
-    boxes = "environment.sandbox.kind=code_tasks:open_scripted"
+    helpers = [
+        str(ROOT / one) for one in ("tests/plugins/code_tasks/helpers", "tests/unit/helpers")
+    ]
+    boxes = [
+        "environment.sandbox.kind=code_tasks:open_scripted",
+        f"run.import_paths={json.dumps(helpers)}",
+    ]
     untuned = ["policy.start=base"] if "[sft]" in text else []
     if 'task = "gsm8k"' in text:
         return [f"data.path={problems}", *untuned]
     if 'task = "bfcl_single_call"' in text:  # its rows are those of a package
         return ["data.task=toolbox", *untuned]
     if 'task = "code"' in text:
-        return [f"data.path={problems.with_name('tasks.jsonl')}", boxes]
-    return [boxes] if 'task = "one_liners"' in text else untuned
+        return [f"data.path={problems.with_name('tasks.jsonl')}", *boxes]
+    return boxes if 'task = "one_liners"' in text else untuned
 
 
 def preset(name: str) -> Path:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from composer_mesh.configs.load import load_config
 from composer_mesh.configs.losses import CustomLoss
 from composer_mesh.losses import policy
 from composer_mesh.losses.custom import LossInputs, custom_advantages, custom_policy_loss
-from composer_mesh.losses.custom_function import CustomFunctionError, check_signature, load_function
+from composer_mesh.losses.custom_function import check_signature, load_function
+from composer_mesh.services.cli import main
 
 GUIDE = Guide.read("losses.md")
 CONTENTS = (
@@ -120,18 +123,19 @@ def test_every_public_function_is_in_the_guide() -> None:
     assert public - PARTS - named == set()
 
 
-def test_the_errors_in_the_guide_are_the_ones_that_are_raised(at_the_root: None) -> None:
+def test_the_error_in_the_guide_is_the_one_that_check_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = GUIDE.blocks("text")[0].splitlines()
-    with pytest.raises(CustomFunctionError) as missing:
-        load_function("examples.custom_loss.asymetric_loss")
-    assert shown[0] == f"composer-mesh: {missing.value}"
-    path, kwargs = "examples.custom_loss.asymmetric_loss", {"negative_weight": 3e38}
-    sequences = [a_sequence([-1.0, -2.0], [-1.0, -2.0], advantage=-2.0)]
-    options: Any = {"normalizer": 1, "ids": ["train-000003-005"]}
-    function = load_function(path)
-    with pytest.raises(CustomFunctionError) as infinite:
-        custom_policy_loss(function, path, kwargs, sequences, **options)
-    assert shown[1] == str(infinite.value)
+    head = ["from composer_mesh import LossInputs, LossOutputs", "", ""]
+    source = [*head, "def my_loss(inputs: LossInputs) -> LossOutputs:", shown[1]]
+    (tmp_path / "my_loss.py").write_text("\n".join(source) + "\n")
+    settings = ("loss.type=custom", "loss.import_path=my_loss.my_loss")
+    paths = f"run.import_paths={json.dumps([str(tmp_path)])}"
+    words = [word for one in (*settings, paths) for word in ("--set", one)]
+    assert main(["check", "quickstart", *words]) == 2
+    said = capsys.readouterr().err.replace(str(tmp_path), "/home/me")
+    assert said.splitlines() == shown
 
 
 NOW = (-3 * torch.rand(4, 7, generator=torch.Generator().manual_seed(1))).requires_grad_()

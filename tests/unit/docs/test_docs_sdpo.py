@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def test_the_page_tells_the_bytes_that_a_signal_takes(row: str) -> None:
 def test_every_training_command_is_accepted() -> None:
     lines = re.findall(r"^    (composer-mesh train .+)$", CHANNEL.text, re.MULTILINE)
     for _, _, config, *options in map(shlex.split, lines):
-        load_config(ROOT / config, [each for each in options if each != "--set"])
+        load_config(Path(config), [each for each in options if each != "--set"])
     assert lines
 
 

@@ -74,7 +74,12 @@ def test_every_command_of_the_page_is_one_with_its_options() -> None:
     lines = re.findall(r"^    composer-mesh (.*?)(?: +#.*)?$", PAGE.text, re.MULTILINE)
     parsed = [make_parser().parse_args(line.split()).command for line in lines]
     assert {"new-task", "play", "check", "train"} <= set(parsed)
-    options = {f"--{word}" for code in PAGE.inline() for word in re.findall(r"--([a-z-]+)", code)}
+    options = {
+        f"--{word}"
+        for code in PAGE.inline()
+        if not code.startswith("nox ")
+        for word in re.findall(r"--([a-z-]+)", code)
+    }
     known = " ".join(
         one.format_help() for one in make_parser()._subparsers._group_actions[0].choices.values()
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
@@ -111,6 +114,16 @@ def hide(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Distribution, "from_name", from_name)
 
 
+def hide_from_processes(
+    modules: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make modules look as if they were not installed to the processes that a command starts."""
+    source = f"import sys\nsys.modules.update(dict.fromkeys({modules!r}))\n"
+    (folder / "sitecustomize.py").write_text(source)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
 @pytest.mark.parametrize("extra", sorted(COMMANDS))
 def test_a_command_names_the_extra_that_it_lacks(
     extra: str,
@@ -120,7 +133,9 @@ def test_a_command_names_the_extra_that_it_lacks(
 ) -> None:
     hide(extra, monkeypatch)
     if extra == "sandbox":
-        monkeypatch.setenv("PATH", "/nowhere")  # of a bubblewrap that the system has
+        hide_from_processes(MODULES[extra], here, monkeypatch)
+        (here / "ldd").symlink_to(shutil.which("ldd") or "ldd")
+        monkeypatch.setenv("PATH", str(here))  # without a bubblewrap that the system has
     assert main(COMMANDS[extra]) in (1, 2)
     said = "".join(capsys.readouterr())
     assert re.search(rf"pip install[^;:]*'composer-mesh\[{extra}\]'", said), said
