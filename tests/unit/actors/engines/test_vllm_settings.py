@@ -37,7 +37,8 @@ from composer_mesh.actors.engines.vllm_weights import (
     write,
 )
 from composer_mesh.actors.engines.vllm_worker import HAS_HEAD, RELOAD, PolicyWorker
-from composer_mesh.configs.schema import OWNED, Config
+from composer_mesh.configs.schema import Config
+from composer_mesh.configs.vllm import OWNED
 
 ON_GPU = {"generator": {"gpus": 1.0}}
 
