@@ -27,6 +27,7 @@ from composer_mesh.configs.load import dump_toml, resolve_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.user_code import frame_at, is_library, is_ours
 from composer_mesh.mesh.environment import python_module, use_import_paths
+from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.programs import run
 from composer_mesh.services.checks.task import describe_task
 from composer_mesh.tasks.errors import TaskError, UnusableTask
@@ -45,7 +46,7 @@ def rehearse(config: Config, index: int = 0) -> list[str]:
 
     Raises UnusableTask with the task's own line for one that fails.
     """
-    with TemporaryDirectory(prefix="composer-mesh-") as name:
+    with TemporaryDirectory(prefix="rehearsal-", dir=private_folder()) as name:
         folder = Path(name)
         command = python_module(__name__, name, str(index), str(config.supervision.hang_s))
         done = run(command, text=dump_toml(config), deadline_s=LONGEST_S, check=False)

@@ -140,4 +140,6 @@ def test_a_run_can_be_looked_into_and_scaled_and_leaves_nothing_when_it_is_kille
     run.process.wait()
     wait_until(lambda: not run.living(), "end of every process", 10.0)
     done = composer_mesh("tree", place)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert done.returncode == 1
+    assert "this is what the run itself reported last" in done.stdout
+    assert "it was killed" in done.stderr

@@ -30,7 +30,7 @@ def test_without_restarts_a_killed_trainer_ends_the_run_naming_it(
 
 
 MOMENTS: dict[str, Callable[[LiveRun], object]] = {
-    "first process of the mesh": lambda run: len(run.living()) > 1,
+    "first process of the mesh": lambda run: run.events("run_started") and len(run.living()) > 1,
     "word of the end": lambda run: "stopping actors" in run.stdout,
     "last event": lambda run: run.events("run_stopped"),
     "summary": lambda run: (run.root / "summary.json").exists(),

@@ -98,7 +98,10 @@ def test_it_is_imported_from_the_wheel(installed: Environment, tmp_path: Path) -
         (["events", "runs/quickstart"], "run_finished"),
         (["traces", "runs/quickstart"], "toolbox train"),
         (["verify", "runs/quickstart"], "runs/quickstart"),
-        (["replay", "runs/quickstart", "--out", "pairs.jsonl", "--dry-run"], "what it would cost"),
+        (
+            ["replay", "runs/quickstart", "--output", "pairs.jsonl", "--dry-run"],
+            "what it would cost",
+        ),
         (["eval", "quickstart", "--policy", "gold", "--set", "eval.episodes=2"], "100.0%"),
         (["report", "runs/quickstart"], "wrote report.html"),
     ],
