@@ -57,7 +57,7 @@ def test_a_supervised_run_trains_evaluates_and_reports(alone: LiveRun) -> None:
         assert step["rollouts/count"] == step["replay/pairs"] == step["sdpo/tokens"] == 0
     summary = alone.summary()
     assert summary["channels"]["sft"] == {"active_steps": STEPS, "configured": True}
-    assert summary["channels"]["policy"] == {"active_steps": 0}
+    assert summary["channels"]["policy"] == {"active_steps": 0, "configured": False}
     assert [summary["eval"][when]["episodes"] for when in ("initial", "final")] == [4, 4]
     (event,) = alone.events("conversations")
     assert event["detail"].startswith("100 conversations of")
