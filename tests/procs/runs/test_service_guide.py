@@ -27,16 +27,15 @@ async def script() -> AsyncIterator[dict[str, Any]]:
         await pool.close()
 
 
-async def test_the_code_of_the_guide_runs(
-    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_code_of_the_guide_runs(script: dict[str, Any], tmp_path: Path) -> None:
     assert len(BLOCKS) > 5
     pids: set[int] = set()
-    monkeypatch.chdir(tmp_path)
     async with GatedProvider() as provider:
         provider.gate.set()
         for block in BLOCKS:
             text = block.replace("http://localhost:8000/v1", provider.base_url)
+            # Runs start in parallel, in the folder of this process, which therefore stays.
+            text = text.replace('folder="teachers"', f"folder={str(tmp_path / 'teachers')!r}")
             code = compile(text, "service.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             if (running := eval(code, script)) is not None:
                 await running
