@@ -172,8 +172,9 @@ def _text(content: Any, param: str) -> str:
         return content
     texts = []
     for block in content if isinstance(content, list) else [{}]:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise _unusable(block.get("type"), param)
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise _unusable(kind, param)
         texts.append(block["text"])
     return "\n\n".join(texts)
 

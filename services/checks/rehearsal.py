@@ -25,7 +25,7 @@ from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, resolve_config
 from composer_mesh.configs.schema import Config
-from composer_mesh.configs.user_code import frame_at, is_library, is_ours
+from composer_mesh.configs.user_code import frame_at, frame_of, is_library, is_ours
 from composer_mesh.mesh.environment import python_module, use_import_paths
 from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.programs import run
@@ -119,6 +119,9 @@ def _answer(text: str, index: int) -> dict[str, Any]:
             return {"lines": list(describe_task(config, task, index))}
     except (ConfigError, TaskError, ValueError) as error:
         return {"refused": str(error), "frame": getattr(error, "frame", "")}
+    except Exception as error:  # noqa: BLE001  supervision boundary: what it uses may have failed
+        said = f"a dry episode could not be played: {type(error).__name__}: {error}"
+        return {"refused": said, "frame": frame_of(error)}
 
 
 def main(folder: str, index: str, limit_s: str) -> None:

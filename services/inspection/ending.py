@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from composer_mesh.configs.regular_files import UnusableFile
 from composer_mesh.services.directory.report import ABOUT_EVALUATION_FILE
 from composer_mesh.services.directory.resume import called, may_be_resumed, resume_command
 from composer_mesh.services.directory.status import (
@@ -24,6 +25,7 @@ from composer_mesh.services.directory.status import (
 from composer_mesh.services.inspection.events_command import FollowedLines, event_of
 from composer_mesh.services.inspection.page import plain_text
 
+Event = dict[str, Any]
 State = Literal["finished", "stopped", "failed", "killed"]
 FINAL = tuple(f"run_{state}" for state in sorted(ENDED))
 LONGEST_REASON = 600
@@ -81,18 +83,11 @@ def ending_of(run: Path) -> Ending | None:
     """
     if goes_on(run) or not may_be_resumed(run):
         return None
-    status, last, final = read_status(run), None, None
     try:
-        events = [event_of(line) for line in FollowedLines(run / EVENTS_FILE).rest()]
-    except OSError:
+        last, final = _last_events(run)
+    except UnusableFile:  # `verify` says what is wrong with it
         return None
-    for event in filter(None, events):
-        last = event
-        if event.get("event") in FINAL:
-            final = event
-        elif event.get("event") == "run_started":
-            final = None  # of an earlier session
-    shown = final or last or {}
+    status, shown = read_status(run), final or last or {}
     state = str(final["event"]).removeprefix("run_") if final else "killed"
     reason = plain_text(str(shown.get("detail", "")), LONGEST_REASON)
     if final is None:
@@ -106,3 +101,16 @@ def ending_of(run: Path) -> Ending | None:
         time if isinstance(time, float) else None,
         "" if state == "finished" or is_evaluation else resume_command(run),
     )
+
+
+def _last_events(run: Path) -> tuple[Event | None, Event | None]:
+    """Return the last event of a run, and the one that ended its last session."""
+    last: Event | None = None
+    final: Event | None = None
+    for event in filter(None, map(event_of, FollowedLines(run / EVENTS_FILE).rest())):
+        last = event
+        if event.get("event") in FINAL:
+            final = event
+        elif event.get("event") == "run_started":
+            final = None  # of an earlier session
+    return last, final

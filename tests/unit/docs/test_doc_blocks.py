@@ -124,7 +124,7 @@ def targets(words: list[str]) -> None:
 
 
 def sessions(words: list[str]) -> None:
-    """Find the session of `nox -s`: a product, or one of those beside the tests."""
+    """Find the session of `nox -s`: a product, or one of those next to the tests."""
     if "-s" not in words:
         return
     name = words[words.index("-s") + 1]

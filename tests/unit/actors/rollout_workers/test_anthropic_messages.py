@@ -155,6 +155,11 @@ async def test_what_no_prompt_holds_is_refused_and_what_changes_nothing_is_ignor
                 await client.messages.create(
                     **ask, messages=[cast(Any, {"role": "user", "content": content})]
                 )
+        parts = [{"type": "tool_result", "tool_use_id": "1", "content": ["no block"]}]
+        with pytest.raises(anthropic.BadRequestError, match="type 'str', but the policy"):
+            await client.messages.create(
+                **ask, messages=[cast(Any, {"role": "user", "content": parts})]
+            )
         more = {"thinking": {"type": "adaptive"}, "context_management": {}, "future": 1}
         await client.messages.create(
             **ask,

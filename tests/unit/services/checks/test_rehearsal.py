@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from composer_mesh.configs.load import dump_toml
 from composer_mesh.configs.schema import Config
+from composer_mesh.services.checks import rehearsal
 from composer_mesh.services.checks.rehearsal import refuse_unplayable, rehearse
 from composer_mesh.tasks.errors import UnusableTask
 
@@ -106,6 +108,19 @@ def test_what_a_task_does_wrong_is_refused_with_its_line(
         rehearse(built(breaks=breaks))
     assert line in refused.value.frame
     assert str(refused.value).count("broken.py:") == bool(line)
+
+
+def test_what_a_dry_episode_uses_is_not_called_the_task_s_code(
+    built: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("ldd is not installed")
+
+    monkeypatch.setattr(rehearsal, "serving", broken)
+    answer = rehearsal._answer(dump_toml(built()), 0)
+    assert answer["refused"] == (
+        "a dry episode could not be played: RuntimeError: ldd is not installed"
+    )
 
 
 def test_code_that_holds_the_interpreter_is_ended_with_its_line(built: Any) -> None:
