@@ -66,29 +66,6 @@ BUILT_IN = (
     "croniter==7.0.0",
 )
 
-NEEDED_BY_TESTS = (
-    "docopt",
-    "freezegun",
-    "hypothesis",
-    "jsonpointer",
-    "markupsafe",
-    "mdurl",
-    "orderedmultidict",
-    "python-dateutil",
-    "pytz",
-    "pyyaml",
-    "regex",
-    "simplejson",
-    "six",
-    "sortedcontainers",
-    "text-unidecode",
-    "typing_extensions",
-    "tzdata",
-    "whatever",
-)
-"""What their tests import: `pip install --no-deps --target DEPS` of these, and `--folder DEPS`."""
-
-
 PROBLEM_FILES = (".jsonl", ".jsonl.gz")
 LARGEST = 64_000_000
 TEXTS = ("prompt", "canonical_solution", "entry_point", "test")
@@ -212,7 +189,7 @@ def _fetched(requirement: str, indexes: Sequence[str]) -> SourceDistribution:
             raise SourceUnavailable(f"no index has a source distribution of {requirement}")
         response = finder.session.get(best.link.url_without_fragment)
         content = bytes(response.content)
-    except (InvalidRequirement, UnpackError, OSError) as error:
+    except (InvalidRequirement, UnpackError, OSError, ValueError) as error:
         raise SourceUnavailable(f"{requirement} cannot be fetched: {error}") from error
     found = hashlib.sha256(content).hexdigest()
     stated = _stated_sha256(best.link)
