@@ -38,6 +38,10 @@ class NoAddress(RuntimeError):
     """A process that others must reach has no address, or none that they can reach."""
 
 
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface of traffic between ranks."""
+
+
 def cluster_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return an IP address of this host that other hosts of the run reach; raises `NoAddress`."""
     given = environ.get(ADDRESS, "")
