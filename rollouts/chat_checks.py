@@ -128,7 +128,7 @@ def _hint_is_one_message(chat: ChatFormat) -> None:
     added = chat.added_by(answered, mark)
     if added is not None and added != frame:
         raise ChatTemplateError(
-            f"the chat template writes a user message as {frame!r} behind a question but as "
-            f"{added!r} behind a tool result, so one hint cannot stand behind both: use a template "
-            "that writes messages alike, or set sdpo.alpha to 0"
+            f"the chat template writes a user message as {frame!r} after a question but as "
+            f"{added!r} after a tool result, so a hint cannot follow both: use a template that "
+            "writes both alike, or set sdpo.alpha to 0"
         )

@@ -149,7 +149,7 @@ class ExpertsUnknown(Worded, ValueError):
     """A request for the experts of a model in which they are not read: its id."""
 
     message = (
-        "{0} asks for the experts of its tokens, which this engine does not read: serve a "
+        "{0} requests the experts of its tokens, which this engine does not report: serve a "
         "mixture with trainer.moe.router_replay, or leave experts_from out"
     )
 
@@ -166,7 +166,7 @@ def refuse_unknown_experts(request: GenerationRequest, known: bool) -> None:
         raise ExpertsUnknown(request.request_id)
     if not 0 <= start < prompt:
         raise ValueError(
-            f"{request.request_id} asks for experts from position {start} on, but its prompt has "
+            f"{request.request_id} requests experts from position {start} on, but its prompt has "
             f"{prompt} tokens: set experts_from from 0 to {prompt - 1}"
         )
 

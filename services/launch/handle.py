@@ -253,7 +253,7 @@ def _sh(script: str) -> str:
     return shlex.join(["sh", "-c", script])
 
 
-REPAIR = "put it back from a copy, or remove it where the run is on this machine"
+REPAIR = "restore it from a copy, or remove it if the run is on this machine"
 JOBS = {
     "local": re.compile(r"\d{1,10}@(\d{1,20}|\?)"),
     "hosts": re.compile(r"\d{1,10}(@(\d{1,20}|\?))?"),
@@ -303,7 +303,7 @@ def read_handle(place: Path) -> Handle | None:
 def _check_kind(handle: Handle) -> None:
     """Raise ValueError for a field that `launch` writes of no run of this kind."""
     if not JOBS.get(handle.kind, ANY_JOB).fullmatch(handle.job):
-        raise ValueError(f"job is {handle.job[:80]!r}, which is none of {handle.kind}")
+        raise ValueError(f"job is {handle.job[:80]!r}, which is not a job of {handle.kind}")
     if handle.destination and (why := unstorable(handle.destination, handle.options)):
         raise ValueError(why)
 

@@ -226,7 +226,7 @@ class ReplayView:
             self.say(line)
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._progress = Progress(
-                TextColumn("asking"),
+                TextColumn("querying"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.description}", markup=False),

@@ -96,7 +96,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind)
     except OSError as error:
-        raise ServeRefused(f"--host is {host}, which is no address: {error.strerror}") from None
+        raise ServeRefused(f"--host is {host}, which is not an address: {error.strerror}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted sockets inherit it; asyncio sets it only where a socket names its protocol, and

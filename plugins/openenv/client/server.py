@@ -192,7 +192,9 @@ class Server:
     def _required(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         found = self._get(path, body)
         if found is None:
-            raise self._violation(f"has no {path}: it is no OpenEnv server, or the path is wrong")
+            raise self._violation(
+                f"has no {path}: it is not an OpenEnv server, or the path is wrong"
+            )
         return found
 
     def _get(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -240,7 +242,7 @@ class Server:
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
-            raise self._violation(f"answered {path} with what is no JSON") from None
+            raise self._violation(f"answered {path} with what is not JSON") from None
 
     def _violation(self, reason: str) -> ProtocolViolation:
         return ProtocolViolation(self._options.url, reason)

@@ -370,7 +370,7 @@ def _content(result: Mapping[str, Any]) -> str:
     """Return the texts of a result of MCP; other content is named."""
     parts = result["content"]
     if not isinstance(parts, list):
-        raise UnreadableObservation("a result has a content that is no list")
+        raise UnreadableObservation("a result has a content that is not a list")
     texts = [_part(part) for part in parts]
     if not texts and result.get("structured_content") is not None:
         texts = [json.dumps(result["structured_content"], ensure_ascii=False)]

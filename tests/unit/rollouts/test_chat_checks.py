@@ -113,7 +113,7 @@ BROKEN = {
     "drops content": (chat_templates.DROPS_CONTENT, "does not write a question: 'qzquestion' is"),
     "drops system messages": (chat_templates.DROPS_SYSTEM, "neither tools nor system messages"),
     "writes contents twice": (chat_templates.WRITES_TWICE, "writes a user message 2 times"),
-    "merges into tools": (chat_templates.MERGES_INTO_TOOLS, "one hint cannot stand behind both"),
+    "merges into tools": (chat_templates.MERGES_INTO_TOOLS, "a hint cannot follow both"),
 }
 
 

@@ -271,7 +271,7 @@ async def test_a_closed_panel_has_charged_what_was_under_way(
     asking = asyncio.create_task(panel.ask(state(1), 3))
     await provider.asked.wait()
     await panel.aclose()
-    with pytest.raises(ClientClosed, match="open another and ask again"):
+    with pytest.raises(ClientClosed, match="open another one and query again"):
         await asking
     with pytest.raises(ClientClosed):
         await panel.ask(state(1), 3)

@@ -272,7 +272,9 @@ def test_a_corrupt_line_is_named_with_its_number(run: Path) -> None:
     path = run / "traces" / "traces.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:4], b'{"trace_id": "x"}\n', *lines[4:]]))
-    with pytest.raises(TraceFileError, match=r"traces\.jsonl line 5 is no trace .*: repair or rem"):
+    with pytest.raises(
+        TraceFileError, match=r"traces\.jsonl line 5 is not a trace .*: repair or rem"
+    ):
         index_traces(run)
 
 
