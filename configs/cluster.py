@@ -170,8 +170,8 @@ class ClusterConfig(Section):
         schemes = {one.partition(":")[0] for one in (*channels, self.address) if one}
         if len(schemes) > 1:
             yield (
-                f"addresses are of {' and '.join(sorted(schemes))}, which do not understand each "
-                "other: write all as tls://, or all as tcp://"
+                f"addresses are of {' and '.join(sorted(schemes))}, which cannot communicate: "
+                "write all as tls://, or all as tcp://"
             )
         for subnet in self.subnets:
             try:

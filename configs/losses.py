@@ -81,7 +81,7 @@ class CorrectedLoss(BuiltInLoss):
         if least is not None and least > self.correction_maximum:
             yield (
                 f"correction_minimum is {least} but correction_maximum is "
-                f"{self.correction_maximum}, so no weight would do: lower correction_minimum"
+                f"{self.correction_maximum}, so no weight is possible: lower correction_minimum"
             )
 
 
@@ -354,8 +354,8 @@ class RejectionConfig(Section):
             )
         if self.metric != "kl_k1" and self.upper <= 0:
             yield (
-                f"upper is {self.upper} but metric {self.metric!r} is never below 0, so nothing "
-                "would be left: raise upper above 0"
+                f"upper is {self.upper} but metric {self.metric!r} is never below 0, so no token "
+                "would remain: raise upper above 0"
             )
         if self.metric == "ratio" and self.lower is not None and self.lower <= 0:
             yield (
@@ -363,7 +363,7 @@ class RejectionConfig(Section):
             )
         if self.lower is not None and self.lower > self.upper:
             yield (
-                f"lower is {self.lower} but upper is {self.upper}, so nothing would be left: "
+                f"lower is {self.lower} but upper is {self.upper}, so no token would remain: "
                 "lower it below upper"
             )
 

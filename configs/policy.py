@@ -277,7 +277,7 @@ class PolicyConfig(ModelSource):
             )
         if self.head_dim % 2:
             yield (
-                f"head_dim is {self.head_dim} but must be even, because rotary positions turn "
+                f"head_dim is {self.head_dim} but must be even, because rotary positions rotate "
                 f"pairs: set it to {self.head_dim + 1}"
             )
         if self.vocab_size < SMALLEST_VOCABULARY:

@@ -84,8 +84,8 @@ class ScheduleConfig(Section):
         if self.overprovision and self.max_lag == 0:
             yield (
                 f"overprovision is {self.overprovision} but max_lag is 0, and a synchronous run "
-                "repeats bit for bit, which the order in which rollouts finish does not: set "
-                "max_lag to 1 or more, or overprovision to 0"
+                "repeats bit for bit, unlike the order in which rollouts finish: set max_lag to "
+                "1 or more, or overprovision to 0"
             )
 
 

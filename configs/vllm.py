@@ -10,7 +10,7 @@ from composer_mesh.configs.base import FreeTable, Gigabytes, Section
 OWNED = {
     "model": "policy.path",
     "tokenizer": "policy.path",
-    "skip_tokenizer_init": "no key, because token ids travel and not text",
+    "skip_tokenizer_init": "no key, because token ids are sent, not text",
     "dtype": "generator.dtype",
     "seed": "run.seed",
     "max_num_seqs": "generator.max_concurrent",

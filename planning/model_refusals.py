@@ -16,7 +16,7 @@ class UnsupportedHead(Worded, UnfitModel):
 
     message = (
         "{0}: its logits differ from those of its hidden states and head by up to {1:.3g}, "
-        "which the fused losses do not know: use another model"
+        "which the fused losses do not support: use another model"
     )
 
 

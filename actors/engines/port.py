@@ -22,7 +22,7 @@ class RequestTooLong(ValueError):
 class DuplicateRequest(Worded, ValueError):
     """A request with the id of one that is not answered yet: its id."""
 
-    message = "{0} is under way already: abort it before it is submitted again"
+    message = "{0} is already running: abort it before it is submitted again"
 
 
 class RequestAborted(Worded, RuntimeError):
@@ -48,8 +48,8 @@ class LogitsNotFinite(RequestAborted):
     failure_class: ClassVar[str] = "code"
 
     message = (
-        "logits are not finite at version {1}, in {0}: sample from weights that have not diverged, "
-        "which a lower learning rate gives"
+        "logits are not finite at version {1}, in {0}: sample from weights that have not "
+        "diverged, for example with a lower learning rate"
     )
 
 

@@ -340,7 +340,7 @@ def _check_experts(config: Config) -> None:
         (
             on_cpu and vllm.enforce_eager is False,
             "enforce_eager is false",
-            "on a CPU compiled layers tell no experts",
+            "on a CPU compiled layers report no experts",
             "set it to true",
         ),
         (

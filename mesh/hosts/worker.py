@@ -121,7 +121,7 @@ class _Worker:
         end = self.clock() + LISTEN_S
         while self.clock() < end and not self._signals:
             if serving in collect():
-                return "it could not serve: its own words are above"
+                return "it could not serve: its own messages are above"
             with contextlib.suppress(OSError), socket.create_connection((host, port), LOOK_S):
                 return None
             time.sleep(LOOK_S)

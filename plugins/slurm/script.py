@@ -158,7 +158,7 @@ def _check_hosts(hosts: Sequence[HostResources]) -> None:
         if _shape(other) != _shape(first):
             raise LaunchRefused(
                 f"placement.hosts has {first.name} with {_about(first)} and {other.name} with "
-                f"{_about(other)}, but one batch job asks the same of every node: describe all "
+                f"{_about(other)}, but one batch job requests the same of every node: describe all "
                 "hosts as the largest of them, or as the smallest if that has room"
             )
 

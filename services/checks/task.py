@@ -259,7 +259,7 @@ def check_task(config: Config, task: Task) -> None:
     if config.serves_experts:
         raise UnusableTask(
             f"task {task.name!r} has no expert but the config has teachers or a hint writer of "
-            "kind 'builtin', which ask it: define expert(self, messages), or name others"
+            "kind 'builtin', which query it: define expert(self, messages), or name others"
         )
 
 

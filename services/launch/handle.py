@@ -153,7 +153,7 @@ def _run_there(run: Path, handle: Handle, prefix: Sequence[str], words: Sequence
     if status == SSH_FAILED and Path(command[0]).name == "ssh":
         raise RunUnavailable(
             f"the controller of {run} cannot be reached by {shlex.join(prefix[:4])}: its own "
-            "words are above"
+            "messages are above"
         )
     return status
 
@@ -338,7 +338,7 @@ def follow(launcher: Launcher, handle: Handle, place: Path) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write(
-            "\ncomposer-mesh: not followed any more, and the run continues: end it with "
+            "\ncomposer-mesh: its output is no longer followed, and the run continues: end it with "
             f"composer-mesh stop {shlex.quote(str(place))}\n"
         )
         return INTERRUPTED

@@ -152,11 +152,11 @@ class Server:
             raise self._violation(f"tells rewards of another form ({shown(problem)})") from None
         numbers = [number, *(one.number for one in served.rewards)]
         if any(later <= earlier for earlier, later in pairwise(numbers)):
-            raise self._violation("tells rewards out of order, or some again")
+            raise self._violation("reports rewards out of order, or some twice")
         most = self._options.most_reward
         for one in served.rewards:
             if abs(one.reward) > most:
-                raise self._violation(f"tells a reward of {one.reward:g}, beyond {most:g}")
+                raise self._violation(f"reports a reward of {one.reward:g}, beyond {most:g}")
         return served
 
     def _in_a_session(self, *questions: Any) -> Any:

@@ -304,7 +304,7 @@ def tool_result(data: ObservationData) -> tuple[str, ToolError | None]:
     try:
         called = validated(CallToolObservation, data.observation)
     except ValidationError:
-        raise UnreadableObservation("a call was answered by no result of a call") from None
+        raise UnreadableObservation("a call was not answered by a result") from None
     if called.error is not None:
         failed = _failed_call(called.tool_name, called.error.error_type, called.error.message)
         return failed.text, failed

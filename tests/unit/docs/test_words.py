@@ -23,22 +23,12 @@ PLAIN = {
     "asked": "queried, requested or called",
 }
 """Each word with what to write in its place."""
-FOLDERS = (
-    *(
-        "README.md",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "CHANGELOG.md",
-        "docs",
-        "configs",
-        "planning",
-        "losses",
-        "rollouts",
-        "channels",
-        "tasks",
-    ),
-    *("mesh", "actors", "services", "plugins", "examples", "benchmarks"),
+PACKAGE = (
+    *("configs", "planning", "losses", "rollouts", "channels", "tasks"),
+    *("mesh", "actors", "services", "plugins"),
 )
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs")
+FOLDERS = (*PAGES, *PACKAGE, "examples", "benchmarks")
 ALLOWED = {
     "asked": r"\.asked\b|\basked([=:]| TEXT| \()|[`\"']asked[`\"']|(FROM|INTO) asked",
     "beside": r"\bbeside_\w+",
@@ -118,7 +108,7 @@ def helps() -> Iterator[tuple[str, str]]:
 
 def messages() -> Iterator[tuple[str, str]]:
     """The texts of the package that are neither docstrings, scripts nor for models."""
-    for folder in FOLDERS[5:-2]:
+    for folder in PACKAGE:
         for path in (ROOT / folder).rglob("*.py"):
             if path.relative_to(ROOT).as_posix() not in (*MODELS_READ, "tasks/judges.py"):
                 module = ast.parse(path.read_text(encoding="utf-8"))

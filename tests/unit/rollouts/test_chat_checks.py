@@ -107,7 +107,7 @@ def test_the_generation_prompt_holds_the_empty_thinking_block_once(
 BROKEN = {
     "no prompt behind tools": (
         chat_templates.NO_PROMPT_BEHIND_TOOLS,
-        "behind a tool result the chat template ends with .* use a template that ends every",
+        "after a tool result the chat template ends with .* use a template that ends every",
     ),
     "plain text": (chat_templates.PLAIN_TEXT, "set off by a control token"),
     "drops content": (chat_templates.DROPS_CONTENT, "does not write a question: 'qzquestion' is"),

@@ -383,7 +383,7 @@ def test_pairs_that_a_person_has_changed_are_never_replaced(tmp_path: Path) -> N
 def test_pairs_of_another_job_are_never_replaced(tmp_path: Path, key: str) -> None:
     out = tmp_path / "pairs.jsonl"
     write(out, {"n": 1})
-    with pytest.raises(ReplayRefused, match=f"a replay with other {key}: ask for the same"):
+    with pytest.raises(ReplayRefused, match=f"a replay with other {key}: request the same"):
         write(out, job={**JOB, key: "other"})
 
 
