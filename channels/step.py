@@ -74,7 +74,7 @@ def checked_weight(name: str, weight: Number) -> float:
     """Return a channel's weight; raise ValueError unless it is finite and >= 0."""
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(
-            f"the weight of {name} is {weight} but has to be finite and >= 0: set it to 0 to "
+            f"the weight of {name} is {weight} but must be finite and >= 0: set it to 0 to "
             "switch the channel off"
         )
     return float(weight)

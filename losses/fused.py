@@ -344,4 +344,4 @@ def check_linear(temperature: Number, block: int | None, *softcaps: Number | Non
         if softcap is not None:
             check_positive("softcap", softcap, "leave it out for a head without a cap")
     if block is not None and block < 1:
-        raise ValueError(f"block is {block} but has to be >= 1: leave it out for the default")
+        raise ValueError(f"block is {block} but must be >= 1: leave it out for the default")

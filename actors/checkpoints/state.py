@@ -182,7 +182,7 @@ def _figures(file: Path) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     if type(version) is not int or version < 0:
         raise ValueError(f"version is {str(version)[:40]} but is a number of steps")
     if not isinstance(figures, dict) or not isinstance(rng, list):
-        raise ValueError("figures is no table or rng is no list")
+        raise ValueError("figures is not a table or rng is not a list")
     return version, figures, rng
 
 
@@ -300,7 +300,7 @@ class TensorsOnly(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
         del value
         name = read_item.dest_index.fqn
-        raise ValueError(f"{name} is no tensor: a checkpoint holds only tensors")
+        raise ValueError(f"{name} is not a tensor: a checkpoint holds only tensors")
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
@@ -373,7 +373,7 @@ def _check_files(folder: Path) -> None:
 def _check_rows(name: str, about: Any) -> None:
     """Refuse a tensor of which some part is in no file, or in several."""
     if not isinstance(about, TensorStorageMetadata):
-        raise ValueError(f"{name} is no tensor: a checkpoint holds only tensors")
+        raise ValueError(f"{name} is not a tensor: a checkpoint holds only tensors")
     held = sum(math.prod(chunk.sizes) for chunk in about.chunks)
     if held != math.prod(about.size):
         raise ValueError(f"the files hold {held} numbers of {name}, whose shape is {[*about.size]}")

@@ -182,7 +182,9 @@ def _compiled(root: Path, place: str) -> None:
 
 def _copied_folder(source: Path, place: Path) -> None:
     if not source.is_dir():
-        raise UnusableTask(f"boxes should have the folder {source}, which is none: name another")
+        raise UnusableTask(
+            f"boxes should have the folder {source}, which is not a folder: name another"
+        )
     names = (one for one in LEFT_OUT if one not in ("test", "tests"))
     ignored = shutil.ignore_patterns(*names, *BYTECODE)
     shutil.copytree(source, place, ignore=ignored, dirs_exist_ok=True)

@@ -390,7 +390,7 @@ def _make(options: MakeOptions, say: Say) -> int:
     for line in table_of(results):
         say(line)
     for name in sorted(set(options.heldout) - {one.package for one in results.made if one.tasks}):
-        say(f"--heldout {name} is no package with tasks: nothing of it is held out")
+        say(f"--heldout {name} is not a package with tasks: nothing of it is held out")
     if not tasks:
         say("no task was made, and nothing is written")
         return status or 1
@@ -461,7 +461,7 @@ def _refuse_unfit(options: MakeOptions) -> None:
         if options.sources:
             raise MakeRefused("--check grades the tasks of a file: name no SOURCE")
         if not options.check.is_file():
-            raise MakeRefused(f"--check {options.check} is no file: name one with coding tasks")
+            raise MakeRefused(f"--check {options.check} is not a file: name one with coding tasks")
         if options.output is not None and options.output.resolve() == options.check.resolve():
             raise MakeRefused(f"--check reads {options.check}: name another file for --output")
         if options.output is not None:

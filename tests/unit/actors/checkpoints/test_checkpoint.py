@@ -232,7 +232,7 @@ def test_a_write_that_fails_says_where_and_why(
     one = Learner(build_config(**TAID), folder, Ranks())
     one.copy()
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointFailed, match=r"file could not be written .*make room for it"):
+    with pytest.raises(CheckpointFailed, match=r"file could not be written .*free space for it"):
         one.write(tmp_path / "file")
 
 

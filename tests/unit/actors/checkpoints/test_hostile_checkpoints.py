@@ -193,7 +193,7 @@ def test_the_load_planner_refuses_values_that_torch_would_unpickle(tmp_path: Pat
     without_ranks()
     marker = tmp_path / "attacked"
     dcp.save({"one": Attack(marker)}, checkpoint_id=tmp_path / "old", no_dist=True)
-    with pytest.raises(BaseException, match="one is no tensor: a checkpoint holds only tensors"):
+    with pytest.raises(BaseException, match="one is not a tensor: a checkpoint holds only tensors"):
         dcp.load({"one": 0}, checkpoint_id=tmp_path / "old", planner=TensorsOnly(), no_dist=True)
     assert not marker.exists()
 

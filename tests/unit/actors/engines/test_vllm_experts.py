@@ -206,7 +206,11 @@ def test_on_a_gpu_vllm_is_asked_and_on_a_cpu_our_worker(build_config: Any) -> No
 @pytest.mark.parametrize(
     ("vllm", "placement", "why"),
     [
-        ({"enforce_eager": False}, {}, "enforce_eager is false .* compiled layers tell no experts"),
+        (
+            {"enforce_eager": False},
+            {},
+            "enforce_eager is false .* compiled layers report no experts",
+        ),
         ({"engine_args": {"async_scheduling": True}}, {}, "async_scheduling is true .*remove it"),
         ({"enable_prefix_caching": False}, ON_GPU, "enable_prefix_caching is false .* to true"),
     ],

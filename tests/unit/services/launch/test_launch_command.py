@@ -177,7 +177,7 @@ def test_a_handle_is_read_as_it_was_written(folder: Path, long_lived: Handle) ->
         assert read_handle(folder) == handle
     assert read_handle(folder / "nothing") is None
     (folder / "launch.json").write_text("{")
-    with pytest.raises(RunUnavailable, match="put it back"):
+    with pytest.raises(RunUnavailable, match="restore it from a copy"):
         read_handle(folder)
 
 
@@ -283,7 +283,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(
     [
         (["--listen", "tls://0.0.0.0:1"], "0.0.0.0"),
         (["--listen", "tls://127.0.0.1:0"], "--authority is not given"),
-        (["--listen", "http://x"], "is no address"),
+        (["--listen", "http://x"], "is not an address"),
     ],
 )
 def test_a_worker_that_would_be_open_to_others_is_refused(
