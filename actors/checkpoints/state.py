@@ -201,24 +201,32 @@ Export = Callable[[Path, dict[str, Tensor]], None]
 class CheckpointWriter:
     """Writes one checkpoint at a time: `copy`, then `write`; collective over all ranks."""
 
+    reuses_stager: bool = torch.__version__ >= (2, 13)
+    """Older ones close a stager after its first copy (pytorch/pytorch issue 183413)."""
+
     def __init__(self, ranks: Ranks, export: Export | None, adapters: Export | None = None) -> None:
         """`export` is None on ranks that write no model folder, `adapters` where there are none."""
+        self._ranks, self._export, self._adapters = ranks, export, adapters
+        self._stager = self._new_stager()
+        self._copied: TrainingState | None = None
+
+    def _new_stager(self) -> Any:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        fast = ranks.device.type == "cuda"
+        fast = self._ranks.device.type == "cuda"
         options = StagingOptions(
             use_pinned_memory=fast,
             use_shared_memory=False,
             use_async_staging=False,
             use_non_blocking_copy=fast,
         )
-        self._ranks, self._export, self._adapters = ranks, export, adapters
-        self._stager = DefaultStager(options)
-        self._copied: TrainingState | None = None
+        return DefaultStager(options)
 
     def copy(self, state: TrainingState) -> None:
         """Copy a state, which may change afterwards."""
-        tensors: Any = self._stager.stage(dict(state.tensors))
+        if self._copied is not None and not self.reuses_stager:
+            self._stager = self._new_stager()
+        tensors = self._stager.stage(dict(state.tensors))
         self._copied = TrainingState(state.version, tensors, state.figures, state.rng)
         made_progress("the copy of a checkpoint's state")
 

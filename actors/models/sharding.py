@@ -130,7 +130,7 @@ def is_sharded(model: Any) -> bool:
 def release(model: Any) -> None:
     """Free the gathered weights of a forward that had no backward."""
     if is_sharded(model):
-        model.reset_iter_state()
+        model.reshard()
 
 
 def keep_head(model: Any, keep: bool) -> None:
