@@ -130,7 +130,8 @@ def is_sharded(model: Any) -> bool:
 def release(model: Any) -> None:
     """Free the gathered weights of a forward that had no backward."""
     if is_sharded(model):
-        model.reshard()
+        # The reset, which torch 2.11 lacks, also clears the order of forwards, which only backwards shorten.
+        getattr(model, "reset_iter_state", model.reshard)()
 
 
 def keep_head(model: Any, keep: bool) -> None:
