@@ -141,7 +141,7 @@ async def test_a_line_that_is_no_request_is_answered_and_hurts_nobody(
         writer.write(line)
         assert "one JSON object" in json.loads(await reader.readline())["refused"]
         writer.close()
-        with pytest.raises(ControlRefused, match="no command"):
+        with pytest.raises(ControlRefused, match="is not a command"):
             await ask(tmp_path, "echo")
 
 
