@@ -192,7 +192,7 @@ def test_a_size_that_is_none_is_refused_before_anybody_is_asked(
 
 def test_each_kind_is_said_once() -> None:
     assert read_sizes(["generator=3", "environment=1"]) == {"generator": 3, "environment": 1}
-    with pytest.raises(ControlRefused, match="not named before"):
+    with pytest.raises(ControlRefused, match="with a new kind"):
         read_sizes(["generator=3", "generator=1"])
 
 
