@@ -172,9 +172,7 @@ def _tokens(chunks: Any, where: str, limits: DataLimits) -> NDArray[np.int64]:
     for chunk in chunks:
         others = chunk.HasField("image") or chunk.HasField("dmel")
         if others or not chunk.HasField("encoded_text"):
-            raise bad(
-                f"{where}.model_input has a chunk that is not a text: send encoded text alone"
-            )
+            raise bad(f"{where}.model_input has a chunk that is not text: send encoded text alone")
         content = chunk.encoded_text.tokens
         if len(content) % 4:
             raise bad(

@@ -237,7 +237,7 @@ def test_check_and_train_refuse_a_broken_folder_before_anything_starts(
     settings = ["--set", f"policy.path={folder}"]
     assert main([command, "configs/quickstart.toml", *settings, *output]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"composer-mesh: policy.path: {folder / WEIGHTS} is no ")
+    assert told.startswith(f"composer-mesh: policy.path: {folder / WEIGHTS} is not ")
     assert len(told.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 

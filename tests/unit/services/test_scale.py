@@ -141,7 +141,7 @@ async def test_a_line_that_is_no_request_is_answered_and_hurts_nobody(
         writer.write(line)
         assert "one JSON object" in json.loads(await reader.readline())["refused"]
         writer.close()
-        with pytest.raises(ControlRefused, match="no command"):
+        with pytest.raises(ControlRefused, match="is not a command"):
             await ask(tmp_path, "echo")
 
 
@@ -192,7 +192,7 @@ def test_a_size_that_is_none_is_refused_before_anybody_is_asked(
 
 def test_each_kind_is_said_once() -> None:
     assert read_sizes(["generator=3", "environment=1"]) == {"generator": 3, "environment": 1}
-    with pytest.raises(ControlRefused, match="not named before"):
+    with pytest.raises(ControlRefused, match="with a new kind"):
         read_sizes(["generator=3", "generator=1"])
 
 

@@ -125,7 +125,7 @@ CHANGES = {
     "3 bytes of int32": lambda _, datum: setattr(
         datum.model_input[0].encoded_text, "tokens", b"abc"
     ),
-    "no text": lambda _, datum: datum.model_input[0].image.SetInParent(),
+    "is not text": lambda _, datum: datum.model_input[0].image.SetInParent(),
     "which cross_entropy does not read": lambda _, datum: datum.loss_fn_inputs["pickle"].CopyFrom(
         datum.loss_fn_inputs["target_tokens"]
     ),

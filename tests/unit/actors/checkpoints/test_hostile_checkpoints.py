@@ -258,9 +258,15 @@ def test_a_fifo_in_the_place_of_a_file_is_refused_and_not_waited_for(
 
 
 MANIFESTS: dict[str, tuple[object, str]] = {
-    "a device": ({"../../../../dev/zero": {"bytes": 0, "crc32": "0"}}, "no file of a checkpoint"),
-    "an absolute path": ({"/dev/zero": {"bytes": 0, "crc32": "0"}}, "no file of a checkpoint"),
-    "a zero byte": ({"a\0b": {"bytes": 0, "crc32": "0"}}, "no file of a checkpoint"),
+    "a device": (
+        {"../../../../dev/zero": {"bytes": 0, "crc32": "0"}},
+        "is not a file of a checkpoint",
+    ),
+    "an absolute path": (
+        {"/dev/zero": {"bytes": 0, "crc32": "0"}},
+        "is not a file of a checkpoint",
+    ),
+    "a zero byte": ({"a\0b": {"bytes": 0, "crc32": "0"}}, "is not a file of a checkpoint"),
     "no size": ({"a": {"bytes": float("inf"), "crc32": "0"}}, "OverflowError"),
     "a list": (["a"], "AttributeError"),
     "a fifo": ({"fifo": {"bytes": 0, "crc32": "0"}}, "cannot be read"),

@@ -123,7 +123,7 @@ def test_who_does_not_ask_is_told_no_experts() -> None:
 
 def test_experts_that_an_engine_does_not_know_are_refused_at_once() -> None:
     engine = VllmEngine(FakeLlm(), lambda _: None, lambda _: None, LIMITS)
-    with pytest.raises(ExpertsUnknown, match="r asks for the experts of its tokens, which this"):
+    with pytest.raises(ExpertsUnknown, match="r requests the experts of its tokens, which this"):
         engine.submit(asking(), lambda _: None)
     assert not engine.busy
 
