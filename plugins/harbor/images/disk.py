@@ -90,6 +90,10 @@ class ArchiveFiles:
             raise invalid(f"{path} is no archive: {error}") from None
         self._members = {plain_path(one.name): one for one in found}
 
+    def close(self) -> None:
+        """Close the archive."""
+        self._archive.close()
+
     def read(self, name: str) -> bytes:
         """Return a file's bytes; raises ContainerError where there is none, or it is large."""
         with self.open(name) as file:

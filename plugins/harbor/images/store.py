@@ -115,15 +115,14 @@ class ImageStore:
             return self._pulled(reference, until)
         if reference.kind == "rootfs":
             return self._folder(reference, until)
-        if reference.kind == "docker-archive":
-            return self._docker_archive(reference, until)
-        files = (
-            disk.FolderFiles(reference.path)
-            if reference.kind == "oci"
-            else disk.ArchiveFiles(reference.path)
-        )
-        layout = disk.Layout(reference, files)
-        return self._described(layout.find(), layout.read, layout.open, until)
+        if reference.kind == "oci":
+            layout = disk.Layout(reference, disk.FolderFiles(reference.path))
+            return self._described(layout.find(), layout.read, layout.open, until)
+        with contextlib.closing(disk.ArchiveFiles(reference.path)) as files:
+            if reference.kind == "docker-archive":
+                return self._docker_archive(reference, files, until)
+            layout = disk.Layout(reference, files)
+            return self._described(layout.find(), layout.read, layout.open, until)
 
     def _described(
         self,
@@ -149,8 +148,9 @@ class ImageStore:
         ]
         return UnpackedImage(self._root_of(layers, until), config, found.digest)
 
-    def _docker_archive(self, reference: DiskReference, until: float) -> UnpackedImage:
-        files = disk.ArchiveFiles(reference.path)
+    def _docker_archive(
+        self, reference: DiskReference, files: disk.ArchiveFiles, until: float
+    ) -> UnpackedImage:
         content, names = disk.docker_archive(reference, files)
         config, diff_ids = format_of.config(content, f"the config in {reference.path}")
         if len(diff_ids) != len(names):

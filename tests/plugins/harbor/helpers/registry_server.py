@@ -62,7 +62,7 @@ def served(registry: FakeRegistry) -> Iterator[FakeRegistry]:
     servers = [_server(registry, registry.answer), _server(registry, registry.answer_stored)]
     registry.port, registry.storage_port = (one.server_address[1] for one in servers)
     for one in servers:
-        threading.Thread(target=one.serve_forever, daemon=True).start()
+        threading.Thread(target=one.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield registry
     finally:
