@@ -1,0 +1,1 @@
+"""Harbor tasks: folders with a container, an instruction and a test script."""

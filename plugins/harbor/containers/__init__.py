@@ -1,0 +1,1 @@
+"""Containers behind one port: boxes without a daemon, Podman and Docker."""

@@ -1,0 +1,1 @@
+"""OCI images: references, layouts, archives, registries, unpacking and the local store."""
