@@ -26,9 +26,11 @@ from composer_mesh.mesh.private_folder import entered_folder
 from composer_mesh.mesh.sandboxes.box_process import writable_groups
 from composer_mesh.mesh.sandboxes.launchers import BoxLauncher, filter_file, find_launcher
 from composer_mesh.plugins.harbor.containers import dockerfile
+from composer_mesh.plugins.harbor.containers.box_changes import copy_changes, layer_changes
 from composer_mesh.plugins.harbor.containers.box_streams import Outputs
 from composer_mesh.plugins.harbor.containers.port import (
     OUTPUT_BYTES,
+    Change,
     ContainerError,
     ContainerSettings,
     Finished,
@@ -404,6 +406,13 @@ class BoxContainer:
         if not inside(path):
             raise ValueError("the root of a container is not removed: name a path below it")
         await self._on_files("remove", path=inside(path))
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the paths that differ from the image."""
+        upper = self.own / "upper"
+        if self._owner.overlays:
+            return await asyncio.to_thread(layer_changes, upper, self.lowers)
+        return await asyncio.to_thread(copy_changes, upper, self.lowers[-1])
 
     async def stop_processes(self) -> None:
         """End all processes by ending the box, which starts again on its files."""

@@ -27,6 +27,7 @@ Kind = Literal[
     "backend",  # a daemon, or the process that starts boxes, is unreachable or answers wrongly
     "unsupported",  # settings that this back end cannot meet
 ]
+Change = Literal["added", "changed", "removed"]
 OUTPUT_BYTES = 4 * MIB
 
 
@@ -153,6 +154,12 @@ class Container(Protocol):
 
     async def remove(self, path: str) -> None:
         """Remove a file, a link or a whole folder from outside, if it is there."""
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the absolute paths that differ from the image, read from outside.
+
+        These are files and links; a folder that was removed whole is one path. Mode counts.
+        """
 
     async def stop_processes(self) -> None:
         """End every process that commands started; files stay. Waits until all are gone."""
