@@ -22,6 +22,7 @@ from composer_mesh.plugins.harbor.containers.port import (
     ContainerSettings,
     Finished,
     TooLarge,
+    inside,
 )
 from composer_mesh.plugins.harbor.images.manifest import ImageConfig
 from composer_mesh.plugins.harbor.images.store import FULL, ImageStore, errors_named
@@ -388,16 +389,6 @@ def make_folder(place: Path, owner: int | None) -> None:
     place.chmod(0o755)
     if owner is not None:
         os.chown(place, owner, owner)
-
-
-def inside(path: str) -> str:
-    """Return an absolute path of a container without its leading slash; raises ValueError."""
-    if not path.startswith("/"):
-        raise ValueError(f"{path[:300]!r} is no absolute path of a container: begin it with /")
-    rest = path.strip("/")
-    if rest:
-        check_path(rest)
-    return rest
 
 
 def encoded(word: str) -> bytes:
