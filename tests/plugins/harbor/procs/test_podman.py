@@ -69,7 +69,7 @@ async def _answers(socket: Path, process: subprocess.Popen[bytes]) -> str | None
     until = asyncio.get_running_loop().time() + WAIT_S
     why = "it did not start"
     while process.poll() is None and asyncio.get_running_loop().time() < until:
-        if socket.is_socket():
+        if await asyncio.to_thread(socket.is_socket):
             containers = EngineContainers("podman", socket=socket)
             try:
                 await containers.check()
@@ -79,7 +79,6 @@ async def _answers(socket: Path, process: subprocess.Popen[bytes]) -> str | None
                 return None
             finally:
                 await containers.close()
-        await asyncio.to_thread(os.sched_yield)
     return why
 
 
