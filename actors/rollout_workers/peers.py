@@ -36,7 +36,7 @@ from typing import Any
 from composer_mesh.mesh.call_stream import Calls
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
-from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.pairs import TeacherReply
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
@@ -191,7 +191,10 @@ class PooledGeneration:
 
 
 class PeerEnvironments:
-    """The port `Environments` over all environment actors; a call has `deadline_s`."""
+    """The port `Environments` over all environment actors.
+
+    A call has `deadline_s`, and again as long while its actor's task waits for another service.
+    """
 
     def __init__(self, environments: Peers, deadline_s: float) -> None:
         self._environments, self._deadline_s = environments, deadline_s
@@ -255,11 +258,22 @@ class PeerEnvironments:
         return await self._within_deadline(home, endpoint, *args)
 
     async def _within_deadline(self, home: str, endpoint: str, *args: Any) -> Any:
+        calling = asyncio.ensure_future(self._environments.call(home, endpoint, *args))
+        try:
+            while not (await asyncio.wait([calling], timeout=self._deadline_s))[0]:
+                if not await self._waits(home):
+                    raise DeadlineExceeded(home, endpoint, self._deadline_s)
+            return calling.result()
+        finally:
+            await cancel_and_wait([calling])
+
+    async def _waits(self, home: str) -> bool:
+        """Return whether a late call waits for another service; not where the actor is silent."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._environments.call(home, endpoint, *args)
-        except TimeoutError:
-            raise DeadlineExceeded(home, endpoint, self._deadline_s) from None
+                return bool(await self._environments.call(home, "waits"))
+        except (TimeoutError, ActorDied):
+            return False
 
     def _leave(self, session_id: str) -> str | None:
         home = self._homes.pop(session_id, None)

@@ -73,11 +73,15 @@ class HarborSession(Session):
         """Start the container, then the MCP servers. Waits for both; raises SandboxError."""
         folder = self.task.folder_of(self.row)
         self.machine = Machine(self.task.containers, folder, self.task.limits)
-        with waiting_for_others():
-            await self.machine.start()
-            if servers := folder.toml.environment.mcp_servers:
-                self._servers = McpPrograms(self.machine, servers)
-                await self._servers.start()
+        try:
+            with waiting_for_others():
+                await self.machine.start()
+                if servers := folder.toml.environment.mcp_servers:
+                    self._servers = McpPrograms(self.machine, servers)
+                    await self._servers.start()
+        except BaseException:
+            await self.machine.close()
+            raise
 
     def opening(self) -> str | list[Message]:
         """Return the instruction, with the tools of MCP servers if there are any."""
