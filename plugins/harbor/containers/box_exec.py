@@ -133,6 +133,8 @@ def run_command(entered: Entered, status: socket.socket, job_file: int, streams:
             os.close(one)
         wait_status = _waited(child, status)
         report: dict[str, Any] = {"exit": wait_status, "memory": _kills(counters) - before}
+        if os.WIFSIGNALED(wait_status):
+            _checked(_libc.setns(entered.process, NEWUTS), "setns")  # has the container died?
     except BaseException as error:  # noqa: BLE001 a forked child must not return
         report = failure(error)
     finish(status, report)
@@ -142,6 +144,8 @@ def failure(error: BaseException) -> dict[str, Any]:
     """Return what is reported of an error of ours."""
     if isinstance(error, UnmappedUser):
         return {"unsupported": str(error)}
+    if isinstance(error, ProcessLookupError):  # so says the kernel of one that has ended, or ends
+        return {"died": True}
     number = error.errno if isinstance(error, OSError) else None
     return {"errno": number, "error": f"{type(error).__name__}: {error}"}
 
@@ -177,6 +181,8 @@ def _waited(child: int, status: socket.socket) -> int:
         ready = [one for one, _ in waiting.poll()]
         if status.fileno() in ready:
             waiting.unregister(status.fileno())
+            with contextlib.suppress(OSError):  # what is left unread resets the socket
+                status.recv(len(KILL))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
@@ -327,7 +333,7 @@ def _kills(counters: Sequence[int]) -> int:
 def _checked(result: int, name: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        raise OSError(number, f"{name}: {os.strerror(number)}")  # of the subclass of its number
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -15,8 +15,9 @@ import os
 import socket
 import time
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ LONGEST_REPORT = 1 << 16
 NO_MEMORY = 12
 KILLED = 128 + 9
 HOSTS = b"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 box\n"
+DIED = "its first process, or the one that holds it, was killed"
 KEEPER = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from composer_mesh.plugins.harbor.containers.box_keeper import main; main()"
@@ -76,10 +78,11 @@ class BoxSnapshot:
     lowers: tuple[Path, ...]
     config: ImageConfig
     own: Path
+    owner: BoxContainers = field(repr=False, compare=False)
 
     async def remove(self) -> None:
-        """Remove the copy."""
-        await asyncio.to_thread(remove_tree, self.own)
+        """Remove the copy, once no container and no other snapshot needs it."""
+        await self.owner.release((*self.lowers, self.own))
 
 
 class BoxContainers:
@@ -105,6 +108,7 @@ class BoxContainers:
         self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
+        self._held: Counter[Path] = Counter()
         self._files = contextlib.ExitStack()
         self.folder = entered_folder()
         self._files.callback(remove_tree, self.folder)
@@ -228,6 +232,18 @@ class BoxContainers:
                 raise ContainerError("backend", f"the keeper of containers: {error}") from None
         return status
 
+    def hold(self, folders: Sequence[Path]) -> None:
+        """Keep copies of containers' files, where some of the folders are such, until a release."""
+        self._held.update(one for one in folders if one.parent == self.layers)
+
+    async def release(self, folders: Sequence[Path]) -> None:
+        """Remove those copies that nobody else holds."""
+        for one in folders:
+            if one.parent == self.layers:
+                self._held[one] -= 1
+                if not self._held[one]:
+                    await asyncio.to_thread(remove_tree, one)
+
     async def copy(self, source: Path, target: Path) -> None:
         """Copy a folder of files of containers to a new one."""
         make_folder(target, self.first_id)
@@ -290,6 +306,7 @@ class BoxContainer:
 
     async def open(self) -> None:
         """Make the layer, start the box and give it what images lack. Waits until it is ready."""
+        self._owner.hold(self.lowers)
         with errors_named("the layer of a container"):
             for name in ("", "upper", "work"):
                 make_folder(self.own / name, self._owner.first_id)
@@ -440,7 +457,9 @@ class BoxContainer:
         except BaseException:
             await asyncio.to_thread(remove_tree, copied)
             raise
-        return BoxSnapshot(self.lowers if self._owner.overlays else (), self.config, copied)
+        lowers = self.lowers if self._owner.overlays else ()
+        self._owner.hold((*lowers, copied))
+        return BoxSnapshot(lowers, self.config, copied, self._owner)
 
     async def close(self) -> None:
         """End the container and remove its files."""
@@ -461,6 +480,8 @@ class BoxContainer:
                         while await report_of(status):
                             pass
         await asyncio.to_thread(remove_tree, self.own)
+        lowers, self.lowers = self.lowers, ()
+        await self._owner.release(lowers)
 
     def _limits(self) -> dict[str, int]:
         own = self._settings
@@ -484,22 +505,8 @@ class BoxContainer:
     def _alive(self, report: dict[str, Any]) -> dict[str, Any]:
         """Return a report, or raise ContainerError where the container has died."""
         if not report or report.get("died"):
-            raise ContainerError("container_died", self._death())
-        report = checked(report)
-        if "exit" in report and os.WIFSIGNALED(report["exit"]) and self._death(""):
-            raise ContainerError("container_died", self._death())
-        return report
-
-    def _death(self, otherwise: str = "its process, or the one that holds it, was killed") -> str:
-        """Return what the keeper said of this container's end."""
-        try:
-            said = b"" if self._status is None else self._status.recv(LONGEST_REPORT)
-        except BlockingIOError:
-            return otherwise
-        except ConnectionResetError:
-            said = b""
-        report = json.loads(said) if said else {}
-        return f"it was killed, wait status {report.get('ended', 'unknown')}"
+            raise ContainerError("container_died", DIED)
+        return checked(report)
 
     def _check_disk(self) -> None:
         found = os.statvfs(self.own)

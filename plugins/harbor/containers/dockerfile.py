@@ -106,7 +106,7 @@ class _Build:
     async def run(self, steps: Sequence[Instruction], place: Path) -> None:
         """Do all steps in a container, and keep its files as `place`."""
         settings = ContainerSettings(
-            ImageSource("rootfs:/"), processes=PROCESSES, network="host", user="root", workdir="/"
+            ImageSource("rootfs:/"), processes=PROCESSES, network="host", user="root"
         )
         base = (self._base.root,)
         container = await self._containers.started(settings, base, self._base.config, None)
