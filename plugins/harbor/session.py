@@ -17,7 +17,7 @@ from composer_mesh.plugins.harbor.machine import Machine
 from composer_mesh.plugins.harbor.mcp_programs import McpPrograms
 from composer_mesh.plugins.harbor.monitor import flagged_by
 from composer_mesh.plugins.harbor.rewards import mean_of, reaches, reward_of
-from composer_mesh.plugins.harbor.verifier import Verdict
+from composer_mesh.plugins.harbor.verifier import StepVerdict
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import waiting_for_others
 from composer_mesh.tasks.errors import ToolError, UnusableTask
@@ -39,7 +39,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class EpisodeVerdict:
     """What the verifier says of all steps together, and what the monitor found.
 
     `reward` is 0 where a finding voids it: such tests prove nothing.
@@ -48,7 +48,7 @@ class Judgement:
     reward: float
     rewards: dict[str, float]
     findings: dict[str, int]
-    steps: tuple[Verdict, ...]
+    steps: tuple[StepVerdict, ...]
 
     @property
     def again(self) -> int:
@@ -62,10 +62,10 @@ class HarborSession(Session):
     task: HarborTask
     machine: Machine
     """The container, and the step of the task that it is in."""
-    _judgement: Judgement | None = None
+    _judgement: EpisodeVerdict | None = None
 
     def __init__(self) -> None:
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[StepVerdict] = []
         self._stopped = False
         self._servers: McpPrograms | None = None
 
@@ -171,7 +171,7 @@ class HarborSession(Session):
             return "submitted"
         return following
 
-    async def judgement(self) -> Judgement:
+    async def judgement(self) -> EpisodeVerdict:
         """Verify the work, once. Waits for the tests of all steps that are left.
 
         Steps that the agent has not reached are verified as they are. Raises SandboxError.
@@ -184,7 +184,7 @@ class HarborSession(Session):
         return self._judgement
 
     @property
-    def judged(self) -> Judgement:
+    def judged(self) -> EpisodeVerdict:
         """The verdict, once rewards have requested it."""
         if self._judgement is None:
             raise UnusableTask("the session is not judged yet: its rewards are computed first")
@@ -210,7 +210,7 @@ class HarborSession(Session):
         if not self._stopped:
             await self.machine.next_step()
 
-    def _judged(self) -> Judgement:
+    def _judged(self) -> EpisodeVerdict:
         strategy = self.machine.folder.toml.multi_step_reward_strategy or "mean"
         every = [verdict.rewards for verdict in self._verdicts]
         rewards = dict(every[-1]) if strategy == "final" else mean_of(every)
@@ -219,7 +219,7 @@ class HarborSession(Session):
             found.update(verdict.findings)
         void = flagged_by(found, self.task.options.void)
         reward = 0.0 if void or not rewards else reward_of(rewards, self.task.options.reward_key)
-        return Judgement(reward, rewards, dict(found), tuple(self._verdicts))
+        return EpisodeVerdict(reward, rewards, dict(found), tuple(self._verdicts))
 
     async def _run(self, argv: list[str], stdin: bytes = b"") -> Finished:
         with waiting_for_others():

@@ -25,6 +25,7 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 CONFIG = """
 [run]
 name = "harbor"
+steps = 1
 [data]
 task = "harbor"
 path = "{tasks}"
