@@ -22,7 +22,7 @@ from composer_mesh.plugins.harbor.containers.port import Containers
 from composer_mesh.plugins.harbor.machine import Limits
 from composer_mesh.plugins.harbor.monitor import FLAGGING, KINDS, VOIDING, flagged_by
 from composer_mesh.plugins.harbor.rewards import KEY
-from composer_mesh.plugins.harbor.session import HarborSession, EpisodeVerdict
+from composer_mesh.plugins.harbor.session import EpisodeVerdict, HarborSession
 from composer_mesh.plugins.harbor.task_folder import HarborFolder, read_folders, resolved
 from composer_mesh.plugins.harbor.verifier import Verifier
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
