@@ -190,6 +190,19 @@ class PooledGeneration:
         raise AssertionError("a request is sent at least once")
 
 
+MOST_FAILED = 10_000
+"""Samples of which it is known where their last attempt failed; the oldest are forgotten."""
+
+
+def sample_of(session_id: str) -> str:
+    """Return the name of a session without the number of its attempt.
+
+    >>> sample_of("train-000007-000.2")
+    'train-000007-000'
+    """
+    return session_id.partition(".")[0]
+
+
 class PeerEnvironments:
     """The port `Environments` over all environment actors.
 
@@ -200,6 +213,7 @@ class PeerEnvironments:
         self._environments, self._deadline_s = environments, deadline_s
         self._homes: dict[str, str] = {}
         self._sessions: Counter[str] = Counter()
+        self._failed: dict[str, str] = {}
         self._forgetting = BackgroundTasks(reported_to_loop)
 
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
@@ -215,9 +229,19 @@ class PeerEnvironments:
         return await self._anywhere("score_group", episode, group)
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        """Open a session. Waits for an actor, including one that is still starting."""
-        names = await self._environments.some_open()
-        home = min(names, key=lambda name: (self._sessions[name], self._environments.load(name)))
+        """Open a session. Waits for an actor, including one that is still starting.
+
+        An attempt after one that failed is made on another actor, if there is one.
+        """
+        names, failed_on = (
+            await self._environments.some_open(),
+            self._failed.get(sample_of(session_id)),
+        )
+
+        def order(name: str) -> tuple[bool, int, float]:
+            return name == failed_on, self._sessions[name], self._environments.load(name)
+
+        home = min(names, key=order)
         self._homes[session_id] = home
         self._sessions[home] += 1
         return await self._call(session_id, "begin", episode)
@@ -230,11 +254,16 @@ class PeerEnvironments:
         """End a session; return its conversation and how it was scored."""
         outcome: Outcome = await self._call(session_id, "finish")
         self._leave(session_id)
+        self._failed.pop(sample_of(session_id), None)
         return outcome
 
     def abandon(self, session_id: str) -> None:
         """Drop a failed session; notify its actor in the background, if it is still serving."""
         home = self._leave(session_id)
+        if home is not None:
+            self._failed[sample_of(session_id)] = home
+            if len(self._failed) > MOST_FAILED:
+                del self._failed[next(iter(self._failed))]
         if home is not None and home in self._environments:
             self._forgetting.start(f"forgetting {session_id}", self._forget(home, session_id))
 
