@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from composer_mesh.plugins.harbor.containers.box_container import BoxContainer, BoxOwner
 from composer_mesh.plugins.harbor.containers.port import (
     ContainerError,
     ContainerSettings,
@@ -33,9 +33,6 @@ from composer_mesh.plugins.harbor.images.manifest import ImageConfig
 from composer_mesh.plugins.harbor.images.store import UnpackedImage, errors_named
 from composer_mesh.plugins.harbor.images.trees import remove_tree
 
-if TYPE_CHECKING:
-    from composer_mesh.plugins.harbor.containers.boxes import BoxContainer, BoxContainers
-
 MOST_SAID = 2000
 PROCESSES = 4096
 
@@ -49,7 +46,7 @@ class BuiltImage:
     identity: str
 
 
-async def built(containers: BoxContainers, folder: Path, build_s: float) -> BuiltImage:
+async def built(containers: BoxOwner, folder: Path, build_s: float) -> BuiltImage:
     """Return the image of a folder's Dockerfile, built if this store has none of the same.
 
     Commands have the network of this machine. Raises ContainerError with the kind "build".
@@ -80,7 +77,7 @@ async def built(containers: BoxContainers, folder: Path, build_s: float) -> Buil
     return BuiltImage(lowers, config, f"sha256:{key}")
 
 
-def _key(containers: BoxContainers, base: UnpackedImage, folder: Path) -> str:
+def _key(containers: BoxOwner, base: UnpackedImage, folder: Path) -> str:
     """Return what stands for a build: its base, its Dockerfile and all files next to it."""
     found = hashlib.sha256(
         json.dumps([base.identity, containers.first_id, containers.overlays]).encode()
@@ -97,7 +94,7 @@ class _Build:
     """One build: a container on the base, and what the instructions have set so far."""
 
     def __init__(
-        self, containers: BoxContainers, base: UnpackedImage, folder: Path, until: float
+        self, containers: BoxOwner, base: UnpackedImage, folder: Path, until: float
     ) -> None:
         self._containers, self._base, self._folder = containers, base, folder
         self._until, self._config = until, base.config

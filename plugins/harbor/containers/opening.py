@@ -6,10 +6,12 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from composer_mesh.plugins.harbor.containers.boxes import BoxContainers
+from composer_mesh.plugins.harbor.containers.engines import EngineContainers
 from composer_mesh.plugins.harbor.containers.port import (
     ContainerError,
     Containers,
@@ -71,4 +73,27 @@ async def _tried(containers: BoxContainers) -> None:
             await container.close()
 
 
-OPENERS: dict[str, Callable[..., Containers]] = {"bubblewrap": open_boxes}
+def open_engine(name: Literal["podman", "docker"], **options: Any) -> EngineContainers:
+    """Return the containers of a daemon that answers."""
+    opened = EngineContainers(name, **options)
+
+    async def check() -> None:
+        trial = EngineContainers(name, **options)
+        try:
+            opened.version = await trial.check()
+        finally:
+            await trial.close()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # connections belong to the loop that opened them
+            thread.submit(asyncio.run, check()).result()
+    except ContainerError as error:
+        raise UnusableTask(str(error)) from None
+    return opened
+
+
+OPENERS: dict[str, Callable[..., Containers]] = {
+    "bubblewrap": open_boxes,
+    "podman": partial(open_engine, "podman"),
+    "docker": partial(open_engine, "docker"),
+}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from composer_mesh.tasks.sandbox import MIB, SandboxError
+from composer_mesh.tasks.sandbox import MIB, SandboxError, check_path
 
 Kind = Literal[
     "image_missing",  # no such image, file, name or platform
@@ -191,3 +191,13 @@ class Containers(Protocol):
 
     async def close(self) -> None:
         """End all containers."""
+
+
+def inside(path: str) -> str:
+    """Return an absolute path of a container without its leading slash; raises ValueError."""
+    if not path.startswith("/"):
+        raise ValueError(f"{path[:300]!r} is no absolute path of a container: begin it with /")
+    rest = path.strip("/")
+    if rest:
+        check_path(rest)
+    return rest

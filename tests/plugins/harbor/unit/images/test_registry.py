@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,10 @@ def test_a_digest_names_the_manifest(registry: FakeRegistry, tmp_path: Path) -> 
     assert raised.value.kind == "image_digest"
 
 
-def test_credentials_go_to_the_server_of_tokens(
-    registry: FakeRegistry, tmp_path: Path
-) -> None:
+def test_credentials_go_to_the_server_of_tokens(registry: FakeRegistry, tmp_path: Path) -> None:
     host = f"127.0.0.1:{registry.port}"
-    (tmp_path / "config.json").write_text('{"auths": {"%s": {"auth": "bWU6cGFzcw=="}}}' % host)
+    stored = {"auths": {host: {"auth": "bWU6cGFzcw=="}}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
     pulled(tmp_path, registry.reference)
     tokens = [one for one in registry.requests if one[0].startswith("/token")]
     assert {authorization for _, authorization in tokens} == {"Basic bWU6cGFzcw=="}
@@ -115,7 +115,9 @@ def test_a_busy_registry_is_asked_again_when_it_says(registry: FakeRegistry) -> 
     waits: list[float] = []
     with httpx.Client() as client:
         made = Registry(reference, time.monotonic() + 60, client, None, waits.append)
-        assert made.manifest_tried("v1")[0] == registry.image.blobs[registry.image.described["digest"]]
+        assert (
+            made.manifest_tried("v1")[0] == registry.image.blobs[registry.image.described["digest"]]
+        )
     assert waits == [7.0, 1.0]
 
 

@@ -1,0 +1,464 @@
+"""Containers of Podman and Docker by their sockets: one implementation for both.
+
+A command that is late, and `stop_processes`, end all processes by a restart of the container: it
+needs no program of the image, and nothing survives it. Files are put and read by the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import shlex
+import tarfile
+import tempfile
+import time
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from composer_mesh.plugins.harbor.containers.box_changes import MOST_CHANGES
+from composer_mesh.plugins.harbor.containers.engine_api import (
+    EngineApi,
+    demultiplexed,
+    packed,
+    sockets,
+    unpacked,
+)
+from composer_mesh.plugins.harbor.containers.port import (
+    OUTPUT_BYTES,
+    Change,
+    ContainerError,
+    ContainerSettings,
+    Finished,
+    ImageSource,
+    Snapshot,
+    TooLarge,
+    inside,
+)
+from composer_mesh.plugins.harbor.images.disk import folder_as_layer
+from composer_mesh.plugins.harbor.images.reference import DiskReference, parsed
+from composer_mesh.plugins.harbor.images.store import errors_named
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.sandbox import MIB, check_path, folders_of
+
+MOST_CONTAINERS = 16
+OPEN_FILES = 1024
+PAUSE = ["/bin/sh", "-c", "trap : TERM; while :; do sleep 2147483647 & wait $!; done"]
+KILLED = 128 + 9
+MOST_FRAME = 64 * MIB
+INPUT = "/.composer-mesh-input"
+LABEL = "composer-mesh"
+CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
+"""The kinds of changes by the daemon's numbers."""
+FOLDER_MODE = 1 << 31
+"""The bit of a folder in the modes that daemons state."""
+LOADED = re.compile(r"Loaded image(?: ID)?(?:\(s\))?: ([^\s,]+)")
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An image that was made of a container."""
+
+    image: str
+    api: EngineApi
+
+    async def remove(self) -> None:
+        """Remove the image."""
+        await self.api.call("DELETE", f"/images/{self.image}")
+
+
+class EngineContainers:
+    """Starts containers of a daemon, `most` at once."""
+
+    def __init__(
+        self,
+        name: Literal["podman", "docker"],
+        most: int = MOST_CONTAINERS,
+        socket: str | Path | None = None,
+    ) -> None:
+        """Open the socket, or the first that there is; the daemon is not called yet."""
+        places = [Path(socket)] if socket else sockets(name)
+        found = next((one for one in places if one.is_socket()), None)
+        if found is None:
+            raise UnusableTask(
+                f"{name} has no socket at {' or '.join(map(str, places))}: start its service, or "
+                "name the socket by the option socket"
+            )
+        self.name, self.most, self.api = name, most, EngineApi(found)
+        self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.version = ""
+
+    async def check(self) -> str:
+        """Return the version of the daemon; raises ContainerError."""
+        return str((await self.api.call("GET", "/version")).get("Version", ""))
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines."""
+        yield f"containers: {self.name} {self.version} at {self.api.socket}".replace("  ", " ")
+        yield "  storage_bytes bounds each file, not all of them together"
+
+    async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
+        """Pull, load or build an image; return its id."""
+        name = await self._image(image, build_s)
+        return str((await self.api.call("GET", f"/images/{name}/json", "image_missing"))["Id"])
+
+    async def start(
+        self, settings: ContainerSettings, *, snapshot: Snapshot | None = None
+    ) -> EngineContainer:
+        """Start a container, from a snapshot if one is given. Waits for a place."""
+        if snapshot is None:
+            image = await self._image(settings.image, settings.build_s)
+        elif isinstance(snapshot, EngineSnapshot):
+            image = snapshot.image
+        else:
+            raise ContainerError("unsupported", "the snapshot is of another back end")
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.most))
+        await places.acquire()
+        container = EngineContainer(self.api, settings, places)
+        try:
+            async with asyncio.timeout(settings.start_s):
+                await container.open(image)
+        except TimeoutError:
+            await container.close()
+            raise ContainerError(
+                "start", f"it was not ready within {settings.start_s:g} s"
+            ) from None
+        except BaseException:
+            await container.close()
+            raise
+        return container
+
+    async def close(self) -> None:
+        """Close the connections; containers end with their own `close`."""
+        await self.api.close()
+
+    async def _image(self, image: ImageSource, within_s: float) -> str:
+        """Return a name that the daemon has for an image, after it was made known to it."""
+        try:
+            async with asyncio.timeout(within_s):
+                if image.build is not None:
+                    return await self._built(image.build)
+                found = parsed(image.reference)
+                if isinstance(found, DiskReference):
+                    with errors_named(f"image {image.reference}"):
+                        return await self._loaded(found)
+                return await self._pulled(str(found))
+        except TimeoutError:
+            kind: Any = "build" if image.build is not None else "registry"
+            raise ContainerError(kind, f"{image} took more than {within_s:g} s") from None
+
+    async def _pulled(self, name: str) -> str:
+        try:
+            await self.api.call("GET", f"/images/{name}/json", "image_missing")
+        except ContainerError as error:
+            if error.kind != "image_missing":
+                raise
+            query = {"fromImage": name}
+            path = "/images/create"
+            await self.api.progress("POST", path, "image_missing", params=query, timeout_s=None)
+        return name
+
+    async def _loaded(self, found: DiskReference) -> str:
+        """Hand an image on disk to the daemon; return the name that it is given."""
+        content = await asyncio.to_thread(_on_disk, found)
+        if found.kind == "rootfs":
+            name = f"{LABEL}-{hashlib.sha256(content).hexdigest()[:32]}"
+            query = {"fromSrc": "-", "repo": name, "tag": "latest"}
+            await self.api.progress(
+                "POST", "/images/create", "image_invalid", params=query, content=content
+            )
+            return f"{name}:latest"
+        said = await self.api.progress("POST", "/images/load", "image_invalid", content=content)
+        loaded = LOADED.search(said)
+        if loaded is None:
+            raise ContainerError("image_invalid", f"{found.path}: the daemon loaded none: {said!r}")
+        return loaded[1]
+
+    async def _built(self, folder: Path) -> str:
+        content = await asyncio.to_thread(_context, folder)
+        name = f"{LABEL}-{base64.b32encode(os.urandom(10)).decode().lower()}"
+        query = {"t": name, "rm": "true", "forcerm": "true"}
+        headers = {"Content-Type": "application/x-tar"}
+        await self.api.progress(
+            "POST",
+            "/build",
+            "build",
+            params=query,
+            content=content,
+            headers=headers,
+            timeout_s=None,
+        )
+        return name
+
+
+def _on_disk(found: DiskReference) -> bytes:
+    with tempfile.TemporaryFile() as file:
+        if found.kind == "rootfs":
+            folder_as_layer(found.path, file)
+        elif found.kind == "oci":
+            with tarfile.open(fileobj=file, mode="w") as archive:
+                archive.add(found.path, ".")
+        else:
+            return found.path.read_bytes()
+        file.seek(0)
+        content: bytes = file.read()
+        return content
+
+
+def _context(folder: Path) -> bytes:
+    files = {
+        one.relative_to(folder).as_posix(): one
+        for one in sorted(folder.rglob("*"))
+        if one.is_file()
+    }
+    executable = frozenset(path for path, one in files.items() if one.stat().st_mode & 0o100)
+    return packed({path: one.read_bytes() for path, one in files.items()}, executable, (0, 0))
+
+
+class EngineContainer:
+    """One container of a daemon. Use `Containers.start`."""
+
+    def __init__(
+        self, api: EngineApi, settings: ContainerSettings, place: asyncio.Semaphore
+    ) -> None:
+        self._api, self._settings, self._place = api, settings, place
+        self._id = ""
+        self._closed = False
+
+    async def open(self, image: str) -> None:
+        """Create the container and start it."""
+        own = self._settings
+        limits = {"nofile": OPEN_FILES, "nproc": own.processes}
+        if own.storage_bytes is not None:
+            limits["fsize"] = own.storage_bytes
+        body: dict[str, Any] = {
+            "Image": image,
+            "Entrypoint": PAUSE,
+            "Cmd": [],
+            "Env": [f"{name}={value}" for name, value in own.environment.items()],
+            "Labels": {LABEL: str(os.getpid())},
+            "HostConfig": {
+                "NetworkMode": own.network,
+                "PidsLimit": own.processes,
+                "Ulimits": [
+                    {"Name": name, "Soft": most, "Hard": most} for name, most in limits.items()
+                ],
+                **given(
+                    Memory=own.memory_bytes,
+                    MemorySwap=own.memory_bytes,
+                    NanoCpus=None if own.cpus is None else int(own.cpus * 1e9),
+                ),
+            },
+        }
+        body |= given(WorkingDir=own.workdir, User=own.user)
+        made = await self._api.call("POST", "/containers/create", "start", json=body)
+        self._id = str(made["Id"])
+        await self._api.call("POST", f"/containers/{self._id}/start", "start")
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        user: str | None = None,
+        environment: Mapping[str, str] = {},
+        workdir: str | None = None,
+        output_bytes: int = OUTPUT_BYTES,
+    ) -> Finished:
+        """Run a command. Waits for its end; one that is late ends all processes."""
+        if not argv:
+            raise ValueError("a command has at least one word")
+        words = list(argv)
+        if stdin:
+            await self.put({INPUT.strip("/"): stdin}, "/")
+            words = ["/bin/sh", "-c", f'exec "$@" < {INPUT}', "sh", *words]
+        body: dict[str, Any] = {
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "Cmd": words,
+            "Env": [f"{name}={value}" for name, value in environment.items()],
+        }
+        body |= given(User=user, WorkingDir=workdir)
+        made = await self._api.call("POST", f"/containers/{self._id}/exec", json=body)
+        began, streams = time.monotonic(), _Streams(output_bytes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._follow(str(made["Id"]), streams)
+        except TimeoutError:
+            await self.stop_processes()
+            return streams.finished("wall_time", None, time.monotonic() - began)
+        found = await self._api.call("GET", f"/exec/{made['Id']}/json")
+        code = found.get("ExitCode")
+        seconds = time.monotonic() - began
+        if not isinstance(code, int):
+            raise ContainerError("container_died", "a command ended without an exit code")
+        if code == KILLED and await self._state("OOMKilled"):
+            return streams.finished("memory", None, seconds)
+        if code >= 128 and not await self._state("Running"):
+            raise ContainerError("container_died", f"it ended while {shlex.join(argv)[:200]} ran")
+        if code == KILLED:
+            return streams.finished("signal", None, seconds)
+        return streams.finished("exited", code, seconds)
+
+    async def put(
+        self,
+        files: Mapping[str, bytes],
+        folder: str,
+        *,
+        executable: Collection[str] = (),
+        owner: str = "root",
+    ) -> None:
+        """Write files below a folder; a link in its place is removed first."""
+        for path in files:
+            check_path(path)
+        inner = inside(folder)
+        if inner and (await self._stat(folder)).get("linkTarget"):
+            await self.remove(folder)
+        ids = await self._ids(owner)
+        names = {f"{inner}/{path}".lstrip("/"): content for path, content in files.items()}
+        modes = frozenset(f"{inner}/{path}".lstrip("/") for path in executable)
+        content = packed(names, modes, ids)
+        headers = {"Content-Type": "application/x-tar"}
+        query = {"path": "/"}
+        path = f"/containers/{self._id}/archive"
+        await self._api.call("PUT", path, params=query, content=content, headers=headers)
+
+    async def get(self, folder: str, *, most_bytes: int) -> Mapping[str, bytes]:
+        """Return the regular files below a folder; no link is followed."""
+        found = await self._stat(folder)
+        if not found or found.get("linkTarget"):
+            raise FileNotFoundError(f"the container has no folder {folder}")
+        content, path = bytearray(), f"/containers/{self._id}/archive"
+        async with self._api.stream("GET", path, params={"path": folder}) as answer:
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > 2 * most_bytes + MIB:
+                    raise TooLarge(f"{folder} has more than {most_bytes:,} bytes")
+        files = await asyncio.to_thread(unpacked, bytes(content))
+        if sum(map(len, files.values())) > most_bytes:
+            raise TooLarge(f"{folder} has more than {most_bytes:,} bytes")
+        return files
+
+    async def remove(self, path: str) -> None:
+        """Remove a path by the image's own `rm`, and make sure from outside that it is gone."""
+        if not inside(path):
+            raise ValueError("the root of a container is not removed: name a path below it")
+        await self.run(["/bin/rm", "-rf", "--", path], user="0", workdir="/")
+        if await self._stat(path):
+            raise ContainerError("backend", f"{path} could not be removed in the container")
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the paths that the daemon finds changed, without folders that were not removed."""
+        found = await self._api.call("GET", f"/containers/{self._id}/changes")
+        listed = {str(one["Path"]): CHANGES[int(one["Kind"])] for one in found.get("answer") or []}
+        if len(listed) > MOST_CHANGES:
+            raise ContainerError("backend", f"a container changed over {MOST_CHANGES:,} files")
+        above = {folder for path in listed for folder in folders_of(path)}
+        kept: dict[str, Change] = {}
+        for path, how in listed.items():
+            is_file = path not in above and not await self._is_folder(path)
+            if how == "removed" or is_file:
+                kept[path] = how
+        return kept
+
+    async def _is_folder(self, path: str) -> bool:
+        return bool(int((await self._stat(path)).get("mode") or 0) & FOLDER_MODE)
+
+    async def stop_processes(self) -> None:
+        """End all processes by a restart."""
+        path = f"/containers/{self._id}/restart"
+        await self._api.call("POST", path, "container_died", params={"t": "0"})
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Make an image of the container's files."""
+        query = {"container": self._id, "pause": "true"}
+        made = await self._api.call("POST", "/commit", params=query, timeout_s=None)
+        return EngineSnapshot(str(made["Id"]), self._api)
+
+    async def close(self) -> None:
+        """Remove the container."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._id:
+                query = {"force": "true", "v": "true"}
+                await self._api.call("DELETE", f"/containers/{self._id}", params=query)
+        except ContainerError as error:
+            if error.kind != "container_died":
+                raise
+        finally:
+            self._place.release()
+
+    async def _follow(self, command: str, streams: _Streams) -> None:
+        body = {"Detach": False, "Tty": False}
+        path = f"/exec/{command}/start"
+        async with self._api.stream("POST", path, json=body, timeout_s=None) as answer:
+            async for number, piece in demultiplexed(answer, MOST_FRAME):
+                streams.take(number, piece)
+
+    async def _state(self, name: str) -> bool:
+        found = await self._api.call("GET", f"/containers/{self._id}/json")
+        return bool(found.get("State", {}).get(name))
+
+    async def _stat(self, path: str) -> dict[str, Any]:
+        """Return what a path is in the container; {} where nothing is there."""
+        where = f"/containers/{self._id}/archive"
+        try:
+            async with self._api.stream("HEAD", where, params={"path": path}) as answer:
+                text = answer.headers.get("X-Docker-Container-Path-Stat", "")
+        except ContainerError as error:
+            if error.kind == "container_died" and await self._state("Running"):
+                return {}
+            raise
+        found: dict[str, Any] = json.loads(base64.b64decode(text)) if text else {}
+        return found
+
+    async def _ids(self, owner: str) -> tuple[int, int]:
+        """Return a user's ids by the container's /etc/passwd."""
+        if owner in ("root", "0"):
+            return 0, 0
+        path, query = f"/containers/{self._id}/archive", {"path": "/etc/passwd"}
+        async with self._api.stream("GET", path, params=query) as answer:
+            content = await answer.aread()
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            source = archive.extractfile(archive.next() or tarfile.TarInfo())
+            text = b"" if source is None else source.read()
+        for line in text.decode("utf-8", "replace").splitlines():
+            parts = line.split(":")
+            if len(parts) > 3 and owner in (parts[0], parts[2]):
+                return int(parts[2]), int(parts[3])
+        raise ContainerError("unsupported", f"the container has no user {owner!r}")
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Return the values that are set."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class _Streams:
+    """Standard output and error of a command, kept up to a bound."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._cut = most, False
+        self._kept = {1: bytearray(), 2: bytearray()}
+
+    def take(self, number: int, piece: bytes) -> None:
+        kept = self._kept.setdefault(number, bytearray())
+        left = self._most - len(kept)
+        kept += piece[:left]
+        self._cut = self._cut or len(piece) > left
+
+    def finished(self, ended: Any, code: int | None, seconds: float) -> Finished:
+        output, errors = bytes(self._kept[1]), bytes(self._kept[2])
+        return Finished(code, ended, output, errors, self._cut, seconds)
