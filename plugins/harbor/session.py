@@ -178,8 +178,8 @@ class HarborSession(Session):
         """
         if self._judgement is None:
             with waiting_for_others():
-                while not self._stopped:
-                    await self._verified_step()
+                while not self._stopped and await self._verified_step():
+                    pass  # a step that the agent has not reached
             self._judgement = self._judged()
         return self._judgement
 
@@ -195,20 +195,21 @@ class HarborSession(Session):
         if self._stopped or self.machine.is_last:
             return None
         with waiting_for_others():
-            await self._verified_step()
-        if self._stopped:
-            return None
+            if not await self._verified_step():
+                return None
         return await asyncio.to_thread(lambda: self.machine.step.instruction)
 
-    async def _verified_step(self) -> None:
-        """Verify the present step, and begin the next one where its rewards allow it."""
+    async def _verified_step(self) -> bool:
+        """Verify the present step; return whether the next one has begun, as rewards allow it."""
         verdict = await self.task.verifier.verify(self.machine)
         self._verdicts.append(verdict)
         self._stopped = self.machine.is_last or not reaches(
             verdict.rewards, self.machine.step.min_reward
         )
-        if not self._stopped:
-            await self.machine.next_step()
+        if self._stopped:
+            return False
+        await self.machine.next_step()
+        return True
 
     def _judged(self) -> EpisodeVerdict:
         strategy = self.machine.folder.toml.multi_step_reward_strategy or "mean"
@@ -230,14 +231,14 @@ class HarborSession(Session):
     def _shown(self, done: Finished, command: str) -> str:
         """Return what a command printed; raise ToolError for one that was ended."""
         text = self.task.cut((done.output + done.errors).decode(errors="replace"))
-        cut = "\n[the output was too long and is cut]" if done.output_cut else ""
+        cut = "[the output was too long and is cut]" if done.output_cut else ""
         if done.ended == "wall_time":
             said = f"it took too long and was ended\n{text}"
             raise ToolError("command_timeout", said, self._facts(done, command))
         if done.ended == "memory":
             raise ToolError("command_memory", f"it used too much memory\n{text}")
         code = "ended by a signal" if done.exit_code is None else f"exit code {done.exit_code}"
-        return f"{text}{cut}\n{code}".lstrip("\n")
+        return "\n".join(part for part in (text.rstrip("\n"), cut, code) if part)
 
     def _facts(self, done: Finished, command: str) -> dict[str, str]:
         return {"command": command[:LONGEST_SHOWN], "limit": f"{done.seconds:.0f}"}

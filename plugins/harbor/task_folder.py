@@ -190,9 +190,9 @@ class HarborFolder:
         dockerfile = (environment / "Dockerfile").is_file()
         if self.toml.environment.docker_image is None and not dockerfile:
             yield "it has neither environment/Dockerfile nor environment.docker_image"
-        for file in ("trajectory.json", ".harborignore"):
-            if any(self.folder.rglob(file)):
-                yield f"it has a {file}, which is not read here"
+        for name in ("trajectory.json", ".harborignore"):
+            if any(self.folder.rglob(name)):
+                yield f"it has a {name}, which is not read here"
         for file in self.folder.rglob("*"):
             if file.is_symlink():
                 where = file.relative_to(self.folder)

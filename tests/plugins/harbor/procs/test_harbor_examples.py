@@ -106,7 +106,7 @@ async def test_planted_rewards_and_a_background_writer_solve_no_task(
     folder: Path, containers: Any
 ) -> None:
     task = loaded(folder, containers)
-    names = sorted(one.name for one in (folder / "tasks").iterdir())
+    names = sorted(one.name for one in (folder / "tasks").iterdir() if one.is_dir())
     attack = bash(f"{PLANT}; (while :; do {PLANT}; done) > /dev/null 2>&1 &")
     gathered = await asyncio.gather(*(played(task, n, [attack, "done"]) for n in names))
     assert {name: reward for name, (reward, _) in zip(names, gathered, strict=True) if reward} == {}
