@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composer_mesh.plugins.harbor.containers.opening import open_containers
 from harbor_attacks import PLANT
 from harbor_folders import SUBMIT, bash
 from python_image import python_root, with_image
 
+from composer_mesh.plugins.harbor.containers.opening import open_containers
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
