@@ -28,7 +28,7 @@ from composer_mesh.plugins.harbor.task_folder import (
     image_of,
     resolved,
 )
-from composer_mesh.plugins.harbor.task_toml import Environment, Healthcheck, User
+from composer_mesh.plugins.harbor.task_toml import EnvironmentTable, HealthcheckTable, User
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.sandbox import MIB, SandboxError
 
@@ -73,7 +73,7 @@ class Limits:
 
 
 def settings_of(
-    folder: HarborFolder, limits: Limits, own: Environment | None = None
+    folder: HarborFolder, limits: Limits, own: EnvironmentTable | None = None
 ) -> ContainerSettings:
     """Return the settings of a task's container, or of the `own` one of its verifier."""
     table = own or folder.toml.environment
@@ -254,7 +254,7 @@ async def put(container: Container, files: Files, folder: str, owner: str = "roo
     await container.put(files.contents, folder, executable=files.executable, owner=owner)
 
 
-async def healthy(container: Container, check: Healthcheck) -> None:
+async def healthy(container: Container, check: HealthcheckTable) -> None:
     """Wait until a healthcheck ends with 0; raise TaskFailure after its retries.
 
     Failures within the start period do not count.

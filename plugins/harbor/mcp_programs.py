@@ -76,8 +76,8 @@ class McpPrograms:
             )
             text = f"no server {server[:40]!r} has a tool {tool[:40]!r}; there are {listed}"
             raise ToolError("unknown_mcp_tool", text, {"tool": tool[:40]})
-        asked = {"name": tool, "arguments": dict(arguments)}
-        result = await self._request(server, "tools/call", asked, seconds)
+        params = {"name": tool, "arguments": dict(arguments)}
+        result = await self._request(server, "tools/call", params, seconds)
         content = result.get("content")
         parts = content if isinstance(content, list) else []
         texts = [str(one.get("text", "")) for one in parts if isinstance(one, dict)]

@@ -17,7 +17,7 @@ from composer_mesh.plugins.harbor.machine import Machine
 from composer_mesh.plugins.harbor.mcp_programs import McpPrograms
 from composer_mesh.plugins.harbor.monitor import flagged_by
 from composer_mesh.plugins.harbor.rewards import mean_of, reaches, reward_of
-from composer_mesh.plugins.harbor.verifier import Verdict
+from composer_mesh.plugins.harbor.verifier import StepVerdict
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import waiting_for_others
 from composer_mesh.tasks.errors import ToolError, UnusableTask
@@ -39,7 +39,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class EpisodeVerdict:
     """What the verifier says of all steps together, and what the monitor found.
 
     `reward` is 0 where a finding voids it: such tests prove nothing.
@@ -48,7 +48,7 @@ class Judgement:
     reward: float
     rewards: dict[str, float]
     findings: dict[str, int]
-    steps: tuple[Verdict, ...]
+    steps: tuple[StepVerdict, ...]
 
     @property
     def again(self) -> int:
@@ -62,10 +62,10 @@ class HarborSession(Session):
     task: HarborTask
     machine: Machine
     """The container, and the step of the task that it is in."""
-    _judgement: Judgement | None = None
+    _judgement: EpisodeVerdict | None = None
 
     def __init__(self) -> None:
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[StepVerdict] = []
         self._stopped = False
         self._servers: McpPrograms | None = None
 
@@ -73,11 +73,15 @@ class HarborSession(Session):
         """Start the container, then the MCP servers. Waits for both; raises SandboxError."""
         folder = self.task.folder_of(self.row)
         self.machine = Machine(self.task.containers, folder, self.task.limits)
-        with waiting_for_others():
-            await self.machine.start()
-            if servers := folder.toml.environment.mcp_servers:
-                self._servers = McpPrograms(self.machine, servers)
-                await self._servers.start()
+        try:
+            with waiting_for_others():
+                await self.machine.start()
+                if servers := folder.toml.environment.mcp_servers:
+                    self._servers = McpPrograms(self.machine, servers)
+                    await self._servers.start()
+        except BaseException:
+            await self.machine.close()
+            raise
 
     def opening(self) -> str | list[Message]:
         """Return the instruction, with the tools of MCP servers if there are any."""
@@ -167,20 +171,20 @@ class HarborSession(Session):
             return "submitted"
         return following
 
-    async def judgement(self) -> Judgement:
+    async def judgement(self) -> EpisodeVerdict:
         """Verify the work, once. Waits for the tests of all steps that are left.
 
         Steps that the agent has not reached are verified as they are. Raises SandboxError.
         """
         if self._judgement is None:
             with waiting_for_others():
-                while not self._stopped:
-                    await self._verified_step()
+                while not self._stopped and await self._verified_step():
+                    pass  # a step that the agent has not reached
             self._judgement = self._judged()
         return self._judgement
 
     @property
-    def judged(self) -> Judgement:
+    def judged(self) -> EpisodeVerdict:
         """The verdict, once rewards have requested it."""
         if self._judgement is None:
             raise UnusableTask("the session is not judged yet: its rewards are computed first")
@@ -191,22 +195,23 @@ class HarborSession(Session):
         if self._stopped or self.machine.is_last:
             return None
         with waiting_for_others():
-            await self._verified_step()
-        if self._stopped:
-            return None
+            if not await self._verified_step():
+                return None
         return await asyncio.to_thread(lambda: self.machine.step.instruction)
 
-    async def _verified_step(self) -> None:
-        """Verify the present step, and begin the next one where its rewards allow it."""
+    async def _verified_step(self) -> bool:
+        """Verify the present step; return whether the next one has begun, as rewards allow it."""
         verdict = await self.task.verifier.verify(self.machine)
         self._verdicts.append(verdict)
         self._stopped = self.machine.is_last or not reaches(
             verdict.rewards, self.machine.step.min_reward
         )
-        if not self._stopped:
-            await self.machine.next_step()
+        if self._stopped:
+            return False
+        await self.machine.next_step()
+        return True
 
-    def _judged(self) -> Judgement:
+    def _judged(self) -> EpisodeVerdict:
         strategy = self.machine.folder.toml.multi_step_reward_strategy or "mean"
         every = [verdict.rewards for verdict in self._verdicts]
         rewards = dict(every[-1]) if strategy == "final" else mean_of(every)
@@ -215,7 +220,7 @@ class HarborSession(Session):
             found.update(verdict.findings)
         void = flagged_by(found, self.task.options.void)
         reward = 0.0 if void or not rewards else reward_of(rewards, self.task.options.reward_key)
-        return Judgement(reward, rewards, dict(found), tuple(self._verdicts))
+        return EpisodeVerdict(reward, rewards, dict(found), tuple(self._verdicts))
 
     async def _run(self, argv: list[str], stdin: bytes = b"") -> Finished:
         with waiting_for_others():
@@ -226,14 +231,14 @@ class HarborSession(Session):
     def _shown(self, done: Finished, command: str) -> str:
         """Return what a command printed; raise ToolError for one that was ended."""
         text = self.task.cut((done.output + done.errors).decode(errors="replace"))
-        cut = "\n[the output was too long and is cut]" if done.output_cut else ""
+        cut = "[the output was too long and is cut]" if done.output_cut else ""
         if done.ended == "wall_time":
             said = f"it took too long and was ended\n{text}"
             raise ToolError("command_timeout", said, self._facts(done, command))
         if done.ended == "memory":
             raise ToolError("command_memory", f"it used too much memory\n{text}")
         code = "ended by a signal" if done.exit_code is None else f"exit code {done.exit_code}"
-        return f"{text}{cut}\n{code}".lstrip("\n")
+        return "\n".join(part for part in (text.rstrip("\n"), cut, code) if part)
 
     def _facts(self, done: Finished, command: str) -> dict[str, str]:
         return {"command": command[:LONGEST_SHOWN], "limit": f"{done.seconds:.0f}"}

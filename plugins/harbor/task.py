@@ -22,7 +22,7 @@ from composer_mesh.plugins.harbor.containers.port import Containers
 from composer_mesh.plugins.harbor.machine import Limits
 from composer_mesh.plugins.harbor.monitor import FLAGGING, KINDS, VOIDING, flagged_by
 from composer_mesh.plugins.harbor.rewards import KEY
-from composer_mesh.plugins.harbor.session import HarborSession, Judgement
+from composer_mesh.plugins.harbor.session import EpisodeVerdict, HarborSession
 from composer_mesh.plugins.harbor.task_folder import HarborFolder, read_folders, resolved
 from composer_mesh.plugins.harbor.verifier import Verifier
 from composer_mesh.rollouts.tool_calls import ToolCall, call_text, parse_action
@@ -329,10 +329,10 @@ class HarborTask(Task):
         """Whether the monitor keeps a rollout from being trained."""
         return self._is_screened(_session(transcript).judged)
 
-    def _is_screened(self, judged: Judgement) -> bool:
+    def _is_screened(self, judged: EpisodeVerdict) -> bool:
         return self.options.monitor == "screen" and self._is_flagged(judged)
 
-    def _is_flagged(self, judged: Judgement) -> bool:
+    def _is_flagged(self, judged: EpisodeVerdict) -> bool:
         return bool(flagged_by(judged.findings, self.options.flag))
 
     async def _tests(self, transcript: Transcript) -> float:

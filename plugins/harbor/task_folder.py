@@ -17,13 +17,13 @@ from typing import Any
 
 from composer_mesh.plugins.harbor.containers.port import ImageSource
 from composer_mesh.plugins.harbor.task_toml import (
-    Agent,
-    Artifact,
-    Environment,
-    Healthcheck,
+    AgentTable,
+    ArtifactTable,
+    EnvironmentTable,
+    HealthcheckTable,
     Table,
     TaskToml,
-    Verifier,
+    VerifierTable,
     read_task_toml,
     unsupported,
 )
@@ -93,11 +93,11 @@ class TaskStep:
     name: str
     folder: Path
     task: HarborFolder
-    agent: Agent
-    verifier: Verifier
+    agent: AgentTable
+    verifier: VerifierTable
     min_reward: Mapping[str, float]
-    healthcheck: Healthcheck | None
-    artifacts: tuple[Artifact, ...]
+    healthcheck: HealthcheckTable | None
+    artifacts: tuple[ArtifactTable, ...]
 
     @property
     def instruction(self) -> str:
@@ -190,9 +190,9 @@ class HarborFolder:
         dockerfile = (environment / "Dockerfile").is_file()
         if self.toml.environment.docker_image is None and not dockerfile:
             yield "it has neither environment/Dockerfile nor environment.docker_image"
-        for file in ("trajectory.json", ".harborignore"):
-            if any(self.folder.rglob(file)):
-                yield f"it has a {file}, which is not read here"
+        for name in ("trajectory.json", ".harborignore"):
+            if any(self.folder.rglob(name)):
+                yield f"it has a {name}, which is not read here"
         for file in self.folder.rglob("*"):
             if file.is_symlink():
                 where = file.relative_to(self.folder)
@@ -239,7 +239,7 @@ def _solved(
     yield call_text("bash", {"command": command, **more})
 
 
-def image_of(table: Environment, folder: Path) -> ImageSource:
+def image_of(table: EnvironmentTable, folder: Path) -> ImageSource:
     """Return the image of an [environment]: the one that it names, or that of its Dockerfile."""
     if table.docker_image is not None:
         return ImageSource(table.docker_image)
@@ -252,7 +252,7 @@ def _thresholds(given: float | dict[str, float] | None) -> Mapping[str, float]:
     return given if isinstance(given, dict) else {"reward": float(given)}
 
 
-def _step_verifier(shared: Verifier, own: Verifier) -> Verifier:
+def _step_verifier(shared: VerifierTable, own: VerifierTable) -> VerifierTable:
     """Return how a step is verified: its own table over that of the task, key by key."""
     stated = {**_stated(own), "env": {**shared.env, **own.env}}
     if own.environment is not None:

@@ -64,31 +64,31 @@ class Phase(Table):
         return self
 
 
-class Author(Table):
+class AuthorTable(Table):
     """An author of a task."""
 
     name: str
     email: str | None = None
 
 
-class Package(Table):
+class PackageTable(Table):
     """[task]: what the task is called."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][\w.-]*/[A-Za-z0-9_-][\w.-]*$")]
     version: str | None = None
     description: str = ""
-    authors: list[Author] = []
+    authors: list[AuthorTable] = []
     keywords: list[str] = []
 
 
-class Agent(Phase):
+class AgentTable(Phase):
     """[agent]: its time in seconds, and its user."""
 
     timeout_sec: Seconds | None = None
     user: User | None = None
 
 
-class Healthcheck(Table):
+class HealthcheckTable(Table):
     """[environment.healthcheck]: a command that ends with 0 once the container is ready."""
 
     command: str
@@ -99,7 +99,7 @@ class Healthcheck(Table):
     retries: Annotated[int, Field(ge=1)] = 3
 
 
-class Tpu(Table):
+class TpuTable(Table):
     """[environment.tpu]."""
 
     type: str
@@ -129,7 +129,7 @@ class McpServerTable(Table):
         return self
 
 
-class Environment(Phase):
+class EnvironmentTable(Phase):
     """[environment]: the container. Sizes are in MB; None is the back end's default."""
 
     older: ClassVar[frozenset[str]] = frozenset({"memory", "storage", "allow_internet"})
@@ -142,11 +142,11 @@ class Environment(Phase):
     storage_mb: Megabytes | None = None
     gpus: Annotated[int, Field(ge=0)] | None = None
     gpu_types: list[str] | None = None
-    tpu: Tpu | None = None
+    tpu: TpuTable | None = None
     mcp_servers: list[McpServerTable] = []
     env: Variables = {}
     skills_dir: str | None = None
-    healthcheck: Healthcheck | None = None
+    healthcheck: HealthcheckTable | None = None
     workdir: str | None = None
 
     @model_validator(mode="before")
@@ -170,7 +170,7 @@ class Environment(Phase):
         return table
 
 
-class Collect(Table):
+class CollectTable(Table):
     """[[verifier.collect]]: a command that runs after the agent and before artifacts are taken."""
 
     command: str
@@ -179,15 +179,15 @@ class Collect(Table):
     user: User | None = None
 
 
-class Verifier(Phase):
+class VerifierTable(Phase):
     """[verifier]: how tests are run."""
 
     timeout_sec: Seconds = 600.0
     env: Variables = {}
     user: User | None = None
     environment_mode: Literal["shared", "separate"] | None = None
-    environment: Environment | None = None
-    collect: list[Collect] = []
+    environment: EnvironmentTable | None = None
+    collect: list[CollectTable] = []
 
     @model_validator(mode="after")
     def _one_mode(self) -> Self:
@@ -205,7 +205,7 @@ class Verifier(Phase):
         return self.environment_mode == "separate"
 
 
-class Artifact(Table):
+class ArtifactTable(Table):
     """A path of the container that a separate verifier gets."""
 
     source: Annotated[str, Field(min_length=1)]
@@ -225,24 +225,24 @@ def _table_of(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
-Artifacts = list[Annotated[Artifact, BeforeValidator(_table_of)]]
+Artifacts = list[Annotated[ArtifactTable, BeforeValidator(_table_of)]]
 """Paths, or tables that say more of one."""
 
 
-class Solution(Table):
+class SolutionTable(Table):
     """[solution]: variables of solve.sh."""
 
     env: Variables = {}
 
 
-class Step(Table):
+class StepTable(Table):
     """One of [[steps]]."""
 
     name: Annotated[str, Field(pattern=STEP_NAME, max_length=255)]
-    agent: Agent = Agent()
-    verifier: Verifier = Verifier()
+    agent: AgentTable = AgentTable()
+    verifier: VerifierTable = VerifierTable()
     min_reward: float | dict[str, float] | None = None
-    healthcheck: Healthcheck | None = None
+    healthcheck: HealthcheckTable | None = None
     artifacts: Artifacts = []
 
 
@@ -252,15 +252,15 @@ class TaskToml(Table):
     older: ClassVar[frozenset[str]] = frozenset({"version"})
 
     schema_version: str = "1.4"
-    task: Package | None = None
+    task: PackageTable | None = None
     metadata: dict[str, Any] = {}
-    agent: Agent = Agent()
-    verifier: Verifier = Verifier()
-    environment: Environment = Environment()
-    solution: Solution = Solution()
+    agent: AgentTable = AgentTable()
+    verifier: VerifierTable = VerifierTable()
+    environment: EnvironmentTable = EnvironmentTable()
+    solution: SolutionTable = SolutionTable()
     source: str | None = None
     multi_step_reward_strategy: Literal["mean", "final"] | None = None
-    steps: list[Step] | None = None
+    steps: list[StepTable] | None = None
     artifacts: Artifacts = []
 
     @model_validator(mode="before")
@@ -283,7 +283,7 @@ class TaskToml(Table):
 
     @field_validator("steps")
     @classmethod
-    def _different_steps(cls, steps: list[Step] | None) -> list[Step] | None:
+    def _different_steps(cls, steps: list[StepTable] | None) -> list[StepTable] | None:
         names = [step.name.casefold() for step in steps or []]
         if len(set(names)) < len(names):
             raise ValueError("two steps have one name: give each its own")
@@ -366,7 +366,7 @@ def unsupported(toml: TaskToml) -> Iterator[str]:
             yield f"artifacts of the service {artifact.service!r}, which Compose starts"
 
 
-def _of_environment(where: str, table: Environment) -> Iterator[str]:
+def _of_environment(where: str, table: EnvironmentTable) -> Iterator[str]:
     if table.os == "windows":
         yield f"{where}.os is 'windows', and containers here are Linux"
     if table.gpus or table.tpu is not None:
@@ -399,6 +399,6 @@ def _phases(toml: TaskToml) -> Iterator[str]:
             )
 
 
-def _verifiers(toml: TaskToml) -> Iterator[tuple[str, Verifier]]:
+def _verifiers(toml: TaskToml) -> Iterator[tuple[str, VerifierTable]]:
     yield "verifier", toml.verifier
     yield from ((f"steps.{step.name}.verifier", step.verifier) for step in toml.steps or [])

@@ -63,7 +63,7 @@ class TestsFailed(SandboxError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """The rewards of a step by key, and what was found. `again` counts repeated tests."""
 
     rewards: Mapping[str, float]
@@ -79,7 +79,7 @@ class Verifier:
         self._key = reward_key
         self._working: set[tuple[str, str]] = set()
 
-    async def verify(self, machine: Machine) -> Verdict:
+    async def verify(self, machine: Machine) -> StepVerdict:
         """Verify the present step of a machine. Waits for its tests.
 
         A machine whose last step is verified may have ended afterwards. Raises SandboxError where a
@@ -106,17 +106,17 @@ class Verifier:
 
     async def _verdict(
         self, machine: Machine, artifacts: Artifacts | None, findings: Counter[str]
-    ) -> Verdict:
+    ) -> StepVerdict:
         for again in range(TRIES):
             try:
                 rewards, output = await self._tried(machine, artifacts, findings, 2.0**again)
             except VerifierFault as error:
                 fault = error
             else:
-                return Verdict(rewards, findings, again, output)
+                return StepVerdict(rewards, findings, again, output)
         await self._refuse_broken(machine, fault)
         findings["verifier_broken"] += 1
-        return Verdict({}, findings, TRIES - 1, str(fault))
+        return StepVerdict({}, findings, TRIES - 1, str(fault))
 
     async def _tried(
         self,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composer_mesh.plugins.harbor.containers.opening import open_containers
-from harbor_attacks import HONEST, PYTHON, SHELL
+from harbor_attacks import FOUND, HELD, HONEST, PYTHON, SHELL
 from harbor_folders import bash
 from python_image import python_root, with_image
 
+from composer_mesh.plugins.harbor.containers.opening import open_containers
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.tasks.errors import UnusableTask
@@ -20,8 +20,6 @@ from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import TaskSettings
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
-UNFLAGGED = {"files that a shell reads", "a full folder of results"}
-"""Attacks that change nothing which tests use, or that honest work does too."""
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +37,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any
     asyncio.run(containers.close())
 
 
-async def attacked(opened: tuple[Path, Any], name: str, *commands: str) -> Outcome:
+async def attacked(opened: tuple[Path, Any], name: str, *commands: str, **options: Any) -> Outcome:
     """Play commands in an episode of a task, then an answer; return the outcome."""
     folder, containers = opened
-    task = HarborTask.create(TaskSettings(path=folder / name, max_turns=20))
+    task = HarborTask.create(TaskSettings(path=folder / name, max_turns=20), **options)
     task.sandbox = containers
     running = RunningEpisode(task, task.episode("train", 0))
     try:
@@ -55,18 +53,22 @@ async def attacked(opened: tuple[Path, Any], name: str, *commands: str) -> Outco
         await running.close()
 
 
-@pytest.mark.parametrize("attack", SHELL)
-async def test_no_attack_passes_tests_of_a_shell(opened: tuple[Path, Any], attack: str) -> None:
-    found = await attacked(opened, "write-hello", SHELL[attack])
+@pytest.mark.parametrize("attack", [*SHELL, *PYTHON])
+async def test_no_attack_passes_the_tests(opened: tuple[Path, Any], attack: str) -> None:
+    name = "write-hello" if attack in SHELL else "fix-average"
+    found = await attacked(opened, name, {**SHELL, **PYTHON}[attack])
     assert (found.reward, found.success) == (0.0, False)
-    assert found.rewards["flagged"] == float(attack not in UNFLAGGED)
+    if attack in FOUND:
+        assert found.rewards[f"flag/{FOUND[attack]}"] == 1.0
 
 
-@pytest.mark.parametrize("attack", PYTHON)
-async def test_no_attack_passes_tests_of_python(opened: tuple[Path, Any], attack: str) -> None:
-    found = await attacked(opened, "fix-average", PYTHON[attack])
-    assert (found.reward, found.success) == (0.0, False)
-    assert found.rewards["flagged"] == float(attack != "bytecode of a module")
+@pytest.mark.parametrize("attack", HELD)
+async def test_what_voids_a_reward_is_what_holds_an_attack(
+    opened: tuple[Path, Any], attack: str
+) -> None:
+    command = {**SHELL, **PYTHON}[attack]
+    found = await attacked(opened, HELD[attack], command, void=[])
+    assert found.reward == 1.0
 
 
 @pytest.mark.parametrize("work", HONEST)

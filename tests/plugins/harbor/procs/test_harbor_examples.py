@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composer_mesh.plugins.harbor.containers.opening import open_containers
 from harbor_attacks import PLANT
 from harbor_folders import SUBMIT, bash
 from python_image import python_root, with_image
 
+from composer_mesh.plugins.harbor.containers.opening import open_containers
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import UnusableTask
@@ -25,6 +25,7 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 CONFIG = """
 [run]
 name = "harbor"
+steps = 1
 [data]
 task = "harbor"
 path = "{tasks}"
@@ -105,7 +106,7 @@ async def test_planted_rewards_and_a_background_writer_solve_no_task(
     folder: Path, containers: Any
 ) -> None:
     task = loaded(folder, containers)
-    names = sorted(one.name for one in (folder / "tasks").iterdir())
+    names = sorted(one.name for one in (folder / "tasks").iterdir() if one.is_dir())
     attack = bash(f"{PLANT}; (while :; do {PLANT}; done) > /dev/null 2>&1 &")
     gathered = await asyncio.gather(*(played(task, n, [attack, "done"]) for n in names))
     assert {name: reward for name, (reward, _) in zip(names, gathered, strict=True) if reward} == {}

@@ -6,6 +6,7 @@ or 0 is a label, and a wrong one shows.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,6 @@ from harbor_folders import SUBMIT, TESTS, bash, made, played, written
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.plugins.harbor.containers.port import ContainerError, Finished
 from composer_mesh.plugins.harbor.machine import TaskFailure, refuse_silent_harness
-from composer_mesh.plugins.harbor.rewards import VerifierFault
 from composer_mesh.plugins.harbor.verifier import TestsFailed
 from composer_mesh.rollouts.tasks import Outcome
 from composer_mesh.rollouts.tool_calls import call_text
@@ -215,5 +215,8 @@ def test_a_harness_without_an_answer_of_the_model_is_no_episode(done: Finished) 
     refuse_silent_harness(done, 1)
 
 
-def test_faults_of_tests_are_no_tool_errors() -> None:
-    assert not issubclass(VerifierFault, SandboxError)  # it never leaves the verifier
+@pytest.mark.parametrize("kind", [ContainerError, TaskFailure, TestsFailed])
+def test_errors_keep_their_kind_between_processes(kind: type[Exception]) -> None:
+    arrived = pickle.loads(pickle.dumps(kind("registry", "slow")))
+    assert type(arrived) is kind
+    assert (arrived.kind, str(arrived)) == ("registry", "registry: slow")
