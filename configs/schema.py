@@ -109,6 +109,10 @@ class GeneratorConfig(Section):
     """Maximum number of tokens whose keys and values the embedded engine keeps for later prompts; 0
     keeps none. By default it is as many as the rows of the engine hold."""
 
+    cuda_graphs: bool | None = None
+    """Whether the embedded engine replays decode steps as CUDA graphs; if not set, on a GPU and for
+    models without experts. `true` is refused where they cannot be captured."""
+
     max_new_tokens: Tokens = 40
     """Maximum number of tokens sampled in one turn."""
 
