@@ -168,12 +168,19 @@ def sharded_muon(
 
 
 def adamw(trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return AdamW of these weights with the config's settings."""
+    """Return AdamW of these weights with the config's settings.
+
+    On GPUs it is torch's fused one: by default torch updates sharded weights one after the other.
+    It takes weights that are all sharded, or none of them.
+    """
+    alike = len({is_dtensor(one) for one in weights.values()}) == 1
+    fused = alike and all(one.is_cuda for one in weights.values())
     return torch.optim.AdamW(
         weights.values(),
         lr=trainer.lr,
         betas=(trainer.adam_beta1, trainer.adam_beta2),
         weight_decay=trainer.weight_decay,
+        fused=fused or None,
     )
 
 
