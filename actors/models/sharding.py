@@ -130,7 +130,7 @@ def is_sharded(model: Any) -> bool:
 def release(model: Any) -> None:
     """Free the gathered weights of a forward that had no backward."""
     if is_sharded(model):
-        # The reset, which torch 2.11 lacks, also clears the order of forwards, which only backwards shorten.
+        # torch 2.11 lacks the reset, which also clears the order that forwards leave to a backward.
         getattr(model, "reset_iter_state", model.reshard)()
 
 
