@@ -121,6 +121,17 @@ class EnvironmentActor(MeshActor):
         self._drop(session_id)
 
     @concurrent_endpoint
+    async def waits(self) -> bool:
+        """Return whether a call here waits for another service, so that it is late and not hung."""
+        process = self._process
+        if process is None or process.fault is not None:
+            return False
+        try:
+            return bool(await process.call("waits"))
+        except (SessionLost, TaskProcessEnded):
+            return False
+
+    @concurrent_endpoint
     async def close_calls(self, caller: str) -> None:
         """Drop the sessions of a caller that is dead. Waits for its calls under way."""
         await self.end_calls(caller)

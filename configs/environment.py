@@ -26,11 +26,12 @@ class SandboxConfig(Section):
     """A sandbox of each environment actor; used by tasks that need one."""
 
     kind: Annotated[str, Field(min_length=1, max_length=1000)] = "bubblewrap"
-    """`"bubblewrap"`, or the import path of a function that returns a sandbox, as
+    """`"bubblewrap"` (a box for each command), `"containers"` (one for each episode of Harbor
+    tasks), or the import path of a function that returns a sandbox, as
     "my_package.my_module:my_function"; searched in run.import_paths too."""
 
     options: FreeTable = Field(default_factory=dict)
-    """Keyword arguments of the function; the guide "Sandboxes" lists those of bubblewrap."""
+    """Keyword arguments of the function; the guides "Sandboxes" and "Harbor tasks" list them."""
 
 
 MOST_SERVERS = 32

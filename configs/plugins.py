@@ -21,7 +21,7 @@ from composer_mesh.configs.errors import did_you_mean, nearest
 
 KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
-    *("step_hooks", "reward_servers", "checks", "trees"),
+    *("step_hooks", "reward_servers", "checks", "trees", "sandboxes"),
 )
 PLUGINS = "composer_mesh.plugins"
 GROUPS = "composer_mesh."
@@ -66,6 +66,9 @@ CORE: Table = {
     "engines": {
         "embedded": "composer_mesh.actors.engines.embedded:start",
         "vllm": "composer_mesh.actors.engines.vllm_start:start",
+    },
+    "sandboxes": {
+        "bubblewrap": "composer_mesh.mesh.sandboxes.probes:open_sandbox",
     },
     "launchers": {
         "local": "composer_mesh.services.launch.by_ssh:HostsLauncher",

@@ -75,8 +75,9 @@ class RunConfig(Section):
     deadline_s: Seconds = 120.0
     """Seconds without an answer or progress after which the work of an actor is ended.
 
-    Progress is a microbatch, a layer, a decoding step, a tensor or file: work that reports it may
-    take any time. The work is repeated with twice the time, as often as its restarts allow."""
+    Progress is a microbatch, a layer, a decoding step, a tensor or file, and a task's wait for a
+    container: work that reports it may take any time. The work is repeated with twice the time, as
+    often as its restarts allow."""
 
     import_paths: Annotated[tuple[FilePath, ...], Field(strict=False, max_length=100)] = ()
     """Folders with modules of your own, such as custom losses: searched after installed packages.

@@ -7,16 +7,16 @@ import importlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.schema import Config
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.task import Task
 
 NAME_ONE = (
-    'write "bubblewrap", or name a function that returns a sandbox as '
-    "my_package.my_module:my_function, in a folder that run.import_paths names"
+    "name a function that returns a sandbox as my_package.my_module:my_function, in a folder that "
+    "run.import_paths names, or one of"
 )
-SHIPPED = {"bubblewrap": "composer_mesh.mesh.sandboxes.probes:open_sandbox"}
 
 
 def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
@@ -45,7 +45,7 @@ def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
 def open_configured(config: Config) -> Sandbox:
     """Return the sandbox that a config names."""
     chosen = config.environment.sandbox
-    opener = _imported(SHIPPED.get(chosen.kind, chosen.kind))
+    opener = _imported(plugins.find("sandboxes", chosen.kind) or chosen.kind)
     try:
         sandbox: Sandbox = opener(**chosen.options)
     except TaskError:
@@ -66,5 +66,6 @@ def _imported(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnusableTask(
-            f"environment.sandbox.kind is {path!r}, which cannot be imported ({error}): {NAME_ONE}"
+            f"environment.sandbox.kind is {path!r}, which cannot be imported ({error}): {NAME_ONE} "
+            f"{plugins.known('sandboxes')}"
         ) from None

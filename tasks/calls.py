@@ -161,14 +161,27 @@ def _clock(limit: asyncio.Timeout) -> Iterator[None]:
 def waiting_for_others() -> Iterator[None]:
     """Mark a wait for another service: it does not count towards the limit of the call."""
     limit = _limit.get()
-    if limit is None:
-        yield
-        return
-    limit.pause()
+    if limit is not None:
+        limit.pause()
+    mark = object()
+    _waits.add(mark)
     try:
         yield
     finally:
-        limit.resume()
+        _waits.discard(mark)
+        if limit is not None:
+            limit.resume()
+
+
+_waits: set[object] = set()
+
+
+def waits_for_others() -> bool:
+    """Whether a call in this process waits for another service, which takes as long as it takes.
+
+    Every other call ends within its limit.
+    """
+    return bool(_waits)
 
 
 RunPlain = Callable[[Callable[[], Any]], Awaitable[Any]]

@@ -36,7 +36,7 @@ from typing import Any
 from composer_mesh.mesh.call_stream import Calls
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
-from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.pairs import TeacherReply
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
@@ -190,13 +190,30 @@ class PooledGeneration:
         raise AssertionError("a request is sent at least once")
 
 
+MOST_FAILED = 10_000
+"""Samples of which it is known where their last attempt failed; the oldest are forgotten."""
+
+
+def sample_of(session_id: str) -> str:
+    """Return the name of a session without the number of its attempt.
+
+    >>> sample_of("train-000007-000.2")
+    'train-000007-000'
+    """
+    return session_id.partition(".")[0]
+
+
 class PeerEnvironments:
-    """The port `Environments` over all environment actors; a call has `deadline_s`."""
+    """The port `Environments` over all environment actors.
+
+    A call has `deadline_s`, and again as long while its actor's task waits for another service.
+    """
 
     def __init__(self, environments: Peers, deadline_s: float) -> None:
         self._environments, self._deadline_s = environments, deadline_s
         self._homes: dict[str, str] = {}
         self._sessions: Counter[str] = Counter()
+        self._failed: dict[str, str] = {}
         self._forgetting = BackgroundTasks(reported_to_loop)
 
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
@@ -212,9 +229,19 @@ class PeerEnvironments:
         return await self._anywhere("score_group", episode, group)
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        """Open a session. Waits for an actor, including one that is still starting."""
-        names = await self._environments.some_open()
-        home = min(names, key=lambda name: (self._sessions[name], self._environments.load(name)))
+        """Open a session. Waits for an actor, including one that is still starting.
+
+        An attempt after one that failed is made on another actor, if there is one.
+        """
+        names, failed_on = (
+            await self._environments.some_open(),
+            self._failed.get(sample_of(session_id)),
+        )
+
+        def order(name: str) -> tuple[bool, int, float]:
+            return name == failed_on, self._sessions[name], self._environments.load(name)
+
+        home = min(names, key=order)
         self._homes[session_id] = home
         self._sessions[home] += 1
         return await self._call(session_id, "begin", episode)
@@ -227,11 +254,16 @@ class PeerEnvironments:
         """End a session; return its conversation and how it was scored."""
         outcome: Outcome = await self._call(session_id, "finish")
         self._leave(session_id)
+        self._failed.pop(sample_of(session_id), None)
         return outcome
 
     def abandon(self, session_id: str) -> None:
         """Drop a failed session; notify its actor in the background, if it is still serving."""
         home = self._leave(session_id)
+        if home is not None:
+            self._failed[sample_of(session_id)] = home
+            if len(self._failed) > MOST_FAILED:
+                del self._failed[next(iter(self._failed))]
         if home is not None and home in self._environments:
             self._forgetting.start(f"forgetting {session_id}", self._forget(home, session_id))
 
@@ -255,11 +287,22 @@ class PeerEnvironments:
         return await self._within_deadline(home, endpoint, *args)
 
     async def _within_deadline(self, home: str, endpoint: str, *args: Any) -> Any:
+        calling = asyncio.ensure_future(self._environments.call(home, endpoint, *args))
+        try:
+            while not (await asyncio.wait([calling], timeout=self._deadline_s))[0]:
+                if not await self._waits(home):
+                    raise DeadlineExceeded(home, endpoint, self._deadline_s)
+            return calling.result()
+        finally:
+            await cancel_and_wait([calling])
+
+    async def _waits(self, home: str) -> bool:
+        """Return whether a late call waits for another service; not where the actor is silent."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._environments.call(home, endpoint, *args)
-        except TimeoutError:
-            raise DeadlineExceeded(home, endpoint, self._deadline_s) from None
+                return bool(await self._environments.call(home, "waits"))
+        except (TimeoutError, ActorDied):
+            return False
 
     def _leave(self, session_id: str) -> str | None:
         home = self._homes.pop(session_id, None)

@@ -22,7 +22,7 @@ from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
-from composer_mesh.tasks.calls import STACKS_SIGNAL, CallMarks
+from composer_mesh.tasks.calls import STACKS_SIGNAL, CallMarks, waits_for_others
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode, score_group
@@ -71,6 +71,10 @@ class TaskServer:
 
     async def ping(self) -> None:
         """Answer, which shows that the interpreter is free."""
+
+    async def waits(self) -> bool:
+        """Return whether a call of the task waits for another service, such as a container."""
+        return waits_for_others()
 
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
         """Return an episode with its row, and its verified answer if the task states one."""

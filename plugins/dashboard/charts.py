@@ -260,6 +260,13 @@ SPECS = (
         note="failed turns of a rollout, mean",
     ),
     Spec(
+        "Flagged rollouts",
+        (("reward/of/flagged", "share of a step's rollouts"),),
+        low=0.0,
+        high=1.0,
+        note="by the monitor of the task",
+    ),
+    Spec(
         "Teacher pairs",
         (("replay/pair_share", "states with a pair"),),
         low=0.0,

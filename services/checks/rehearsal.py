@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,27 +30,32 @@ from composer_mesh.configs.user_code import frame_at, frame_of, is_library, is_o
 from composer_mesh.mesh.environment import python_module, use_import_paths
 from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.programs import run
+from composer_mesh.services.checks.scripted import Script, describe_scripts
 from composer_mesh.services.checks.task import describe_task
 from composer_mesh.tasks.errors import TaskError, UnusableTask
 from composer_mesh.tasks.loading import make_task
 
 LONGEST_S = 3600.0
 """Longest wait for a dry episode, each call of which may take `environment.call_s`."""
+LONGEST_SCRIPTS_S = 7 * 24 * 3600.0
+"""Longest wait for all episodes of a task, played by scripts."""
 EPISODES = 3
 """A run refuses a task of which these first episodes fail; it sets a single one aside."""
 ANSWER, STACKS = "answer.json", "stacks.txt"
 ALIVE_S = 1.0
 
 
-def rehearse(config: Config, index: int = 0) -> list[str]:
+def rehearse(config: Config, index: int = 0, scripts: Sequence[Script] = ()) -> list[str]:
     """Play a dry episode of each task; return lines that describe them. Waits for it.
 
-    Raises UnusableTask with the task's own line for one that fails.
+    Then all episodes are played by these scripts. Raises UnusableTask with the task's own line for
+    an episode that fails, and for one that a script does not solve as it should.
     """
     with TemporaryDirectory(prefix="rehearsal-", dir=private_folder()) as name:
         folder = Path(name)
         command = python_module(__name__, name, str(index), str(config.supervision.hang_s))
-        done = run(command, text=dump_toml(config), deadline_s=LONGEST_S, check=False)
+        deadline_s = LONGEST_SCRIPTS_S if scripts else LONGEST_S
+        done = run([*command, *scripts], text=dump_toml(config), deadline_s=deadline_s, check=False)
         sys.stderr.write(done.stdout + done.stderr)  # what the task's own code has printed
         try:
             answer: dict[str, Any] = json.loads((folder / ANSWER).read_bytes())
@@ -110,13 +116,14 @@ def _keep_alive(limit_s: float, stacks: Path) -> None:
             time.sleep(ALIVE_S)
 
 
-def _answer(text: str, index: int) -> dict[str, Any]:
-    """Play the episode; return what `rehearse` reads."""
+def _answer(text: str, index: int, scripts: Sequence[Script] = ()) -> dict[str, Any]:
+    """Play the episodes; return what `rehearse` reads."""
     try:
         config = resolve_config(tomllib.loads(text), [], "the config", model_later=True)
         task = make_task(config)
         with serving(config, task):
-            return {"lines": list(describe_task(config, task, index))}
+            lines = [*describe_task(config, task, index)]
+            return {"lines": [*lines, *describe_scripts(config, task, scripts)]}
     except (ConfigError, TaskError, ValueError) as error:
         return {"refused": str(error), "frame": getattr(error, "frame", "")}
     except Exception as error:  # noqa: BLE001  supervision boundary: what it uses may have failed
@@ -124,14 +131,14 @@ def _answer(text: str, index: int) -> dict[str, Any]:
         return {"refused": said, "frame": frame_of(error)}
 
 
-def main(folder: str, index: str, limit_s: str) -> None:
-    """Play one episode of the config that is this process's input."""
+def main(folder: str, index: str, limit_s: str, *scripts: Script) -> None:
+    """Play one episode of the config that is this process's input, then all by scripts."""
     use_import_paths()
     stacks = Path(folder) / STACKS
     stacks.touch()
     watching = (float(limit_s), stacks)
     threading.Thread(target=_keep_alive, args=watching, daemon=True).start()
-    answer = _answer(sys.stdin.read(), int(index))
+    answer = _answer(sys.stdin.read(), int(index), scripts)
     (Path(folder) / ANSWER).write_text(json.dumps(answer))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -139,4 +146,4 @@ def main(folder: str, index: str, limit_s: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

@@ -73,6 +73,20 @@ from composer_mesh.tasks.loading import fewer_episodes, make_task
     "check a config: what it changes, its mesh and memory, one dry episode; starts nothing",
     add_config,
     argument("--all", action="store_true", help="print every key of the resolved config"),
+    argument(
+        "--gold",
+        action="append_const",
+        dest="scripts",
+        const="gold",
+        help="play the gold actions of every episode; refuse the task unless all succeed",
+    ),
+    argument(
+        "--empty",
+        action="append_const",
+        dest="scripts",
+        const="empty",
+        help="play an empty answer in every episode; refuse the task if one succeeds",
+    ),
     group="configs",
     example="check quickstart --set trainer.lr=1e-4",
 )
@@ -92,7 +106,12 @@ def check(arguments: argparse.Namespace) -> int:
     if not config.placement.hosts:  # described hosts need not include this one
         check_packages(config)
     task, episodes = make_task(config), config.eval.episodes
-    lines = [*start, *hub_remarks(config), *chat_remarks(config, task.tools), *rehearse(config)]
+    lines = [
+        *start,
+        *hub_remarks(config),
+        *chat_remarks(config, task.tools),
+        *rehearse(config, scripts=arguments.scripts or ()),
+    ]
     heldout = heldout_of(task, episodes)
     lines += facts_of(config, task, len(heldout))
     if fewer := fewer_episodes(heldout, episodes):

@@ -22,9 +22,11 @@ WARNINGS = frozenset(
     (
         *("teacher_failing", "teacher_suspended", "budget_reached"),
         *("groups_flat", "hints_missing", "hints_do_not_help", "channel_inactive"),
+        "flagged_onset",
     )
 )
-"""Kinds of the events that report a configured part of a run which has no effect."""
+"""Kinds of the events that report a configured part of a run which has no effect, or rollouts that
+earn their reward by other means."""
 
 
 def channels_of(metrics: Steps) -> tuple[str, ...]:

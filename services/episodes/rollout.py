@@ -119,6 +119,7 @@ class EpisodeRetries:
         self._keep, self._events = keep, PacedEvents(record)
         self._set_aside: set[tuple[Split, int]] = set()
         self._counts: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()
         self._shortage = Shortage()
         self._last: Exception | None = None
         self._lost_processes = 0
@@ -154,10 +155,16 @@ class EpisodeRetries:
         return f"{LOST} {self._lost_processes}"
 
     def figures(self) -> dict[str, int]:
-        """Return the counts of retries, given-up samples and quarantines since the last call."""
+        """Return the counts of retries, given-up samples and quarantines since the last call.
+
+        Attempts that failed by infrastructure which states a kind, such as a container, are counted
+        by that.
+        """
         self._events.flush()
         counts, self._counts = self._counts, Counter()
-        return {f"rollouts/{name}": counts[name] for name in ("retried", "given_up", "poisoned")}
+        kinds, self._kinds = self._kinds, Counter()
+        every = {f"rollouts/{name}": counts[name] for name in ("retried", "given_up", "poisoned")}
+        return every | {f"rollouts/failed/{kind}": kinds[kind] for kind in sorted(kinds)}
 
     def check_step(self, step: int, sizes: list[int], wanted: int) -> None:
         """Raise `RolloutsFail` where most groups of two steps in a row lack most rollouts."""
@@ -183,6 +190,8 @@ class EpisodeRetries:
     def failed(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:
         """Handle a failed attempt: quarantine the episode, give up the sample, or retry it."""
         self._last = attempt.error
+        if kind := infrastructure_kind(attempt.error):
+            self._kinds[kind] += 1
         if self.is_set_aside(trial.episode):
             return
         most = (
@@ -310,6 +319,13 @@ def key_of(error: Exception, session: str) -> str | None:
     if classify(error) is FailureClass.INFRASTRUCTURE:
         return LOST
     return error_key(error).replace(session, "…")
+
+
+def infrastructure_kind(error: Exception) -> str:
+    """Return the kind that a failure of infrastructure states; empty where it states none."""
+    kind = getattr(error, "kind", None)
+    failed = classify(error) is FailureClass.INFRASTRUCTURE
+    return kind if failed and isinstance(kind, str) else ""
 
 
 def one_line(error: Exception) -> str:

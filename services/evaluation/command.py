@@ -24,7 +24,7 @@ from collections.abc import (
 )
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from rich.console import Console
@@ -52,6 +52,7 @@ from composer_mesh.rollouts.tasks import (
 )
 from composer_mesh.rollouts.traces import ErrorSite, Trace
 from composer_mesh.services.checks.local_judges import local_judges
+from composer_mesh.services.checks.scripted import Script
 from composer_mesh.services.checks.task import in_a_daemon_thread
 from composer_mesh.services.directory.report import STORE_FILE
 from composer_mesh.services.evaluation.report import (
@@ -250,7 +251,6 @@ class EndpointEvaluation(InProcessEvaluation):
         return ask
 
 
-Script = Literal["gold", "empty"]
 AT_ONCE = 8
 
 

@@ -9,8 +9,9 @@
     hints_missing      the SDPO channel had no hinted turn in some steps in a row
     channel_inactive   another configured channel had no gradient in some steps in a row
     hints_do_not_help  the hinted teacher is no better than the student
+    flagged_onset      the share of rollouts that the task's monitor flags has risen
 
-Each is repeated at doubling distances. Knows neither actors nor clocks.
+Each but the last is repeated at doubling distances. Knows neither actors nor clocks.
 """
 
 from collections import Counter, deque
@@ -76,6 +77,7 @@ class Outlook:
         self._known = False
         self._channels = IdleChannels(channels)
         self._teachers = TeacherWarnings()
+        self._flagged = FlaggedOnset()
         self._compared, self._better, self._next = 0, 0.0, COMPARED
 
     def evaluated(self, seconds: float) -> None:
@@ -94,6 +96,7 @@ class Outlook:
         yield from self._of_hints(metrics)
         yield from self._teachers.after(f"in step {step}", metrics, reasons)
         yield from self._channels.after(metrics)
+        yield from self._flagged.after(metrics)
 
     def at_end(self, rest: Mapping[str, Any], reasons: Mapping[str, str]) -> Iterator[Event]:
         """Yield the events after the last step; `rest` are the teachers' figures since then."""
@@ -172,6 +175,46 @@ class IdleChannels:
         )
         text = f"{name}: configured, active in 0 of the last {self._idle[name]} steps: {why}"
         yield IDLE_EVENTS.get(name, "channel_inactive"), f"{text}: {repair}"
+
+
+FLAGGED = "reward/of/flagged"
+ONSET_STEPS = 5
+"""Steps whose mean share of flagged rollouts is compared with that of all steps before them."""
+ONSET_SHARE, ONSET_RATIO = 0.1, 2.0
+"""Share from which on a rise is reported, and how many times the earlier one it has to be."""
+
+
+class FlaggedOnset:
+    """Reports when the share of flagged rollouts rises, and again after it has fallen below half.
+
+    Tasks with a monitor state the share as their reward function `flagged`.
+    """
+
+    def __init__(self) -> None:
+        self._last = deque[float](maxlen=ONSET_STEPS)
+        self._earlier, self._steps, self._risen = 0.0, 0, False
+
+    def after(self, metrics: Mapping[str, Any]) -> Iterator[Event]:
+        """Yield the event of a step, if there is one."""
+        share = metrics.get(FLAGGED)
+        if share is None:
+            return
+        if len(self._last) == ONSET_STEPS:
+            self._earlier += self._last[0]
+            self._steps += 1
+        self._last.append(share)
+        recent = sum(self._last) / ONSET_STEPS
+        earlier = self._earlier / self._steps if self._steps else 0.0
+        if self._risen:
+            self._risen = recent >= ONSET_SHARE / 2
+        elif recent >= max(ONSET_SHARE, ONSET_RATIO * earlier):
+            self._risen = True
+            yield (
+                "flagged_onset",
+                f"{recent:.0%} of the rollouts of the last {ONSET_STEPS} steps are flagged, "
+                f"after {earlier:.0%} before: read some (composer-mesh traces RUN), and keep them "
+                'from training by data.options.monitor = "screen"',
+            )
 
 
 class TeacherWarnings:

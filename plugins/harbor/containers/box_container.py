@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from composer_mesh.mesh.sandboxes.box_process import ControlGroups
+from composer_mesh.plugins.harbor.containers.box_changes import copy_changes, layer_changes
 from composer_mesh.plugins.harbor.containers.box_streams import Outputs
 from composer_mesh.plugins.harbor.containers.port import (
     OUTPUT_BYTES,
+    Change,
     ContainerError,
     ContainerSettings,
-    Finished,
+    FinishedCommand,
     TooLarge,
     inside,
 )
@@ -154,7 +156,7 @@ class BoxContainer:
         environment: Mapping[str, str] = {},
         workdir: str | None = None,
         output_bytes: int = OUTPUT_BYTES,
-    ) -> Finished:
+    ) -> FinishedCommand:
         """Run a command. Waits for its end."""
         variables = {**self.config.environment, **self._settings.environment, **environment}
         job = {
@@ -184,7 +186,7 @@ class BoxContainer:
         self._check_disk()
         ended, code = how_ended(report, late)
         cut = output.cut or errors.cut
-        return Finished(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
+        return FinishedCommand(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
 
     async def put(
         self,
@@ -224,6 +226,13 @@ class BoxContainer:
         if not inside(path):
             raise ValueError("the root of a container is not removed: name a path below it")
         await self._on_files("remove", path=inside(path))
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the paths that differ from the image."""
+        upper = self.own / "upper"
+        if self._owner.overlays:
+            return await asyncio.to_thread(layer_changes, upper, self.lowers)
+        return await asyncio.to_thread(copy_changes, upper, self.lowers[-1])
 
     async def stop_processes(self) -> None:
         """End all processes by ending the box, which starts again on its files."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from composer_mesh.plugins.harbor.containers.box_changes import MOST_CHANGES
 from composer_mesh.plugins.harbor.containers.engine_api import (
     EngineApi,
     demultiplexed,
@@ -32,11 +33,12 @@ from composer_mesh.plugins.harbor.containers.engine_api import (
 )
 from composer_mesh.plugins.harbor.containers.port import (
     OUTPUT_BYTES,
+    Change,
     ContainerError,
     ContainerSettings,
-    Finished,
+    ContainerSnapshot,
+    FinishedCommand,
     ImageSource,
-    Snapshot,
     TooLarge,
     inside,
 )
@@ -44,7 +46,7 @@ from composer_mesh.plugins.harbor.images.disk import folder_as_layer
 from composer_mesh.plugins.harbor.images.reference import DiskReference, parsed
 from composer_mesh.plugins.harbor.images.store import errors_named
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.sandbox import MIB, check_path
+from composer_mesh.tasks.sandbox import MIB, check_path, folders_of
 
 MOST_CONTAINERS = 16
 OPEN_FILES = 1024
@@ -54,6 +56,10 @@ MOST_FRAME = 64 * MIB
 INPUT = "/.composer-mesh-input"
 LABEL = "composer-mesh"
 MODE_SYMLINK = 1 << 27
+CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
+"""The kinds of changes by the daemon's numbers."""
+FOLDER_MODE = 1 << 31
+"""The bit of a folder in the modes that daemons state."""
 LOADED = re.compile(r"Loaded image(?: ID)?(?:\(s\))?: ([^\s,]+)")
 
 
@@ -107,7 +113,7 @@ class EngineContainers:
         return str((await self.api.call("GET", f"/images/{name}/json", "image_missing"))["Id"])
 
     async def start(
-        self, settings: ContainerSettings, *, snapshot: Snapshot | None = None
+        self, settings: ContainerSettings, *, snapshot: ContainerSnapshot | None = None
     ) -> EngineContainer:
         """Start a container, from a snapshot if one is given. Waits for a place."""
         if snapshot is None:
@@ -269,7 +275,7 @@ class EngineContainer:
         environment: Mapping[str, str] = {},
         workdir: str | None = None,
         output_bytes: int = OUTPUT_BYTES,
-    ) -> Finished:
+    ) -> FinishedCommand:
         """Run a command. Waits for its end; one that is late ends all processes."""
         if not argv:
             raise ValueError("a command has at least one word")
@@ -351,6 +357,23 @@ class EngineContainer:
         await self.run(["/bin/rm", "-rf", "--", path], user="0", workdir="/")
         if await self._stat(path):
             raise ContainerError("backend", f"{path} could not be removed in the container")
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the paths that the daemon finds changed, without folders that were not removed."""
+        found = await self._api.call("GET", f"/containers/{self._id}/changes")
+        listed = {str(one["Path"]): CHANGES[int(one["Kind"])] for one in found.get("answer") or []}
+        if len(listed) > MOST_CHANGES:
+            raise ContainerError("backend", f"a container changed over {MOST_CHANGES:,} files")
+        above = {folder for path in listed for folder in folders_of(path)}
+        kept: dict[str, Change] = {}
+        for path, how in listed.items():
+            is_file = path not in above and not await self._is_folder(path)
+            if how == "removed" or is_file:
+                kept[path] = how
+        return kept
+
+    async def _is_folder(self, path: str) -> bool:
+        return bool(int((await self._stat(path)).get("mode") or 0) & FOLDER_MODE)
 
     async def stop_processes(self) -> None:
         """End all processes by a restart."""
@@ -442,6 +465,6 @@ class _Streams:
         kept += piece[:left]
         self._cut = self._cut or len(piece) > left
 
-    def finished(self, ended: Any, code: int | None, seconds: float) -> Finished:
+    def finished(self, ended: Any, code: int | None, seconds: float) -> FinishedCommand:
         output, errors = bytes(self._kept[1]), bytes(self._kept[2])
-        return Finished(code, ended, output, errors, self._cut, seconds)
+        return FinishedCommand(code, ended, output, errors, self._cut, seconds)

@@ -323,3 +323,17 @@ def test_what_was_held_back_is_told_in_the_end_and_once() -> None:
     events.flush()
     events.flush()
     assert log.told == [("retried", "", "a"), ("retried", "", "2 more")]
+
+
+class Failed(RuntimeError):
+    """A failure of infrastructure that states its kind."""
+
+    failure_class = "infrastructure"
+    kind = "registry"
+
+
+async def test_failures_of_infrastructure_are_counted_by_the_kind_that_they_state() -> None:
+    made = retries(Told(), rollout_retries=5)
+    assert (await sampled(made, *[lambda _: Failed("slow")] * 2))[0] is TRACE
+    assert made.figures()["rollouts/failed/registry"] == 2
+    assert "rollouts/failed/registry" not in made.figures()

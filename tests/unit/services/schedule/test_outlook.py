@@ -238,3 +238,27 @@ def test_failures_after_the_last_step_are_warned_of(outlook: Any) -> None:
     ((kind, text),) = found.at_end({"replay/failed_by/401/a": 3, "replay/failures": 3}, REASONS)
     assert kind == "teacher_failing"
     assert text.startswith("a answered none of 3 queries after the last step (3 x 401): teacher")
+
+
+def flagged(*shares: float | None) -> list[Step]:
+    steps = [{**metrics(n), "reward/of/flagged": share} for n, share in enumerate(shares, 1)]
+    return [{key: one for key, one in step.items() if one is not None} for step in steps]
+
+
+def test_the_onset_of_flagged_rollouts_is_reported_once(outlook: Any) -> None:
+    rising = flagged(*[0.0] * 10, *[0.25] * 10)
+    assert [step for step, _ in warnings(outlook(), "flagged_onset", *rising)] == [12]
+    again = flagged(*[0.0] * 10, *[0.25] * 10, *[0.0] * 10, *[1.0] * 3)
+    assert [step for step, _ in warnings(outlook(), "flagged_onset", *again)] == [12, 31]
+
+
+@pytest.mark.parametrize("shares", [[0.05] * 40, [*[0.0] * 10, 0.2, *[0.0] * 9], [None]])
+def test_a_share_that_does_not_rise_and_stay_is_no_onset(outlook: Any, shares: list[float]) -> None:
+    assert warnings(outlook(), "flagged_onset", *flagged(*shares)) == []
+
+
+def test_flagged_rollouts_from_the_start_are_an_onset(outlook: Any) -> None:
+    steps = flagged(*[0.5] * 12)
+    ((step, text),) = warnings(outlook(), "flagged_onset", *steps)
+    assert step == 1
+    assert "after 0% before" in text

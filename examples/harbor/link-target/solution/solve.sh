@@ -1,0 +1,2 @@
+#!/bin/bash
+ln -sfn v2 current

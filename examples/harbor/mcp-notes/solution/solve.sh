@@ -1,0 +1,2 @@
+#!/bin/bash
+echo lantern > key.txt

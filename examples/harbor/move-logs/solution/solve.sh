@@ -1,0 +1,3 @@
+#!/bin/bash
+mkdir -p logs
+find work -name '*.log' -exec mv {} logs/ ';'

@@ -1,0 +1,2 @@
+#!/bin/bash
+tac steps.txt > reversed.txt

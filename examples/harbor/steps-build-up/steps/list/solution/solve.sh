@@ -1,0 +1,2 @@
+#!/bin/bash
+seq 5 > numbers.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+printf '#!/bin/bash\necho $((2 * $''1))\n' > double.sh
+chmod +x double.sh

@@ -1,0 +1,3 @@
+#!/bin/bash
+mkdir -p book
+echo "$TOPIC" > book/title.txt

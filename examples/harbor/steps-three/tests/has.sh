@@ -1,0 +1,3 @@
+#!/bin/bash
+# Whether a file has a line.
+grep -qx "$2" "/app/$1"

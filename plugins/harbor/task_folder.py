@@ -1,0 +1,322 @@
+"""Folders of Harbor tasks: which there are, their files, and why one cannot be played.
+
+A folder with a task.toml is a task. Files are read when they are needed, so that thousands of tasks
+take no memory. Nothing of a task's `tests` or `solution` is ever in the prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from composer_mesh.plugins.harbor.containers.port import ImageSource
+from composer_mesh.plugins.harbor.task_toml import (
+    AgentTable,
+    ArtifactTable,
+    EnvironmentTable,
+    HealthcheckTable,
+    Table,
+    TaskToml,
+    VerifierTable,
+    read_task_toml,
+    unsupported,
+)
+from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.tasks.errors import UnusableTask
+
+DEEPEST = 6
+"""Levels of folders below `data.path` in which tasks are looked for."""
+MOST_TASKS = 100_000
+MOST_BYTES = 64 * 1024 * 1024
+"""Bytes of a folder of a task that is copied into containers."""
+MOST_INSTRUCTION = 200_000
+COMPOSE = re.compile(r"(docker-)?compose\.ya?ml")
+REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+PLAIN_SOLUTION = re.compile(r"/solution|\$0|\$\{0|BASH_SOURCE|\$@|\$[1-9]")
+"""What a solution contains that depends on where it is run from."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files by relative path, and those of them that are programs."""
+
+    contents: Mapping[str, bytes]
+    executable: Collection[str] = ()
+
+    def over(self, below: Files) -> Files:
+        """Return these files, and those of another folder that they do not replace."""
+        contents = {**below.contents, **self.contents}
+        programs = {*self.executable, *(set(below.executable) - self.contents.keys())}
+        return Files(contents, frozenset(programs))
+
+
+def read_files(folder: Path) -> Files:
+    """Read a folder whole; none if there is none. Raises UnusableTask for links and too much."""
+    contents: dict[str, bytes] = {}
+    executable = set()
+    size = 0
+    for file in sorted(folder.rglob("*")) if folder.is_dir() else []:
+        refuse_link(file)
+        if not file.is_file():
+            continue
+        name, content = file.relative_to(folder).as_posix(), file.read_bytes()
+        size += len(content)
+        if size > MOST_BYTES:
+            raise UnusableTask(
+                f"{folder} has more than {MOST_BYTES:,} bytes: put large files into the image"
+            )
+        contents[name] = content
+        if os.access(file, os.X_OK) or content.startswith(b"#!"):
+            executable.add(name)
+    return Files(contents, frozenset(executable))
+
+
+def refuse_link(file: Path) -> None:
+    """Raise UnusableTask for a symbolic link: it would arrive in the container without its file."""
+    if file.is_symlink():
+        raise UnusableTask(
+            f"{file} is a symbolic link, which names nothing in a container: write the file itself "
+            "(hf download --local-dir copies a dataset without links)"
+        )
+
+
+@dataclass(frozen=True)
+class TaskStep:
+    """One instruction and its tests; a task without [[steps]] has one, without a name."""
+
+    name: str
+    folder: Path
+    task: HarborFolder
+    agent: AgentTable
+    verifier: VerifierTable
+    min_reward: Mapping[str, float]
+    healthcheck: HealthcheckTable | None
+    artifacts: tuple[ArtifactTable, ...]
+
+    @property
+    def instruction(self) -> str:
+        """What the agent reads."""
+        return (self.folder / "instruction.md").read_text(encoding="utf-8")
+
+    def tests(self) -> Files:
+        """What is copied to /tests: the task's, and those of the step over them."""
+        shared = read_files(self.task.folder / "tests")
+        return read_files(self.folder / "tests").over(shared) if self.name else shared
+
+    def solution(self) -> Files:
+        """What the oracle has at /solution: the step's, or that of the task."""
+        return read_files(self._solution_folder)
+
+    @property
+    def has_oracle(self) -> bool:
+        """Whether there is a solution/solve.sh for it."""
+        return (self._solution_folder / "solve.sh").is_file()
+
+    def workdir(self) -> Files:
+        """What is copied into the working folder before the step begins."""
+        return read_files(self.folder / "workdir") if self.name else Files({})
+
+    @property
+    def tests_image(self) -> Path | None:
+        """The folder whose Dockerfile makes the image of a separate verifier, with /tests in it."""
+        own = self.folder / "tests"
+        has = self.verifier.separate and (own / "Dockerfile").is_file()
+        return own if has else None
+
+    @property
+    def _solution_folder(self) -> Path:
+        own = self.folder / "solution"
+        return own if own.is_dir() else self.task.folder / "solution"
+
+    def missing(self) -> Iterator[str]:
+        """Yield which files of it are missing."""
+        if not (self.folder / "instruction.md").is_file():
+            yield f"{self.name or 'the task'} has no instruction.md"
+        tests = self.folder / "tests", self.task.folder / "tests"
+        if self.tests_image is None and not any((one / "test.sh").is_file() for one in tests):
+            yield f"{self.name or 'the task'} has no tests/test.sh"
+
+
+@dataclass(frozen=True)
+class HarborFolder:
+    """A task: its name below the folder of tasks, its folder, and what its task.toml says."""
+
+    name: str
+    folder: Path
+    toml: TaskToml
+    unknown: tuple[str, ...] = ()
+    """Keys of task.toml that the format does not have."""
+
+    @cached_property
+    def steps(self) -> tuple[TaskStep, ...]:
+        """What is done one after the other in one container; at least one."""
+        toml = self.toml
+        artifacts = tuple(toml.artifacts)
+        if not toml.steps:
+            only = TaskStep("", self.folder, self, toml.agent, toml.verifier, {}, None, artifacts)
+            return (only,)
+        return tuple(
+            TaskStep(
+                one.name,
+                self.folder / "steps" / one.name,
+                self,
+                toml.agent.model_copy(update=_stated(one.agent)),
+                _step_verifier(toml.verifier, one.verifier),
+                _thresholds(one.min_reward),
+                one.healthcheck,
+                (*artifacts, *one.artifacts),
+            )
+            for one in toml.steps
+        )
+
+    @property
+    def has_oracle(self) -> bool:
+        """Whether every step has a solution/solve.sh."""
+        return all(step.has_oracle for step in self.steps)
+
+    def problems(self) -> Iterator[str]:
+        """Yield why the task cannot be played here; nothing if it can."""
+        yield from unsupported(self.toml)
+        environment = self.folder / "environment"
+        for file in sorted(environment.glob("*")):
+            if COMPOSE.fullmatch(file.name):
+                yield f"environment/{file.name} starts several containers, and here there is one"
+        dockerfile = (environment / "Dockerfile").is_file()
+        if self.toml.environment.docker_image is None and not dockerfile:
+            yield "it has neither environment/Dockerfile nor environment.docker_image"
+        for name in ("trajectory.json", ".harborignore"):
+            if any(self.folder.rglob(name)):
+                yield f"it has a {name}, which is not read here"
+        for file in self.folder.rglob("*"):
+            if file.is_symlink():
+                where = file.relative_to(self.folder)
+                yield f"{where} is a symbolic link, which names nothing in a container"
+        for step in self.steps:
+            yield from step.missing()
+
+    def gold(self, environment: Mapping[str, str], command_s: int, agent_s: int) -> list[str]:
+        """Return the calls that play the oracle solution of every step, which all have one.
+
+        `environment` are the variables of [solution]. A solution may take all of the agent's time,
+        by default `agent_s` seconds; a command has `command_s` unless it asks for more. Raises
+        UnusableTask for a file that is no text, which no tool writes.
+        """
+        calls: list[str] = []
+        for step in self.steps:
+            seconds = int(step.agent.timeout_sec or agent_s)
+            more = {"timeout_s": seconds} if seconds > command_s else {}
+            calls += [*_solved(step, environment, more), call_text("submit", {})]
+        return calls
+
+
+def _solved(
+    step: TaskStep, environment: Mapping[str, str], more: Mapping[str, int]
+) -> Iterator[str]:
+    files = step.solution()
+    text = files.contents["solve.sh"].decode(errors="replace")
+    if len(files.contents) == 1 and not environment and not PLAIN_SOLUTION.search(text):
+        lines = [line for line in text.splitlines() if not line.startswith("#!")]
+        yield call_text("bash", {"command": "\n".join(lines).strip(), **more})
+        return
+    for name, content in files.contents.items():
+        try:
+            said = content.decode()
+        except UnicodeDecodeError:
+            raise UnusableTask(
+                f"Harbor task {step.task.name!r}: solution/{name} is no text, and the oracle "
+                "writes files by the agent's tools: write it as text"
+            ) from None
+        yield call_text("write_file", {"path": f"/solution/{name}", "content": said})
+    names = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
+    programs = " ".join(shlex.quote(f"/solution/{one}") for one in {*files.executable, "solve.sh"})
+    command = f"chmod +x {programs}\n{names} /solution/solve.sh".replace("\n ", "\n")
+    yield call_text("bash", {"command": command, **more})
+
+
+def image_of(table: EnvironmentTable, folder: Path) -> ImageSource:
+    """Return the image of an [environment]: the one that it names, or that of its Dockerfile."""
+    if table.docker_image is not None:
+        return ImageSource(table.docker_image)
+    return ImageSource(build=folder)
+
+
+def _thresholds(given: float | dict[str, float] | None) -> Mapping[str, float]:
+    if given is None:
+        return {}
+    return given if isinstance(given, dict) else {"reward": float(given)}
+
+
+def _step_verifier(shared: VerifierTable, own: VerifierTable) -> VerifierTable:
+    """Return how a step is verified: its own table over that of the task, key by key."""
+    stated = {**_stated(own), "env": {**shared.env, **own.env}}
+    if own.environment is not None:
+        stated["environment_mode"] = "separate"
+    return shared.model_copy(update=stated)
+
+
+def _stated(table: Table) -> dict[str, Any]:
+    return {name: getattr(table, name) for name in table.model_fields_set}
+
+
+def read_folders(path: Path) -> list[HarborFolder]:
+    """Return the tasks in a folder, or the one that it is, in the order of their names.
+
+    Raises UnusableTask where there is none, where names clash, and for a task.toml that is wrong.
+    """
+    if not path.is_dir():
+        raise UnusableTask(
+            f"data.path is {str(path)!r}, which is no folder: name a folder of Harbor tasks, or of "
+            "one task with its task.toml"
+        )
+    places = [path] if (path / "task.toml").is_file() else list(_below(path, DEEPEST))
+    if not places:
+        raise UnusableTask(
+            f"{path} has no task.toml within {DEEPEST} levels of folders: name a folder of Harbor "
+            "tasks"
+        )
+    if len(places) > MOST_TASKS:
+        raise UnusableTask(f"{path} has more than {MOST_TASKS:,} tasks: name a folder with fewer")
+    found = []
+    for place in places:
+        toml, unknown = read_task_toml(place / "task.toml")
+        name = place.relative_to(path).as_posix() if place != path else path.absolute().name
+        found.append(HarborFolder(name, place, toml, unknown))
+    return found
+
+
+def _below(path: Path, levels: int) -> Iterator[Path]:
+    for folder in sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink()):
+        if (folder / "task.toml").is_file():
+            yield folder
+        elif levels > 1:
+            yield from _below(folder, levels - 1)
+
+
+def resolved(variables: Mapping[str, str], known: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return variables with `${NAME}` and `${NAME:-default}` in them replaced.
+
+    `known` are the variables of this machine that the options name; no other one is read. Raises
+    UnusableTask for one that is not among them and has no default.
+
+    >>> resolved({"A": "${B:-2} ${C}"}, {"C": "3"}, "env")
+    {'A': '2 3'}
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1], found[2]
+        if name in known:
+            return known[name]
+        if default is None:
+            raise UnusableTask(
+                f"{where} takes ${{{name}}} of this machine, which data.options.variables does not "
+                f"name, or which is not set: export it and name it there"
+            )
+        return default
+
+    return {key: REFERENCE.sub(value, text) for key, text in variables.items()}
