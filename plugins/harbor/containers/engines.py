@@ -57,8 +57,9 @@ INPUT = "/.composer-mesh-input"
 LABEL = "composer-mesh"
 CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
 """The kinds of changes by the daemon's numbers."""
-FOLDER_MODE = 1 << 31
+MODE_FOLDER = 1 << 31
 """The bit of a folder in the modes that daemons state."""
+MODE_SYMLINK = 1 << 27
 LOADED = re.compile(r"Loaded image(?: ID)?(?:\(s\))?: ([^\s,]+)")
 
 
@@ -322,7 +323,7 @@ class EngineContainer:
         for path in files:
             check_path(path)
         inner = inside(folder)
-        if inner and (await self._stat(folder)).get("linkTarget"):
+        if inner and is_link(await self._stat(folder)):
             await self.remove(folder)
         ids = await self._ids(owner)
         names = {f"{inner}/{path}".lstrip("/"): content for path, content in files.items()}
@@ -336,7 +337,7 @@ class EngineContainer:
     async def get(self, folder: str, *, most_bytes: int) -> Mapping[str, bytes]:
         """Return the regular files below a folder; no link is followed."""
         found = await self._stat(folder)
-        if not found or found.get("linkTarget"):
+        if not found or is_link(found):
             raise FileNotFoundError(f"the container has no folder {folder}")
         content, path = bytearray(), f"/containers/{self._id}/archive"
         async with self._api.stream("GET", path, params={"path": folder}) as answer:
@@ -372,7 +373,7 @@ class EngineContainer:
         return kept
 
     async def _is_folder(self, path: str) -> bool:
-        return bool(int((await self._stat(path)).get("mode") or 0) & FOLDER_MODE)
+        return bool(int((await self._stat(path)).get("mode") or 0) & MODE_FOLDER)
 
     async def stop_processes(self) -> None:
         """End all processes by a restart."""
@@ -382,7 +383,7 @@ class EngineContainer:
     async def snapshot(self) -> EngineSnapshot:
         """Make an image of the container's files."""
         query = {"container": self._id, "pause": "true"}
-        made = await self._api.call("POST", "/commit", params=query, timeout_s=None)
+        made = await self._api.call("POST", "/commit", params=query, json={}, timeout_s=None)
         return EngineSnapshot(str(made["Id"]), self._api)
 
     async def close(self) -> None:
@@ -439,6 +440,11 @@ class EngineContainer:
             if len(parts) > 3 and owner in (parts[0], parts[2]):
                 return int(parts[2]), int(parts[3])
         raise ContainerError("unsupported", f"the container has no user {owner!r}")
+
+
+def is_link(found: Mapping[str, Any]) -> bool:
+    """Whether a daemon says of a path that it is a link, by the bits of a mode in Go."""
+    return bool(int(found.get("mode", 0)) & MODE_SYMLINK)
 
 
 def given(**values: Any) -> dict[str, Any]:
