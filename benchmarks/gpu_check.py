@@ -19,10 +19,12 @@ import traceback
 from pathlib import Path
 
 import torch
+from gpu_colocate import PARTS as COLOCATE
 from gpu_limits import Limits, nominal, reset_peak
 from gpu_parts import DRY, PARTS, REAL, Bench, Row
 from report import Report
 
+ALL = {**PARTS, **COLOCATE}
 ROOT = Path(__file__).parent.parent
 RUN = "run"
 RUN_S = 240
@@ -33,13 +35,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and ratios")
-    parser.add_argument("--part", action="append", choices=[*PARTS, RUN], metavar="NAME")
+    parser.add_argument("--part", action="append", choices=[*ALL, RUN], metavar="NAME")
     given = parser.parse_args()
     if refusal := unusable(given.dry):
         print(refusal, file=sys.stderr)
         return 2
     report = Report("gpu_check")
-    wanted = given.part or [*PARTS, *([] if given.dry else [RUN])]
+    wanted = given.part or [*ALL, *([] if given.dry else [RUN])]
     bench = _bench(report, given.dry)
     failed = [name for name in wanted if not _measured(report, bench, name)]
     report.finish(given.json)
@@ -83,7 +85,7 @@ def _measured(report: Report, bench: Bench, name: str) -> bool:
     """Measure a part and report it; return False where it fails."""
     began = time.perf_counter()
     try:
-        rows = _quickstart() if name == RUN else PARTS[name](bench)
+        rows = _quickstart() if name == RUN else ALL[name](bench)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("composer_mesh"):
             raise  # a module of ours that has moved is a defect of this script

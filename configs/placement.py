@@ -103,6 +103,13 @@ class PlacementConfig(Section):
     vLLM always start by themselves.
     """
 
+    colocate: bool = False
+    """Let trainer and SDPO teachers use their GPUs in turns with generators and reference.
+
+    Whoever waits has its model and optimizer state in the host's memory. Shares of a GPU count
+    within a turn. Needs schedule.max_lag = 0.
+    """
+
     controller: PlaceConfig = Field(default_factory=PlaceConfig)
     """The process that runs the command."""
 
@@ -168,4 +175,8 @@ class PlacementConfig(Section):
                     )
 
 
-KINDS = tuple(name for name in PlacementConfig.model_fields if name not in ("hosts", "fork_server"))
+KINDS = tuple(
+    name
+    for name in PlacementConfig.model_fields
+    if name not in ("hosts", "fork_server", "colocate")
+)
