@@ -101,6 +101,13 @@ class PlacementConfig(Section):
     tenth of the time and shares the imported memory. Linux only; generators with vLLM are never
     forked."""
 
+    colocate: bool = False
+    """Let trainer and SDPO teachers use their GPUs in turns with generators and reference.
+
+    Whoever waits has its model and optimizer state in the host's memory. Shares of a GPU count
+    within a turn. Needs schedule.max_lag = 0.
+    """
+
     controller: PlaceConfig = Field(default_factory=PlaceConfig)
     """The process that runs the command."""
 
@@ -166,4 +173,8 @@ class PlacementConfig(Section):
                     )
 
 
-KINDS = tuple(name for name in PlacementConfig.model_fields if name not in ("hosts", "fork_server"))
+KINDS = tuple(
+    name
+    for name in PlacementConfig.model_fields
+    if name not in ("hosts", "fork_server", "colocate")
+)

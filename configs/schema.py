@@ -350,6 +350,19 @@ class Config(Section):
                 f"{workflow!r}, whose turns do not carry experts: remove it, or "
                 "trainer.moe.router_replay to false"
             )
+        if self.placement.colocate and self.schedule.max_lag:
+            yield (
+                f"placement.colocate is true but schedule.max_lag is {self.schedule.max_lag}, and "
+                "generators that sleep while the trainer computes cannot sample ahead of it: set "
+                "max_lag to 0, or colocate to false"
+            )
+        on_cpu = not self.placement.gpus("generator")
+        if self.placement.colocate and self.generator.engine == "vllm" and on_cpu:
+            yield (
+                "placement.colocate is true but placement.generator.gpus is 0 and generator.engine "
+                "is 'vllm', which gives up its memory on GPUs only: set gpus above 0, engine to "
+                "'embedded', or colocate to false"
+            )
         tokens, context = self.generator.max_new_tokens, self.policy.max_context
         if tokens >= context:
             yield (

@@ -31,6 +31,7 @@ from composer_mesh.planning.host_capacity import (
     threads_key,
 )
 from composer_mesh.planning.memory import GB, SHARED_CODE, in_gb, in_words, total
+from composer_mesh.planning.memory_estimate import PARKED
 
 
 class CannotPlace(ConfigError):
@@ -72,7 +73,9 @@ def _sums(
     yield f"{process.name} needs of its host: {in_words(process.memory.host)}"
     if process.gpus:
         yield f"{process.name} needs of each GPU: {in_words(process.memory.gpu)}"
-        yield _sum("GPUs", processes, lambda one: one.gpus / WHOLE, sum(h.gpus for h in hosts))
+        turn = [one for one in processes if one.turn == process.turn]
+        what = f"GPUs in the turn of {process.turn}" if process.turn else "GPUs"
+        yield _sum(what, turn, lambda one: one.gpus / WHOLE, sum(h.gpus for h in hosts))
     if any(one.cores for one in processes):
         yield _sum("own cores", processes, lambda one: one.cores, sum(h.cores for h in hosts))
     memory = sum(host.memory - SHARED_CODE for host in hosts) / GB
@@ -238,6 +241,28 @@ def crowded(placement: Placement) -> Iterator[str]:
             f"{host.name} has {host.cores} cores but its models compute with {threads} threads "
             f"({' + '.join(terms)}), which wait for each other: lower {' or '.join(keys)}"
         )
+
+
+def by_turns(placement: Placement) -> Iterator[str]:
+    """Yield what each turn of a colocated run takes of a host's GPUs, and what is pinned for it."""
+    for host in placement.hosts:
+        placed = [one for one in placement.on(host.name) if one.process.turn and one.gpus]
+        if not placed:
+            continue
+        turns = groupby(sorted(placed, key=_turn), _turn)
+        sums = [
+            (turn, sum(one.gpu_bytes * len(one.gpus) for one in group)) for turn, group in turns
+        ]
+        parts = [part for one in placed for part in one.process.memory.host if part.what == PARKED]
+        yield (
+            f"{host.name} shares its GPUs in turns: "
+            f"{', '.join(f'{turn} {in_gb(taken)} GB' for turn, taken in sums)}; "
+            f"{in_gb(total(parts))} GB of its memory are pinned for processes that sleep"
+        )
+
+
+def _turn(placed: Placed) -> str:
+    return placed.process.turn
 
 
 _COMPUTE = ("trainer", "generator", "sdpo_teacher", "reference")

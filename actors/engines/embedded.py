@@ -9,7 +9,7 @@ version it is labelled with. No threads, no messaging.
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,11 @@ from composer_mesh.actors.engines.port import (
     refuse_too_long,
     refuse_unknown_experts,
 )
+from composer_mesh.actors.models.device_memory import DeviceMemory
 from composer_mesh.actors.models.expert_routing import choices_of, routers_of
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
 from composer_mesh.actors.models.policy import converted, load_model
+from composer_mesh.actors.models.sharding import stored_weights
 from composer_mesh.actors.models.trained_model import route_experts
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.device import own_device
@@ -97,6 +99,7 @@ class EmbeddedEngine:
         self._forward = PackedForward(model, self._cache, version)
         self._decode = DecodeSteps(model, self._forward, self._cache, rows, capture)
         self._device, self._tells_experts = self._forward.device, routers_of(model) > 0
+        self._memory = DeviceMemory(self._device)
         self._limits = prompt_limits or PromptLimits.of(model)
         capacity = rows * length if prefix_tokens is None else prefix_tokens
         self._held = PrefixCache(self._cache, rows, length, capacity)
@@ -169,6 +172,29 @@ class EmbeddedEngine:
         self._decode.check_addresses()
         self.version = weights.version
         self._held.drop()
+        self._compute_again()
+
+    def sleep(self, replaced: Collection[str]) -> None:
+        """Free the memory of weights and keys; keep on the host all but the `replaced` weights."""
+        self._held.drop()
+        self._cache.free()
+        weights = stored_weights(self._model)
+        new = [one for name, one in weights.items() if name in replaced]
+        ids = set(map(id, new))
+        kept = [one for one in weights.values() if id(one) not in ids]
+        self._memory.release(kept, replaced=new)
+
+    @torch.inference_mode()
+    def wake(self, weights: VersionedWeights | None) -> None:
+        """Serve again, with these weights if given; recompute the cache of running requests."""
+        self._memory.restore()
+        if weights is None:
+            self._compute_again()
+        else:
+            self.swap(weights)
+
+    def _compute_again(self) -> None:
+        """Compute the keys of running requests, where none are kept."""
         if self._long is not None:
             self.prompt_tokens.computed += self._long.computed
             self._long.computed = 0

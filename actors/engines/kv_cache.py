@@ -242,6 +242,10 @@ class RowCache:
         """Return the experts of a row's tokens, `[end - start, layers, per_token]`, on the CPU."""
         return self._whole[-1][:, row, 0, start:end].transpose(0, 1).cpu()
 
+    def free(self) -> None:
+        """Free the memory of all rows, which are allocated again by the next write."""
+        self._whole, self._by_layer, self._flat = (), [], None
+
     def clear(self, row: int) -> None:
         """Set a row to zeros; masked positions with NaN would make all attention over them NaN."""
         for held in self._whole:

@@ -1,6 +1,6 @@
 """The engine interface, as the generator actor needs it. Independent of any engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -141,6 +141,15 @@ class GenerationEngine(Protocol):
     def swap(self, weights: VersionedWeights) -> None:
         """Serve other weights from the next step on; running requests continue."""
 
+    def sleep(self, replaced: Collection[str]) -> None:
+        """Free the device's memory until `wake`; running requests wait. Nothing steps meanwhile.
+
+        `wake` will bring the weights with the `replaced` names anew.
+        """
+
+    def wake(self, weights: VersionedWeights | None) -> None:
+        """Serve again, with these weights if given; running requests continue."""
+
     def close(self) -> None:
         """Free memory and processes."""
 
@@ -187,4 +196,11 @@ def make_engine(config: Config, folder: Path) -> GenerationEngine:
 
     Each engine is imported only where it is chosen.
     """
-    return plugins.load("engines", config.generator.engine)(config, folder)
+    engine: GenerationEngine = plugins.load("engines", config.generator.engine)(config, folder)
+    if config.placement.colocate and not hasattr(engine, "sleep"):
+        raise ValueError(
+            f"placement.colocate is true but generator.engine is {config.generator.engine!r}, "
+            "which has no methods sleep and wake: add them, take another engine, or set "
+            "placement.colocate to false"
+        )
+    return engine

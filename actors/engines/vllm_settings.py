@@ -197,6 +197,7 @@ def engine_arguments(config: Config, folder: Path, states: bool = False) -> dict
         # Undoing a draw for a partial prompt ends the engine where generators have no offset.
         "enable_chunked_prefill": not on_cpu,
         "disable_log_stats": True,
+        "enable_sleep_mode": config.placement.colocate,
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
     }

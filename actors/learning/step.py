@@ -128,6 +128,12 @@ class OptimizerStep:
             found |= {f"{OWN}{channel}/{name}": state for name, state in own.items()}
         return found
 
+    def device_state(self) -> list[Tensor]:
+        """Clear the gradients; return the optimizers' state on the device."""
+        self._update.begin()
+        updates = (self._update, *self._own_updates.values())
+        return [state for update in updates for state in update.device_state()]
+
     def restore(self, figures: dict[str, Any], optimizer_state: StoredOptimizerState) -> None:
         """Restore a checkpoint's state, written by any number of ranks."""
         self._update.restore(figures["trained"], _StateOf(optimizer_state, ""))

@@ -22,6 +22,7 @@ from composer_mesh.actors.models.optimizer_state import (
     check_weights,
     optimizer_state_of,
     restore_optimizer_state,
+    state_tensors,
 )
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_dtensor, local
@@ -115,6 +116,12 @@ class WeightUpdate:
     def weights(self) -> Mapping[str, Tensor]:
         """The trainable weights by name."""
         return self._weights
+
+    def device_state(self) -> list[Tensor]:
+        """Return the tensors of the optimizers' state that stay on the device between updates."""
+        if self._offloaded is not None:
+            return []
+        return [state for one in self._optimizers for *_, state in state_tensors(one)]
 
     def not_finite(self) -> int:
         """Return how many numbers of this rank's weights are nan or infinite."""

@@ -71,6 +71,7 @@ def check_serves(config: Config) -> None:
         "trainer.lora": (trainer.lora, None),
         "trainer.backend": (trainer.backend, None),
         "cluster.kind": (config.cluster.kind, "local"),
+        "placement.colocate": (config.placement.colocate, False),
     }
     for key, (value, needed) in others.items():
         if value != needed:

@@ -82,6 +82,7 @@ def test_arguments_follow_from_the_config(config: Any, folder: Path) -> None:
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert arguments["skip_tokenizer_init"]
     assert pkgutil.resolve_name(arguments["worker_extension_cls"]) is PolicyWorker
+    assert not arguments["enable_sleep_mode"]
 
 
 def test_the_cache_on_a_cpu_holds_every_conversation_that_may_run(
@@ -104,6 +105,9 @@ def test_a_gpus_cache_is_what_its_share_leaves(
     arguments = engine_arguments(on_gpu, folder)
     assert arguments["kv_cache_memory_bytes"] is None
     assert arguments["gpu_memory_utilization"] == pytest.approx(0.45)
+    shared = on_gpu.placement.model_copy(update={"colocate": True})
+    sleeps = on_gpu.model_copy(update={"placement": shared})
+    assert engine_arguments(sleeps, folder)["enable_sleep_mode"]
 
 
 def test_on_a_cpu_nothing_is_compiled_and_prompts_are_taken_whole(
