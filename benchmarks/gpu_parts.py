@@ -307,6 +307,13 @@ def decoding_rate(bench: Bench, engine: Any) -> float:
     return size.concurrent * size.new_tokens / took
 
 
+def fp8(bench: Bench) -> list[Row]:
+    """Measure FP8 weights of the embedded engine: speed and mismatch, compared with its type."""
+    from gpu_fp8 import compared
+
+    return compared(bench, lambda: _model(bench, bench.size.serving_layers, torch.bfloat16).eval())
+
+
 def weight_copies(bench: Bench) -> list[Row]:
     """Measure copies of a model's tensors to the host and back, as a publisher and a puller make.
 
@@ -340,6 +347,7 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "attention": attention,
     "training": training,
     "serving": serving,
+    "fp8": fp8,
     "weights": weight_copies,
 }
 SEQUENCES = 8

@@ -99,6 +99,10 @@ class GeneratorConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the served weights and of the KV cache."""
 
+    quantization: Literal["none", "fp8"] = "none"
+    """Weights of the linear layers of the decoder: "fp8" serves them as E4M3 with a scale for each
+    row, quantized again at each update, and quantizes their inputs too."""
+
     replicas: Processes = 1
     """Number of generator actors."""
 
@@ -286,9 +290,24 @@ class Config(Section):
             )
         for name in repeated(one.title for one in self.tracking):
             yield f"two tables of tracking have the name {name!r}: give each its own name"
+        yield from self._quantization_problems()
         yield from self._channel_problems()
         yield from self._rollout_problems()
         yield from self._update_problems()
+
+    def _quantization_problems(self) -> Iterator[str]:
+        if self.generator.quantization == "none":
+            return
+        if self.generator.dtype != "bfloat16":
+            yield (
+                f"generator.quantization is 'fp8' but generator.dtype is {self.generator.dtype!r}, "
+                "in which FP8 products cannot be: set generator.dtype to 'bfloat16'"
+            )
+        if self.syncs_adapters:
+            yield (
+                "generator.quantization is 'fp8' but generators get adapters alone, which are not "
+                "quantized: set trainer.lora.sync to 'merged', or generator.quantization to 'none'"
+            )
 
     def _channel_problems(self) -> Iterator[str]:
         for name, one in self.weighted_channels.items():

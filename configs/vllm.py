@@ -12,6 +12,7 @@ OWNED = {
     "tokenizer": "policy.path",
     "skip_tokenizer_init": "no key, because token ids are sent, not text",
     "dtype": "generator.dtype",
+    "quantization": "generator.quantization",
     "seed": "run.seed",
     "max_num_seqs": "generator.max_concurrent",
     "max_model_len": "policy.max_context",

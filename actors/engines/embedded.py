@@ -28,6 +28,7 @@ from composer_mesh.actors.engines.embedded_requests import (
     on_host,
     sampled,
 )
+from composer_mesh.actors.engines.fp8 import load_weights, quantize_model
 from composer_mesh.actors.engines.kv_cache import Found, Ids, PrefixCache, RowCache, States
 from composer_mesh.actors.engines.loop import OpenRequests
 from composer_mesh.actors.engines.port import (
@@ -159,7 +160,6 @@ class EmbeddedEngine:
         sampled = len(self._running)
         if joining.runs:
             logits = self._logits(decoding, joining)
-            self._rested = 0
         if sampled:
             self._append(*(self._sample(logits) if joining.runs else self._decoded()))
             self._answer()
@@ -168,7 +168,7 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def swap(self, weights: VersionedWeights) -> None:
         """Load new weights and recompute the cache of running requests."""
-        weights.apply(self._model)
+        load_weights(self._model, weights)
         self._decode.check_addresses()
         self.version = weights.version
         self._held.drop()
@@ -230,8 +230,9 @@ class EmbeddedEngine:
         """Assign rows to waiting requests, up to the row and token limits of one forward.
 
         A prompt that begins like one of this forward waits for the next, which can reuse its keys.
-        Where decode steps are captured, prompts wait for `STEPS_BETWEEN_PROMPTS` of them: a forward
-        with prompts is not captured, and takes as long as several.
+        Where decode steps are captured, prompts that come after a forward with all prompts that
+        there were wait for `STEPS_BETWEEN_PROMPTS` of them: a forward with prompts is not captured,
+        and takes as long as several.
         """
         joining, later = JoiningRows(), list[RunningRequest]()
         if self._long is not None and not self._long.rests(bool(self._running)):
@@ -248,6 +249,9 @@ class EmbeddedEngine:
             if not (new.aborted or self._join(new, joining)):
                 later.append(new)
         self._waiting.extendleft(reversed(later))
+        if joining.runs:
+            more = later or joining.tokens >= self._limits.at_once
+            self._rested = STEPS_BETWEEN_PROMPTS if more else 0
         return joining
 
     def _join(self, new: RunningRequest, joining: JoiningRows) -> bool:
@@ -424,6 +428,8 @@ def start(config: Config, folder: Path) -> EmbeddedEngine:
         setattr(model.requires_grad_(False), UPDATED, set(adapter_weights(model)))
     moe = config.trainer.moe
     route_experts(model, moe, dtype, moe.router_replay, like=lambda: model)
+    if config.generator.quantization == "fp8":
+        quantize_model(model)
     return EmbeddedEngine(
         model,
         config.generator.max_concurrent,

@@ -201,6 +201,8 @@ def engine_arguments(config: Config, folder: Path, states: bool = False) -> dict
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
     }
+    if generator.quantization != "none":
+        arguments["quantization"] = generator.quantization
     if not on_cpu:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization * own_gpu_share()
     return arguments | vllm.engine_args
@@ -297,6 +299,7 @@ def check_vllm_fits(config: Config) -> None:
     _check_cache(shape, config)
     if flavour_of(config) == "cpu":
         _check_head_dim(shape.head_dim)
+        _check_quantization(config)
 
 
 def check_vllm_installed(config: Config, version_of: Version = installed_version) -> None:
@@ -315,6 +318,15 @@ def check_vllm_installed(config: Config, version_of: Version = installed_version
     if found == "cpu":
         refuse_without_numa()
     refuse_unknown(config.generator.vllm.engine_args, engine_argument_names())
+
+
+def _check_quantization(config: Config) -> None:
+    if config.generator.quantization != "none":
+        raise VllmUnavailable(
+            f"generator.quantization is {config.generator.quantization!r}, which vLLM serves on "
+            "GPUs only: set placement.generator.gpus, generator.engine to 'embedded', or "
+            "generator.quantization to 'none'"
+        )
 
 
 def _check_head_dim(head_dim: int) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from composer_mesh.configs.losses import CorrectedLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_background
 from composer_mesh.planning.model_sizes import UnknownSizes, parameter_count, sizes_of
@@ -428,6 +429,16 @@ def facts_of(config: Config, task: Task, heldout: int) -> Iterator[str]:
         f"{rollouts * config.policy.max_context:,} with all that they read; computed in "
         f"microbatches of {config.trainer.microbatch_tokens:,}"
     )
+    loss = config.loss
+    if (
+        generator.quantization != "none"
+        and isinstance(loss, CorrectedLoss)
+        and loss.correction == "none"
+    ):
+        yield (
+            f"generator.quantization is {generator.quantization!r} and nothing corrects for its "
+            "log-probs: set loss.correction to 'token_truncate'"
+        )
     yield TIME
 
 

@@ -70,6 +70,7 @@ def check_serves(config: Config) -> None:
         "trainer.packing": (trainer.packing, False),
         "trainer.lora": (trainer.lora, None),
         "trainer.backend": (trainer.backend, None),
+        "generator.quantization": (config.generator.quantization, "none"),
         "cluster.kind": (config.cluster.kind, "local"),
         "placement.colocate": (config.placement.colocate, False),
     }

@@ -38,6 +38,11 @@ KEY = "tml-0123456789abcdef"
         ("trainer", {"ranks": 2, "lora": {"rank": 4}}, "trainer.lora is "),
         ("trainer", {"sharding": "fsdp2"}, "trainer.sharding is 'fsdp2' but trainer.ranks is 1"),
         ("trainer", {"packing": True}, "trainer.packing is True"),
+        (
+            "generator",
+            {"quantization": "fp8", "dtype": "bfloat16"},
+            "generator.quantization is 'fp8'",
+        ),
         ("trainer", {"optimizer": "muon"}, "trainer.optimizer is 'muon'"),
         ("trainer", {"optimizer_offload": True}, "trainer.optimizer_offload is True"),
         ("trainer", {"lora": {"rank": 4}}, "trainer.lora is "),

@@ -257,6 +257,24 @@ def test_the_rows_the_model_and_the_work_of_a_step_are_printed(build_config: Any
     assert "not known before the first one" in time
 
 
+@pytest.mark.parametrize(
+    ("loss", "warned"),
+    [
+        ({"kind": "grpo"}, True),
+        ({"kind": "grpo", "correction": "token_truncate"}, False),
+        ({"kind": "dppo"}, False),
+    ],
+)
+def test_fp8_rollouts_without_a_correction_are_said(
+    build_config: Any, loss: dict[str, str], warned: bool
+) -> None:
+    served = {"quantization": "fp8", "dtype": "bfloat16"}
+    config = build_config(generator=served, loss=loss)
+    lines = [*facts_of(config, make_task(config), 7)]
+    advice = "nothing corrects for its log-probs: set loss.correction to 'token_truncate'"
+    assert any(advice in line for line in lines) == warned
+
+
 def test_the_rows_of_a_file_are_counted(build_config: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     lines = [f'{{"question": "What is {n} + 1?", "answer": "#### {n + 1}"}}\n' for n in range(40)]
