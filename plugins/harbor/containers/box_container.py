@@ -185,6 +185,8 @@ class BoxContainer:
             kept = output.finish(), errors.finish()
         self._check_disk()
         ended, code = how_ended(report, late)
+        if ended == "memory" and self._settings.memory_bytes is None:
+            raise ContainerError("host_memory", "the kernel killed a command that had no bound")
         cut = output.cut or errors.cut
         return FinishedCommand(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
 
