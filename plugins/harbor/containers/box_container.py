@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from composer_mesh.mesh.sandboxes.box_process import ControlGroups
 from composer_mesh.plugins.harbor.containers.box_changes import copy_changes, layer_changes
+from composer_mesh.plugins.harbor.containers.box_exec import KILL
 from composer_mesh.plugins.harbor.containers.box_streams import Outputs
 from composer_mesh.plugins.harbor.containers.port import (
     OUTPUT_BYTES,
@@ -185,6 +186,8 @@ class BoxContainer:
             kept = output.finish(), errors.finish()
         self._check_disk()
         ended, code = how_ended(report, late)
+        if ended == "memory" and self._settings.memory_bytes is None:
+            raise ContainerError("host_memory", "the kernel killed a command that had no bound")
         cut = output.cut or errors.cut
         return FinishedCommand(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
 
@@ -349,7 +352,7 @@ async def _ended_within(status: socket.socket, timeout_s: float) -> tuple[dict[s
         if done:
             return reading.result(), False
         with contextlib.suppress(OSError):
-            status.send(b"kill")
+            status.send(KILL)
         return await reading, True
     finally:
         reading.cancel()

@@ -107,6 +107,8 @@ class BoxContainers:
             )
         else:
             yield f"  cgroups: {self.groups_told}; memory and processes are bounded together"
+        for name, left in self.store.left_out.items():
+            yield f"  image {name[:12]}: not unpacked: {left}"
         yield "  cpus is not enforced; storage_bytes bounds each file, not all of them together"
 
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:

@@ -94,6 +94,7 @@ class ImageStore:
         self._most_entries, self._most_bytes = most_entries, most_bytes
         self._known: dict[str, UnpackedImage] = {}
         self.left_out: dict[str, LeftOut] = {}
+        """What was not unpacked, by the names of roots that this process made."""
         made_private(folder, 0o711)
         for name in ("blobs", "locks"):
             made_private(folder / name, 0o700)
@@ -250,7 +251,8 @@ class ImageStore:
                     _apply(layer, root, self._most_bytes, until)
             self._make_mount_points(draft / "root")
             draft.rename(place)
-            self.left_out[place.name] = root.left_out
+            if root.left_out != LeftOut():
+                self.left_out[place.name] = root.left_out
         except BaseException:
             remove_tree(draft)
             raise
