@@ -367,7 +367,7 @@ def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, Hos
     if len(found) != len(described):
         raise WrongHost(
             f"placement.hosts describes {len(described)} hosts, but there are {len(found)} "
-            f"({', '.join(host.name for host in found) or 'none'}): have one worker for each"
+            f"({', '.join(host.name for host in found) or 'none'}): start one worker for each"
         )
     left = {host.name: host for host in found}
     pairs = {one.name: (one, left.pop(one.name)) for one in described if one.name in left}
@@ -377,7 +377,7 @@ def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, Hos
             host = next(fitting, next(iter(left.values())))
             pairs[one.name] = one, left.pop(host.name)
     for one, host in pairs.values():
-        check_has(one, host, "what is there", "have its worker on such a host")
+        check_has(one, host, "what is there", "start its worker on such a host")
     return {one.name: replace(one, name=pairs[one.name][1].name) for one in described}
 
 
@@ -396,7 +396,7 @@ def check_together(config: Config, hosts: Collection[str | None]) -> None:
     if ssh is not None and ssh.tunnel and len(set(hosts)) > 1:
         raise WrongHost(
             f"the trainer's ranks are on {len(set(hosts))} hosts but cluster.ssh.tunnel is true, "
-            "and what they send each other goes through no tunnel: set placement.trainer.hosts to "
+            "and their traffic uses no tunnel: set placement.trainer.hosts to "
             "one host, or cluster.ssh.tunnel to false"
         )
 

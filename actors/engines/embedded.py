@@ -6,6 +6,7 @@ requests continue with a recomputed cache, so that each token's log-prob is exac
 version it is labelled with. No threads, no messaging.
 """
 
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.engines.embedded_decode import Capture, CudaGraphs, DecodeSteps
 from composer_mesh.actors.engines.embedded_forward import ForwardLayout, PackedForward, TokenRun
 from composer_mesh.actors.engines.embedded_requests import (
     JoiningRows,
     LongPrompt,
     PromptLimits,
     RunningRequest,
-    sample,
+    SamplingRows,
+    on_host,
+    sampled,
 )
 from composer_mesh.actors.engines.kv_cache import Found, Ids, PrefixCache, RowCache, States
 from composer_mesh.actors.engines.loop import OpenRequests
@@ -44,6 +48,11 @@ from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.weights.manifest import UPDATED
 from composer_mesh.rollouts.generation import GenerationRequest
 from composer_mesh.rollouts.traces import ExpertChoices, StopReason
+
+logger = logging.getLogger(__name__)
+
+STEPS_BETWEEN_PROMPTS = 8
+"""Captured decode steps after a forward with prompts before other prompts are admitted."""
 
 
 class EmbeddedEngine:
@@ -72,17 +81,21 @@ class EmbeddedEngine:
         *,
         prefix_tokens: int | None = None,
         prompt_limits: PromptLimits | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self._model, self._rows, self._length = model, rows, length
         self.version = version
         self.prompt_tokens = PromptTokens()
         self._open: OpenRequests[RunningRequest] = OpenRequests()
+        self._rested = 0
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
         self._long: LongPrompt[RunningRequest] | None = None
         self._dropping = False
-        self._cache = RowCache(model.config.get_text_config().num_hidden_layers, rows, length)
+        layers = model.config.get_text_config().num_hidden_layers
+        self._cache = RowCache(layers, rows + (capture is not None), length)
         self._forward = PackedForward(model, self._cache, version)
+        self._decode = DecodeSteps(model, self._forward, self._cache, rows, capture)
         self._device, self._tells_experts = self._forward.device, routers_of(model) > 0
         self._limits = prompt_limits or PromptLimits.of(model)
         capacity = rows * length if prefix_tokens is None else prefix_tokens
@@ -141,10 +154,11 @@ class EmbeddedEngine:
         decoding = len(self._running)
         joining = self._admit()
         sampled = len(self._running)
-        if sampled or joining.runs:
+        if joining.runs:
             logits = self._logits(decoding, joining)
+            self._rested = 0
         if sampled:
-            self._sample(logits)
+            self._append(*(self._sample(logits) if joining.runs else self._decoded()))
             self._answer()
         return sampled
 
@@ -152,6 +166,7 @@ class EmbeddedEngine:
     def swap(self, weights: VersionedWeights) -> None:
         """Load new weights and recompute the cache of running requests."""
         weights.apply(self._model)
+        self._decode.check_addresses()
         self.version = weights.version
         self._held.drop()
         if self._long is not None:
@@ -189,12 +204,16 @@ class EmbeddedEngine:
         """Assign rows to waiting requests, up to the row and token limits of one forward.
 
         A prompt that begins like one of this forward waits for the next, which can reuse its keys.
+        Where decode steps are captured, prompts wait for `STEPS_BETWEEN_PROMPTS` of them: a forward
+        with prompts is not captured, and takes as long as several.
         """
         joining, later = JoiningRows(), list[RunningRequest]()
         if self._long is not None and not self._long.rests(bool(self._running)):
             self._go_on(self._long, joining)
+        gathering = self._decode.captures and self._running and self._rested < STEPS_BETWEEN_PROMPTS
         while (
             self._waiting
+            and not gathering
             and len(self._running) + (self._long is not None) < self._rows
             and joining.tokens < self._limits.at_once
             and len(later) < self._rows
@@ -309,18 +328,23 @@ class EmbeddedEngine:
         longest = int(known.max()) if decoding else 0
         ragged = decoding > 0 and int(known.min()) < longest
         plan = ForwardLayout(self._cache, decoding, runs, positions, longest, ragged)
-        kept = torch.tensor(keep, dtype=torch.long, device=self._device) if runs else None
+        kept = torch.tensor(keep, dtype=torch.long, device=self._device)
         return self._forward(plan, tokens, kept)
 
-    def _sample(self, logits: Tensor) -> None:
-        """Sample one token per row by inverse transform sampling with the request's own draw."""
-        rows = self._running
-        temperatures = [running.request.temperature for running in rows]
-        draws = [running.draws[len(running.token_ids)] for running in rows]
-        truncations = [running.request.truncation for running in rows]
-        tokens, logprobs = sample(logits, temperatures, draws, truncations)
+    def _decoded(self) -> tuple[list[int], list[float]]:
+        """Run a decode step of all running rows; return the next id and its log-prob of each."""
+        rows = len(self._running)
+        self._rested += 1
+        return self._decode(self._running, self._held.newest(rows), self._held.known[:rows])
+
+    def _sample(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Return what was sampled of logits `[running, V]`, with the requests' own draws."""
+        rows = SamplingRows.of(self._running, logits.device)
+        return on_host(sampled(logits, rows))
+
+    def _append(self, tokens: list[int], logprobs: list[float]) -> None:
         self._held.append(tokens)
-        for running, token, logprob in zip(rows, tokens, logprobs, strict=True):
+        for running, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             running.token_ids.append(token)
             running.logprobs.append(logprob)
             running.versions.append(self.version)
@@ -379,4 +403,20 @@ def start(config: Config, folder: Path) -> EmbeddedEngine:
         config.generator.max_concurrent,
         config.policy.max_context,
         prefix_tokens=config.generator.prefix_tokens,
+        capture=_capture_of(model, config.generator.cuda_graphs),
     )
+
+
+def _capture_of(model: Any, wanted: bool | None) -> CudaGraphs | None:
+    """Return what captures decode steps, None where they are launched one by one."""
+    if model.device.type != "cuda":
+        if wanted:
+            raise ValueError(
+                "generator.cuda_graphs is true, but this generator has no GPU: set "
+                "placement.generator.gpus, or leave generator.cuda_graphs out"
+            )
+        return None
+    if wanted is None and routers_of(model):
+        logger.info("decode steps of a mixture of experts are not captured as CUDA graphs")
+        return None
+    return None if wanted is False else CudaGraphs()

@@ -197,6 +197,11 @@ class RowCache:
         self._aimed = torch.zeros(2, 0, dtype=torch.long)
         self._flat: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys, values and in a mixture experts of all rows; none before the first write."""
+        return self._whole
+
     def aim(self, rows_and_positions: Tensor) -> None:
         """Set where the tokens of the next forward go: `[2, tokens]`, on the model's device."""
         self._aimed, self._flat = rows_and_positions, None

@@ -22,7 +22,7 @@ class RequestTooLong(ValueError):
 class DuplicateRequest(Worded, ValueError):
     """A request with the id of one that is not answered yet: its id."""
 
-    message = "{0} is under way already: abort it before it is submitted again"
+    message = "{0} is already running: abort it before it is submitted again"
 
 
 class RequestAborted(Worded, RuntimeError):
@@ -48,8 +48,8 @@ class LogitsNotFinite(RequestAborted):
     failure_class: ClassVar[str] = "code"
 
     message = (
-        "logits are not finite at version {1}, in {0}: sample from weights that have not diverged, "
-        "which a lower learning rate gives"
+        "logits are not finite at version {1}, in {0}: sample from weights that have not "
+        "diverged, for example with a lower learning rate"
     )
 
 
@@ -149,7 +149,7 @@ class ExpertsUnknown(Worded, ValueError):
     """A request for the experts of a model in which they are not read: its id."""
 
     message = (
-        "{0} asks for the experts of its tokens, which this engine does not read: serve a "
+        "{0} requests the experts of its tokens, which this engine does not report: serve a "
         "mixture with trainer.moe.router_replay, or leave experts_from out"
     )
 
@@ -166,7 +166,7 @@ def refuse_unknown_experts(request: GenerationRequest, known: bool) -> None:
         raise ExpertsUnknown(request.request_id)
     if not 0 <= start < prompt:
         raise ValueError(
-            f"{request.request_id} asks for experts from position {start} on, but its prompt has "
+            f"{request.request_id} requests experts from position {start} on, but its prompt has "
             f"{prompt} tokens: set experts_from from 0 to {prompt - 1}"
         )
 

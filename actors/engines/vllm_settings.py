@@ -268,7 +268,8 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         repair = f"did you mean {near[0]}?" if near else "remove it"
         raise VllmUnavailable(
-            f"generator.vllm.engine_args.{name} is no argument of this vLLM's EngineArgs: {repair}"
+            f"generator.vllm.engine_args.{name} is not an argument of this vLLM's EngineArgs: "
+            f"{repair}"
         )
 
 
@@ -339,7 +340,7 @@ def _check_experts(config: Config) -> None:
         (
             on_cpu and vllm.enforce_eager is False,
             "enforce_eager is false",
-            "on a CPU compiled layers tell no experts",
+            "on a CPU compiled layers report no experts",
             "set it to true",
         ),
         (

@@ -203,7 +203,7 @@ class OptimizerStep:
                 self._policy.forget_since(measured)
                 done = self._accumulate(part, plans, None, first, weights)
             divergences = {(one.trace_id, one.turn): one for one in done.divergences} | divergences
-            sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums)))
+            sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums.read())))
             shares = self._gradients.finish()
             sums[-1].figures.update(shares or {})
             try:
@@ -244,7 +244,7 @@ class OptimizerStep:
                 continue
             peak, plans = self._config.weighted_channels[name].peak, self._plans(batch)
             done = self._accumulate(batch, plans, None, 0, {**weights, name: peak}, channel)
-            found = StepSums.of_ranks(self._ranks.of_shares(done.sums))
+            found = StepSums.of_ranks(self._ranks.of_shares(done.sums.read()))
             try:
                 norm, rate = update.apply(batch.step, nothing, share=weights[name] / peak)
             except NormNotFinite as error:

@@ -246,7 +246,7 @@ class GradientNotFinite(RuntimeError):
 class FiniteChecks:
     """What the parts of one update left on one rank; it is read only after a failure."""
 
-    _losses: dict[str, NotFinite] = field(default_factory=dict)
+    _losses: list[tuple[UpdatePart, dict[str, Any]]] = field(default_factory=list)
     _gradients: list[tuple[UpdatePart, Tensor]] = field(default_factory=list)
 
     def watch(self, part: UpdatePart, states: Tensor) -> None:
@@ -254,16 +254,22 @@ class FiniteChecks:
         if states.requires_grad:
             states.register_hook(lambda grad: self._gradients.append((part, _finite(grad))))
 
-    def note(self, part: UpdatePart, losses: Mapping[str, float]) -> None:
-        """Note the channels whose sum of losses is not finite after this part, and was before."""
-        for channel, loss in losses.items():
-            if channel not in self._losses and not math.isfinite(loss):
-                self._losses[channel] = NotFinite(f"the {channel} loss is {loss:g}", part)
+    def note(self, part: UpdatePart, losses: Mapping[str, Any]) -> None:
+        """Note the sums of the channels' losses after a part, numbers or tensors."""
+        self._losses.append((part, dict(losses)))
 
     def found(self) -> list[NotFinite]:
-        """Return the losses that are not finite, or else the first gradient that is not."""
-        if self._losses:
-            return list(self._losses.values())
+        """Return the losses that are not finite, or else the first gradient that is not.
+
+        Of each channel, the first part after which the sum of its losses is not finite.
+        """
+        bad_losses: dict[str, NotFinite] = {}
+        for part, losses in self._losses:
+            for channel, loss in losses.items():
+                if channel not in bad_losses and not math.isfinite(loss):
+                    bad_losses[channel] = NotFinite(f"the {channel} loss is {float(loss):g}", part)
+        if bad_losses:
+            return list(bad_losses.values())
         bad = (part for part, finite in self._gradients if not bool(finite))
         return [
             NotFinite("the gradient at the model's last states is not finite", part)

@@ -240,6 +240,13 @@ def restore_optimizer_state(
     On the device of the weights, unless another is given.
     """
     found: dict[str, Tensor] = {}
+    fused = {
+        id(one)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if group.get("fused")  # counts its steps on the device
+    }
     holders = {
         id(one): optimizer
         for optimizer in optimizers
@@ -258,7 +265,7 @@ def restore_optimizer_state(
             optimizer.begin(weight, device or weight.device)
             found |= {f"{name}/{key}": one for key, one in optimizer.stored(weight).items()}
             continue
-        like = torch.zeros(shape)
+        like = torch.zeros(shape, device=weight.device if id(weight) in fused else CPU)
         if key in OF_WEIGHT:
             rows = torch.zeros_like(local(weight.detach()), device=device)
             like = from_rows(rows, weight, weight.shape)

@@ -130,7 +130,8 @@ def is_sharded(model: Any) -> bool:
 def release(model: Any) -> None:
     """Free the gathered weights of a forward that had no backward."""
     if is_sharded(model):
-        model.reset_iter_state()
+        # torch 2.11 lacks the reset, which also clears the order that forwards leave to a backward.
+        getattr(model, "reset_iter_state", model.reshard)()
 
 
 def keep_head(model: Any, keep: bool) -> None:

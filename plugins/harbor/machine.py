@@ -18,8 +18,8 @@ from composer_mesh.plugins.harbor.containers.port import (
     Container,
     Containers,
     ContainerSettings,
-    Finished,
-    Snapshot,
+    ContainerSnapshot,
+    FinishedCommand,
 )
 from composer_mesh.plugins.harbor.task_folder import (
     Files,
@@ -112,7 +112,7 @@ class Machine:
         """Paths that the task itself has changed, such as by the tests of an earlier step."""
         self._used_s = 0.0
         self._opened: Container | None = None
-        self._kept: Snapshot | None = None
+        self._kept: ContainerSnapshot | None = None
 
     @property
     def is_last(self) -> bool:
@@ -157,7 +157,7 @@ class Machine:
         """Take what has changed so far for the task's own: it is no finding on the agent."""
         self.accepted = frozenset(await self.container.changes())
 
-    async def run(self, command: str, timeout_s: float) -> Finished:
+    async def run(self, command: str, timeout_s: float) -> FinishedCommand:
         """Run a command of the agent in the working folder, as the agent's user."""
         if monitor.names_verifier(command):
             self.noted["names_verifier"] += 1
@@ -171,7 +171,7 @@ class Machine:
         stdin: bytes = b"",
         environment: Mapping[str, str] = {},
         output_bytes: int = MIB,
-    ) -> Finished:
+    ) -> FinishedCommand:
         """Run a program of the agent, such as a harness; its seconds count as the agent's.
 
         It gets `timeout_s` seconds, or those that remain if they are fewer.
@@ -281,13 +281,13 @@ def user_of(user: User | None) -> str | None:
     return None if user is None else str(user)
 
 
-def _said(done: Finished) -> str:
+def _said(done: FinishedCommand) -> str:
     text = (done.errors or done.output).decode(errors="replace").strip()[-300:]
     how = f"exit code {done.exit_code}" if done.ended == "exited" else done.ended
     return f"{how}: {text}" if text else how
 
 
-def refuse_silent_harness(done: Finished, answers: int) -> None:
+def refuse_silent_harness(done: FinishedCommand, answers: int) -> None:
     """Raise TaskFailure for a harness that ended before the model had answered it once.
 
     Whatever its exit code, nothing in such an episode is of the policy. A harness that acted and

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from composer_mesh.plugins.harbor.containers.port import Finished
+from composer_mesh.plugins.harbor.containers.port import FinishedCommand
 from composer_mesh.plugins.harbor.machine import Machine
 from composer_mesh.plugins.harbor.mcp_programs import McpPrograms
 from composer_mesh.plugins.harbor.monitor import flagged_by
@@ -222,13 +222,13 @@ class HarborSession(Session):
         reward = 0.0 if void or not rewards else reward_of(rewards, self.task.options.reward_key)
         return EpisodeVerdict(reward, rewards, dict(found), tuple(self._verdicts))
 
-    async def _run(self, argv: list[str], stdin: bytes = b"") -> Finished:
+    async def _run(self, argv: list[str], stdin: bytes = b"") -> FinishedCommand:
         with waiting_for_others():
             return await self.machine.run_program(
                 argv, stdin=stdin, timeout_s=self.task.options.command_s
             )
 
-    def _shown(self, done: Finished, command: str) -> str:
+    def _shown(self, done: FinishedCommand, command: str) -> str:
         """Return what a command printed; raise ToolError for one that was ended."""
         text = self.task.cut((done.output + done.errors).decode(errors="replace"))
         cut = "[the output was too long and is cut]" if done.output_cut else ""
@@ -240,10 +240,10 @@ class HarborSession(Session):
         code = "ended by a signal" if done.exit_code is None else f"exit code {done.exit_code}"
         return "\n".join(part for part in (text.rstrip("\n"), cut, code) if part)
 
-    def _facts(self, done: Finished, command: str) -> dict[str, str]:
+    def _facts(self, done: FinishedCommand, command: str) -> dict[str, str]:
         return {"command": command[:LONGEST_SHOWN], "limit": f"{done.seconds:.0f}"}
 
-    def _no_file(self, path: str, done: Finished) -> ToolError:
+    def _no_file(self, path: str, done: FinishedCommand) -> ToolError:
         said = done.errors.decode(errors="replace").strip()[-300:] or done.ended
         shown = path[:LONGEST_SHOWN]
         return ToolError("file_error", f"{shown}: {said}", {"path": shown, "reason": said})

@@ -24,7 +24,7 @@ from composer_mesh.plugins.harbor import monitor
 from composer_mesh.plugins.harbor.containers.port import (
     Container,
     ContainerSettings,
-    Finished,
+    FinishedCommand,
     ImageSource,
     TooLarge,
 )
@@ -166,7 +166,7 @@ class Verifier:
 
     def _rewards(
         self,
-        done: Finished,
+        done: FinishedCommand,
         files: Mapping[str, bytes],
         tests: Files,
         findings: Counter[str],
@@ -277,5 +277,5 @@ def _command(tests: Files) -> list[str]:
     return [f"{TESTS}/test.sh"] if script.startswith(b"#!") else ["/bin/sh", f"{TESTS}/test.sh"]
 
 
-def _text(done: Finished) -> str:
+def _text(done: FinishedCommand) -> str:
     return (done.output + done.errors).decode(errors="replace").strip()[-4000:]

@@ -259,7 +259,7 @@ def check_task(config: Config, task: Task) -> None:
     if config.serves_experts:
         raise UnusableTask(
             f"task {task.name!r} has no expert but the config has teachers or a hint writer of "
-            "kind 'builtin', which ask it: define expert(self, messages), or name others"
+            "kind 'builtin', which query it: define expert(self, messages), or name others"
         )
 
 
@@ -338,8 +338,8 @@ def _describe(config: Config, task: Task, index: int, judges: ExampleJudges) -> 
         yield f"task {task.name!r}: judge {names} was not called, its answers are examples"
     if task.has_expert and not dry.success and not judges.called:
         yield (
-            f"task {task.name!r}: its expert's episode is no success, so a warm start imitates "
-            f"failures: mend expert(), the rewards or success_at, which is {task.success_at:g}"
+            f"task {task.name!r}: its expert's episode does not succeed, so a warm start imitates "
+            f"failures: correct expert(), the rewards or success_at, which is {task.success_at:g}"
         )
     if not (task.rewards or task.turn_rewards):
         yield (

@@ -271,7 +271,7 @@ class FaultTolerantTrainer:
                 raise cause
             self._failed = error
         if not self._config.trainer.checkpoint_every:
-            raise _with(cause, "no checkpoint to begin again from: set trainer.checkpoint_every")
+            raise _with(cause, "no checkpoint to restart from: set trainer.checkpoint_every")
         if self.restarts >= self._config.supervision.trainer_restarts:
             times = f"{self.restarts} restarts of the trainer have not helped"
             raise _with(cause, times) if self.restarts else cause

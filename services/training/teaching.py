@@ -417,7 +417,7 @@ class SdpoTeachers:
             await self._adopt_from(others[0], teacher)
             return f"at version {handle.version}, its average taken from {others[0].name}"
         await self._call(teacher, Call("adopt", ([handle],)))
-        return f"at version {handle.version}, its average begins again there"
+        return f"at version {handle.version}, its average restarts there"
 
     async def _adopt_from(self, donor: SpawnedActor, teacher: Replica) -> None:
         """Copy one teacher's state to another, and always free the donor's copy."""

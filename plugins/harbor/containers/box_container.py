@@ -22,7 +22,7 @@ from composer_mesh.plugins.harbor.containers.port import (
     Change,
     ContainerError,
     ContainerSettings,
-    Finished,
+    FinishedCommand,
     TooLarge,
     inside,
 )
@@ -156,7 +156,7 @@ class BoxContainer:
         environment: Mapping[str, str] = {},
         workdir: str | None = None,
         output_bytes: int = OUTPUT_BYTES,
-    ) -> Finished:
+    ) -> FinishedCommand:
         """Run a command. Waits for its end."""
         variables = {**self.config.environment, **self._settings.environment, **environment}
         job = {
@@ -186,7 +186,7 @@ class BoxContainer:
         self._check_disk()
         ended, code = how_ended(report, late)
         cut = output.cut or errors.cut
-        return Finished(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
+        return FinishedCommand(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
 
     async def put(
         self,

@@ -181,7 +181,7 @@ def _waited(child: int, status: socket.socket) -> int:
         ready = [one for one, _ in waiting.poll()]
         if status.fileno() in ready:
             waiting.unregister(status.fileno())
-            with contextlib.suppress(OSError):  # what is left unread resets the socket
+            with contextlib.suppress(OSError):  # unread bytes reset the socket
                 status.recv(len(KILL))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)

@@ -48,7 +48,7 @@ INIT = "/dev/.init"
 
 
 @dataclass
-class Settings:
+class KeeperSettings:
     """What a worker tells its keeper: descriptors that it inherited, and whose ids are used.
 
     The keeper removes `folder`, which holds the containers' files, when the worker is gone.
@@ -64,7 +64,7 @@ class Settings:
 
 
 @dataclass
-class Box:
+class KeptContainer:
     """A container: what it is made of, its launcher, and its first process once it is ready."""
 
     request: dict[str, Any]
@@ -80,15 +80,15 @@ class Box:
     restarts: bool = False
 
 
-class Keeper:
+class ContainerKeeper:
     """Starts, enters and ends containers as its worker asks."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KeeperSettings) -> None:
         self._settings = settings
         self._control = socket.socket(fileno=settings.control)
         self._groups = groups_of(settings.groups)
         self._waiting = selectors.DefaultSelector()
-        self._boxes: dict[int, Box] = {}
+        self._boxes: dict[int, KeptContainer] = {}
         self._children: set[int] = set()
         self._serving = True
         self._init = os.memfd_create("init")
@@ -141,7 +141,7 @@ class Keeper:
         if self._groups is not None:
             group = self._groups.make()
             group.bound(request["memory_bytes"], request["processes"])
-        box = self._boxes[request["name"]] = Box(request, status, group)
+        box = self._boxes[request["name"]] = KeptContainer(request, status, group)
         try:
             self._launch(box)
         except OSError:
@@ -151,12 +151,12 @@ class Keeper:
             raise
         self._waiting.register(status, selectors.EVENT_READ, lambda: self._end(box))
 
-    def _launch(self, box: Box) -> None:
+    def _launch(self, box: KeptContainer) -> None:
         """Fork, and become bubblewrap in a new user namespace; wait for that only."""
         own, keeper = self._settings, os.getpid()
         errors = os.memfd_create("errors")
         pipes = [os.pipe() for _ in range(4)]
-        (said, says), (told, tells), (mapped, maps), (ready, readies) = pipes
+        (said, says), (announced, tells), (mapped, maps), (ready, readies) = pipes
         box.launcher = os.fork()
         if box.launcher == 0:
             _become_bubblewrap(
@@ -165,7 +165,7 @@ class Keeper:
         for one in (says, tells, mapped, readies):
             os.close(one)
         end = os.pidfd_open(box.launcher)
-        box.ends, box.living = [end, said, told, errors], 1
+        box.ends, box.living = [end, said, announced, errors], 1
         self._waiting.register(end, selectors.EVENT_READ, lambda: self._ended(box, end))
         self._waiting.register(said, selectors.EVENT_READ, lambda: self._ready(box))
         try:
@@ -178,13 +178,13 @@ class Keeper:
             os.close(ready)
             os.close(maps)
 
-    def _ready(self, box: Box) -> None:
+    def _ready(self, box: KeptContainer) -> None:
         """Note the first process, which has just spoken, or that it never will."""
-        _, said, told, _ = box.ends
+        _, said, announced, _ = box.ends
         self._waiting.unregister(said)
         if os.read(said, 1) != READY:
             return  # its launcher ends, too
-        first = os.pidfd_open(json.loads(os.read(told, LONGEST_REQUEST))["child-pid"])
+        first = os.pidfd_open(json.loads(os.read(announced, LONGEST_REQUEST))["child-pid"])
         box.first, box.living = first, box.living + 1
         self._waiting.register(first, selectors.EVENT_READ, lambda: self._ended(box, first))
         report = {"ready": True}
@@ -204,12 +204,12 @@ class Keeper:
         kill(box)
         return None
 
-    def _end(self, box: Box) -> None:
+    def _end(self, box: KeptContainer) -> None:
         self._waiting.unregister(box.status)
         box.restarts = False
         kill(box)
 
-    def _ended(self, box: Box, end: int) -> None:
+    def _ended(self, box: KeptContainer, end: int) -> None:
         """Note the end of a launcher, or that of a first process, which is that of all others."""
         self._waiting.unregister(end)
         box.living -= 1
@@ -218,7 +218,7 @@ class Keeper:
         elif end == box.ends[0]:
             kill(box)
 
-    def _finish(self, box: Box) -> None:
+    def _finish(self, box: KeptContainer) -> None:
         """Reap the processes of a container, and start it again if its worker wants that."""
         _, status = os.waitpid(box.launcher, 0)
         if box.first is not None:
@@ -298,7 +298,7 @@ class Keeper:
         os.close(end)
 
 
-def kill(box: Box) -> None:
+def kill(box: KeptContainer) -> None:
     """End all processes of a container."""
     with contextlib.suppress(ProcessLookupError):
         if box.first is None:
@@ -308,7 +308,7 @@ def kill(box: Box) -> None:
 
 
 def _become_bubblewrap(
-    own: Settings,
+    own: KeeperSettings,
     request: dict[str, Any],
     keeper: int,
     passed: tuple[int, int, int, int],
@@ -369,6 +369,6 @@ def main() -> None:
     adopt_orphans()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    keeper = Keeper(Settings(**json.loads(sys.argv[-1])))
+    keeper = ContainerKeeper(KeeperSettings(**json.loads(sys.argv[-1])))
     forget_imports()
     keeper.serve()

@@ -35,8 +35,8 @@ from composer_mesh.plugins.harbor.containers.box_container import (
 from composer_mesh.plugins.harbor.containers.port import (
     ContainerError,
     ContainerSettings,
+    ContainerSnapshot,
     ImageSource,
-    Snapshot,
 )
 from composer_mesh.plugins.harbor.images.manifest import ImageConfig
 from composer_mesh.plugins.harbor.images.store import IDS, ImageStore, made_private
@@ -117,7 +117,7 @@ class BoxContainers:
         return (await asyncio.to_thread(self.store.unpacked, image.reference, until)).identity
 
     async def start(
-        self, settings: ContainerSettings, *, snapshot: Snapshot | None = None
+        self, settings: ContainerSettings, *, snapshot: ContainerSnapshot | None = None
     ) -> BoxContainer:
         """Start a container, from a snapshot if one is given. Waits for a place."""
         if settings.network not in ("none", "host"):
@@ -165,7 +165,7 @@ class BoxContainers:
             await asyncio.to_thread(self._files.close)
 
     async def _image(
-        self, settings: ContainerSettings, snapshot: Snapshot | None
+        self, settings: ContainerSettings, snapshot: ContainerSnapshot | None
     ) -> tuple[tuple[Path, ...], ImageConfig]:
         if snapshot is not None:
             if not isinstance(snapshot, BoxSnapshot):

@@ -36,9 +36,9 @@ from composer_mesh.plugins.harbor.containers.port import (
     Change,
     ContainerError,
     ContainerSettings,
-    Finished,
+    ContainerSnapshot,
+    FinishedCommand,
     ImageSource,
-    Snapshot,
     TooLarge,
     inside,
 )
@@ -55,11 +55,11 @@ KILLED = 128 + 9
 MOST_FRAME = 64 * MIB
 INPUT = "/.composer-mesh-input"
 LABEL = "composer-mesh"
+MODE_SYMLINK = 1 << 27
 CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
 """The kinds of changes by the daemon's numbers."""
-MODE_FOLDER = 1 << 31
+FOLDER_MODE = 1 << 31
 """The bit of a folder in the modes that daemons state."""
-MODE_SYMLINK = 1 << 27
 LOADED = re.compile(r"Loaded image(?: ID)?(?:\(s\))?: ([^\s,]+)")
 
 
@@ -113,7 +113,7 @@ class EngineContainers:
         return str((await self.api.call("GET", f"/images/{name}/json", "image_missing"))["Id"])
 
     async def start(
-        self, settings: ContainerSettings, *, snapshot: Snapshot | None = None
+        self, settings: ContainerSettings, *, snapshot: ContainerSnapshot | None = None
     ) -> EngineContainer:
         """Start a container, from a snapshot if one is given. Waits for a place."""
         if snapshot is None:
@@ -275,7 +275,7 @@ class EngineContainer:
         environment: Mapping[str, str] = {},
         workdir: str | None = None,
         output_bytes: int = OUTPUT_BYTES,
-    ) -> Finished:
+    ) -> FinishedCommand:
         """Run a command. Waits for its end; one that is late ends all processes."""
         if not argv:
             raise ValueError("a command has at least one word")
@@ -373,7 +373,7 @@ class EngineContainer:
         return kept
 
     async def _is_folder(self, path: str) -> bool:
-        return bool(int((await self._stat(path)).get("mode") or 0) & MODE_FOLDER)
+        return bool(int((await self._stat(path)).get("mode") or 0) & FOLDER_MODE)
 
     async def stop_processes(self) -> None:
         """End all processes by a restart."""
@@ -465,6 +465,6 @@ class _Streams:
         kept += piece[:left]
         self._cut = self._cut or len(piece) > left
 
-    def finished(self, ended: Any, code: int | None, seconds: float) -> Finished:
+    def finished(self, ended: Any, code: int | None, seconds: float) -> FinishedCommand:
         output, errors = bytes(self._kept[1]), bytes(self._kept[2])
-        return Finished(code, ended, output, errors, self._cut, seconds)
+        return FinishedCommand(code, ended, output, errors, self._cut, seconds)

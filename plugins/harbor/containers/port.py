@@ -91,7 +91,7 @@ class ContainerSettings:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedCommand:
     """How a command ended. `exit_code` is None where a signal or a limit ended it.
 
     A command that is no program of the container has exit code 127, one that cannot be executed
@@ -106,7 +106,7 @@ class Finished:
     seconds: float
 
 
-class Snapshot(Protocol):
+class ContainerSnapshot(Protocol):
     """The files of a container at one moment, from which others start; no processes."""
 
     async def remove(self) -> None:
@@ -126,7 +126,7 @@ class Container(Protocol):
         environment: Mapping[str, str] = {},
         workdir: str | None = None,
         output_bytes: int = OUTPUT_BYTES,
-    ) -> Finished:
+    ) -> FinishedCommand:
         """Run a command. Waits for its end, not for that of processes that it leaves running.
 
         Of standard output and standard error `output_bytes` each are kept.
@@ -164,7 +164,7 @@ class Container(Protocol):
     async def stop_processes(self) -> None:
         """End every process that commands started; files stay. Waits until all are gone."""
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> ContainerSnapshot:
         """Copy the files. What processes write meanwhile may be in it or not."""
 
     async def close(self) -> None:
@@ -178,7 +178,7 @@ class Containers(Protocol):
         """Pull, unpack or build an image; return the identity of its content."""
 
     async def start(
-        self, settings: ContainerSettings, *, snapshot: Snapshot | None = None
+        self, settings: ContainerSettings, *, snapshot: ContainerSnapshot | None = None
     ) -> Container:
         """Start a container, from a snapshot if one is given. Waits for a place.
 

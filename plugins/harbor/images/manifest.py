@@ -48,7 +48,7 @@ class ImageConfig:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ImageManifest:
     """The config and the layers of an image, bottom first."""
 
     config: Descriptor
@@ -95,7 +95,7 @@ def is_index(found: Mapping[str, Any], media_type: str) -> bool:
     return (media_type or found.get("mediaType")) in INDEXES or "manifests" in found
 
 
-def manifest(content: bytes, what: str) -> Manifest:
+def manifest(content: bytes, what: str) -> ImageManifest:
     """Return an image's manifest; raises ContainerError."""
     found = loaded(content, what)
     layers = found.get("layers")
@@ -103,7 +103,7 @@ def manifest(content: bytes, what: str) -> Manifest:
         raise invalid(f"{what} is no image manifest of schema 2")
     if len(layers) > MOST_LAYERS:
         raise invalid(f"{what} has {len(layers)} layers, more than {MOST_LAYERS}")
-    return Manifest(
+    return ImageManifest(
         descriptor(found.get("config"), f"the config of {what}"),
         [descriptor(one, f"layer {place} of {what}") for place, one in enumerate(layers)],
     )

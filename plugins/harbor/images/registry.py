@@ -49,7 +49,7 @@ class _Again(Exception):
 
 
 @dataclass
-class Registry:
+class ImageRegistry:
     """Pulls one image; `until` is the last moment, by the monotonic clock."""
 
     reference: RegistryReference
@@ -230,7 +230,7 @@ def _retry_after(value: str | None) -> float | None:
 def stored_credentials(registry: str) -> str | None:
     """Return what `podman login` or `docker login` stored for a registry: base64 of user:password.
 
-    Helpers that hold credentials elsewhere are not asked.
+    Helpers that hold credentials elsewhere are not run.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = os.environ.get("DOCKER_CONFIG")

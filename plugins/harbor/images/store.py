@@ -40,7 +40,7 @@ from composer_mesh.plugins.harbor.images.reference import (
     RegistryReference,
     parsed,
 )
-from composer_mesh.plugins.harbor.images.registry import Registry, stored_credentials
+from composer_mesh.plugins.harbor.images.registry import ImageRegistry, stored_credentials
 from composer_mesh.plugins.harbor.images.trees import remove_tree
 
 IDS = 65_536
@@ -179,7 +179,7 @@ class ImageStore:
     def _pulled(self, reference: RegistryReference, until: float) -> UnpackedImage:
         credentials = stored_credentials(reference.registry)
         with httpx.Client(follow_redirects=False) as client:
-            registry = Registry(reference, until, client, credentials)
+            registry = ImageRegistry(reference, until, client, credentials)
             first, content = _first_manifest(registry)
 
             def opened(wanted: Descriptor) -> contextlib.AbstractContextManager[IO[bytes]]:
@@ -196,7 +196,7 @@ class ImageStore:
 
             return self._described(first, read, opened, until)
 
-    def _blob(self, registry: Registry, wanted: Descriptor) -> Path:
+    def _blob(self, registry: ImageRegistry, wanted: Descriptor) -> Path:
         """Return the file of a registry's blob, pulled and verified if it is not here yet."""
         algorithm, _, name = wanted.digest.partition(":")
         folder = self.folder / "blobs" / algorithm
@@ -292,7 +292,7 @@ class ImageStore:
             yield
 
 
-def _first_manifest(registry: Registry) -> tuple[Descriptor, bytes]:
+def _first_manifest(registry: ImageRegistry) -> tuple[Descriptor, bytes]:
     reference = registry.reference
     content, media_type = registry.manifest_tried(reference.digest or reference.tag)
     digest = reference.digest or f"sha256:{hashlib.sha256(content).hexdigest()}"

@@ -53,10 +53,10 @@ def test_a_public_class_name_has_one_meaning() -> None:
     assert twice.keys() <= {"Turn"}  # a client of Tinker's protocol has turns of its own
 
 
-def test_only_eight_places_start_processes() -> None:
+def test_only_ten_places_start_processes() -> None:
     """Actors, their forks, agents of hosts, programs and their guards, boxes, their commands.
 
-    The last one is a program that runs inside a box.
+    One is a program that runs inside a box; the last two are containers and their commands.
     """
     starters = [path for path in SOURCES if starts_processes(parsed(path))]
     places = (
@@ -69,7 +69,9 @@ def test_only_eight_places_start_processes() -> None:
         "spawn.py",
     )
     in_boxes = ROOT / "plugins/code_tasks/making/programs/try_deletions.py"
-    assert starters == [*(ROOT / "mesh" / place for place in places), in_boxes]
+    containers = ROOT / "plugins/harbor/containers"
+    in_containers = [containers / "box_exec.py", containers / "box_keeper.py"]
+    assert starters == [*(ROOT / "mesh" / place for place in places), in_boxes, *in_containers]
 
 
 def test_values_of_others_are_validated_in_one_place() -> None:

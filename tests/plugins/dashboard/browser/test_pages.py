@@ -87,6 +87,15 @@ def test_pages_fit_the_screen(
         assert wide <= 0, (name, wide)
 
 
+def test_names_of_runs_start_at_one_edge_on_a_phone(base: str, visit: Callable[..., Any]) -> None:
+    page = visit(base, width=390).open("/")
+    edges = page.evaluate(
+        "[...document.querySelectorAll('.runs th a')].map(one => one.getBoundingClientRect().left)"
+    )
+    assert len(edges) > 3
+    assert len(set(edges)) == 1
+
+
 def test_two_runs_are_compared_with_the_keyboard_alone(
     base: str, visit: Callable[..., Any]
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from composer_mesh.plugins.harbor.containers.port import (
     ContainerSettings,
-    Finished,
+    FinishedCommand,
     ImageSource,
     TooLarge,
 )
@@ -28,19 +28,19 @@ IMAGE = {
     "/bin/bash": b"elf",
     "/usr/lib/python3.11/json/__init__.py": b"",
 }
-Fault = Callable[["FakeContainer", str], "Finished | None"]
+Fault = Callable[["FakeContainer", str], "FinishedCommand | None"]
 """Called at each point, such as "start", "run /tests/test.sh" or "get"; may raise, or return how a
 command ends in place of what it would do."""
 
 
 def finished(
     code: int | None = 0, text: str = "", ended: str = "exited", s: float = 0.1
-) -> Finished:
+) -> FinishedCommand:
     """Return how a command ended."""
-    return Finished(code, ended, text.encode(), b"", False, s)  # type: ignore[arg-type]
+    return FinishedCommand(code, ended, text.encode(), b"", False, s)  # type: ignore[arg-type]
 
 
-def no_fault(_container: FakeContainer, _point: str) -> Finished | None:
+def no_fault(_container: FakeContainer, _point: str) -> FinishedCommand | None:
     """Let everything work."""
     return None
 
@@ -78,7 +78,7 @@ class FakeContainer:
         environment: Mapping[str, str] = {},
         workdir: str | None = None,
         output_bytes: int = 1 << 20,
-    ) -> Finished:
+    ) -> FinishedCommand:
         point = "probe" if PROBE in argv else "test" if argv[-1] == "/tests/test.sh" else "run"
         if (instead := self._at(point)) is not None:
             return instead
@@ -93,7 +93,7 @@ class FakeContainer:
         script = self.files["/tests/test.sh"].decode() if point == "test" else argv[-1]
         return self._script(script, timeout_s)
 
-    def _script(self, script: str, timeout_s: float) -> Finished:
+    def _script(self, script: str, timeout_s: float) -> FinishedCommand:
         used, printed, code = 0.1, [], 0
         for line in script.splitlines():
             word, _, rest = line.strip().partition(" ")
@@ -172,7 +172,7 @@ class FakeContainer:
     def _path(self, path: str) -> str:
         return path if path.startswith("/") else f"/app/{path}"
 
-    def _at(self, point: str) -> Finished | None:
+    def _at(self, point: str) -> FinishedCommand | None:
         assert not self.closed, f"{point} of a container that was closed"
         self.points.append(point)
         return self.owner.fault(self, point)

@@ -21,7 +21,7 @@ from composer_mesh.plugins.harbor.containers.opening import open_boxes
 from composer_mesh.plugins.harbor.containers.port import (
     ContainerError,
     ContainerSettings,
-    Finished,
+    FinishedCommand,
     ImageSource,
     TooLarge,
 )
@@ -74,7 +74,7 @@ async def start(containers: BoxContainers, image: ImageSource) -> AsyncIterator[
         await one.close()
 
 
-async def sh(container: BoxContainer, script: str, **more: object) -> Finished:
+async def sh(container: BoxContainer, script: str, **more: object) -> FinishedCommand:
     return await container.run(["sh", "-c", script], **{"timeout_s": 20.0, **more})
 
 

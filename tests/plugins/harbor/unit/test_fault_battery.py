@@ -16,7 +16,7 @@ from fake_containers import FakeContainer, FakeContainers, Fault, finished
 from harbor_folders import SUBMIT, TESTS, bash, made, played, written
 
 from composer_mesh.mesh.failures import FailureClass, classify
-from composer_mesh.plugins.harbor.containers.port import ContainerError, Finished
+from composer_mesh.plugins.harbor.containers.port import ContainerError, FinishedCommand
 from composer_mesh.plugins.harbor.machine import TaskFailure, refuse_silent_harness
 from composer_mesh.plugins.harbor.verifier import TestsFailed
 from composer_mesh.rollouts.tasks import Outcome
@@ -41,7 +41,7 @@ POINTS = (
     *("probe", "run", "put /logs/agent", "put /tests", "test", "stop", "changes"),
     *("remove /logs/verifier", "get /logs/verifier"),
 )
-Effect = Callable[[FakeContainer], Finished | None]
+Effect = Callable[[FakeContainer], FinishedCommand | None]
 
 
 def outcome(folder: Path, containers: FakeContainers, *actions: str, tests: str = TESTS) -> Outcome:
@@ -56,7 +56,7 @@ def outcome(folder: Path, containers: FakeContainers, *actions: str, tests: str 
 
 
 def failing(point: str, kind: str) -> Fault:
-    def fault(_: FakeContainer, at: str) -> Finished | None:
+    def fault(_: FakeContainer, at: str) -> FinishedCommand | None:
         if at == point:
             raise ContainerError(kind, "as the test wants")  # type: ignore[arg-type]
         return None
@@ -86,7 +86,7 @@ def refused_as(kind: str, folder: Path, containers: FakeContainers, action: str)
 
 
 def writes(name: str, content: bytes) -> Effect:
-    def effect(container: FakeContainer) -> Finished:
+    def effect(container: FakeContainer) -> FinishedCommand:
         container.files[f"/logs/verifier/{name}"] = content
         return finished()
 
@@ -112,7 +112,7 @@ def failing_tests(effect: Effect, times: float, everywhere: bool = True) -> Faul
     """Have tests fail so many times; only on the agent's machine if not everywhere."""
     seen = []
 
-    def fault(container: FakeContainer, at: str) -> Finished | None:
+    def fault(container: FakeContainer, at: str) -> FinishedCommand | None:
         if at != "test" or len(seen) >= times:
             return None
         if not everywhere and container is not container.owner.made[0]:
@@ -160,7 +160,7 @@ def test_tests_that_fail_on_the_agents_machine_alone_are_the_agents_failure(
 def test_a_fresh_machine_that_cannot_be_started_is_no_reward(tmp_path: Path, kind: str) -> None:
     broken = failing_tests(OF_TESTS["fails"][1], 100)
 
-    def fault(container: FakeContainer, at: str) -> Finished | None:
+    def fault(container: FakeContainer, at: str) -> FinishedCommand | None:
         if at == "start" and container.owner.made:
             raise ContainerError(kind, "as the test wants")  # type: ignore[arg-type]
         return broken(container, at)
@@ -208,7 +208,7 @@ ENDS = [finished(0), finished(1), finished(127), finished(None, ended="signal")]
 
 
 @pytest.mark.parametrize("done", [*ENDS, finished(None, ended="wall_time")])
-def test_a_harness_without_an_answer_of_the_model_is_no_episode(done: Finished) -> None:
+def test_a_harness_without_an_answer_of_the_model_is_no_episode(done: FinishedCommand) -> None:
     with pytest.raises(TaskFailure) as failed:
         refuse_silent_harness(done, 0)
     assert classify(failed.value) is FailureClass.INFRASTRUCTURE

@@ -154,7 +154,7 @@ def test_the_page_names_every_loss() -> None:
 
 
 def test_the_versions_of_the_page_are_those_that_are_tested() -> None:
-    versions = re.search(r"SDKs\s+(\S+) to (\S+) are served", PAGE.text)
+    versions = re.search(r"SDKs\s+(\S+) to (\S+) are\s+supported", PAGE.text)
     assert versions is not None
     sessions = (ROOT / "tests" / "plugins" / "tinker" / "nox_sessions.py").read_text()
     (tested,) = re.findall(r"^SDKS = \((.*)\)$", sessions, re.MULTILINE)

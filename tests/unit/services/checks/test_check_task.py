@@ -108,7 +108,7 @@ def test_an_expert_without_success_is_told(
     check: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check(GOOD + EXPERT) == 0
-    assert "its expert's episode is no success" in capsys.readouterr().out
+    assert "its expert's episode does not succeed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

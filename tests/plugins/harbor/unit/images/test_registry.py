@@ -14,7 +14,7 @@ from tiny_images import Blobs, digest_of, layer
 
 from composer_mesh.plugins.harbor.containers.port import ContainerError
 from composer_mesh.plugins.harbor.images.reference import RegistryReference, parsed
-from composer_mesh.plugins.harbor.images.registry import Registry
+from composer_mesh.plugins.harbor.images.registry import ImageRegistry
 from composer_mesh.plugins.harbor.images.store import ImageStore, UnpackedImage
 
 IMAGE = [layer(("a", b"low")), layer(("b", b"high" * 300))]
@@ -114,7 +114,7 @@ def test_a_busy_registry_is_asked_again_when_it_says(registry: FakeRegistry) -> 
     assert isinstance(reference, RegistryReference)
     waits: list[float] = []
     with httpx.Client() as client:
-        made = Registry(reference, time.monotonic() + 60, client, None, waits.append)
+        made = ImageRegistry(reference, time.monotonic() + 60, client, None, waits.append)
         assert (
             made.manifest_tried("v1")[0] == registry.image.blobs[registry.image.described["digest"]]
         )
