@@ -26,9 +26,10 @@ class SandboxConfig(Section):
     """A sandbox of each environment actor, for tasks that need one."""
 
     kind: Annotated[str, Field(min_length=1, max_length=1000)] = "bubblewrap"
-    """`"bubblewrap"` (a box for each command), `"containers"` (one for each episode of Harbor
-    tasks), or the import path of a function that returns a sandbox, as
-    "my_package.my_module:my_function"; searched in run.import_paths too."""
+    """`"bubblewrap"`, `"containers"` for Harbor tasks, or the import path of a function that
+    returns a sandbox.
+
+    A path is as "my_package.my_module:my_function", and searched in run.import_paths too."""
 
     options: FreeTable = Field(default_factory=dict)
     """Keyword arguments of the function; the guides "Sandboxes" and "Harbor tasks" list them."""
