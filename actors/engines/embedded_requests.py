@@ -39,11 +39,11 @@ class SamplingKind:
     @classmethod
     def of(cls, running: Sequence[RunningRequest]) -> SamplingKind:
         """Return what running requests need."""
-        asked = [one.request for one in running]
+        requests = [one.request for one in running]
         return cls(
-            any(one.temperature not in (0, 1) for one in asked),
-            any(one.temperature == 0 for one in asked),
-            any(one.temperature and one.truncation != WHOLE for one in asked),
+            any(one.temperature not in (0, 1) for one in requests),
+            any(one.temperature == 0 for one in requests),
+            any(one.temperature and one.truncation != WHOLE for one in requests),
         )
 
 

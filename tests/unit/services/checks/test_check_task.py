@@ -260,9 +260,9 @@ def test_the_rows_the_model_and_the_work_of_a_step_are_printed(build_config: Any
 @pytest.mark.parametrize(
     ("loss", "warned"),
     [
-        ({"kind": "grpo"}, True),
-        ({"kind": "grpo", "correction": "token_truncate"}, False),
-        ({"kind": "dppo"}, False),
+        ({"type": "grpo"}, True),
+        ({"type": "grpo", "correction": "token_truncate"}, False),
+        ({"type": "dppo"}, False),
     ],
 )
 def test_fp8_rollouts_without_a_correction_are_said(
